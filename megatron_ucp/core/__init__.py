@@ -1,0 +1,1 @@
+"""Pure arithmetic on layouts and plans: standard library only, no I/O."""

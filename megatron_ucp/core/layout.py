@@ -1,0 +1,256 @@
+"""How one parameter is cut along mesh axes, under the names of the Universal Checkpointing paper (section 5.3.1).
+
+A layout is a list of cuts, each one along one mesh axis and one dim. What a rank holds is a product of intervals, one
+list per dim; every product of single intervals is a `Piece`: the same elements under a stored and a logical address.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megatron_ucp.core.box import Box, Ints, flat_index, strides
+from megatron_ucp.errors import LayoutError
+
+Place = Mapping[str, tuple[int, int]]  # mesh axis -> (size, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One block of elements under two addresses.
+
+    `local` lies in the stored memory read under the shape `view`; `full` lies in the logical tensor. Dim i of the
+    logical tensor is dim `perm[i]` of the view; view dims that `perm` leaves out have extent 1 in `local`.
+    """
+
+    local: Box
+    full: Box
+    view: Ints
+    perm: Ints
+
+    def __post_init__(self) -> None:
+        kept = tuple(self.local.shape[v] for v in self.perm)
+        rest = math.prod(self.local.shape[v] for v in range(len(self.view)) if v not in self.perm)
+        if kept != self.full.shape or rest != 1 or len(set(self.perm)) != len(self.perm):
+            raise ValueError(f"piece with local {self.local}, full {self.full}, view {self.view}, perm {self.perm}")
+
+    def clip_full(self, box: Box) -> "Piece | None":
+        """The part of this piece inside a box of the logical tensor."""
+        common = self.full.meet(box)
+        if common is None:
+            return None
+        start, stop = list(self.local.start), list(self.local.stop)
+        for dim, v in enumerate(self.perm):
+            start[v] = self.local.start[v] + common.start[dim] - self.full.start[dim]
+            stop[v] = start[v] + common.stop[dim] - common.start[dim]
+        return Piece(Box(tuple(start), tuple(stop)), common, self.view, self.perm)
+
+    def clip_local(self, box: Box) -> "Piece | None":
+        """The part of this piece inside a box of the view."""
+        common = self.local.meet(box)
+        if common is None:
+            return None
+        start = tuple(self.full.start[d] + common.start[v] - self.local.start[v] for d, v in enumerate(self.perm))
+        stop = tuple(a + common.shape[v] for a, v in zip(start, self.perm, strict=True))
+        return Piece(common, Box(start, stop), self.view, self.perm)
+
+    @property
+    def strides(self) -> Ints:
+        """Strides in stored memory, in elements, for the dims of the logical tensor."""
+        by_view = strides(self.view)
+        return tuple(by_view[v] for v in self.perm)
+
+    @property
+    def flat_start(self) -> int:
+        """Position of the first element in stored memory, in elements."""
+        return flat_index(self.local.start, self.view)
+
+    @property
+    def flat_stop(self) -> int:
+        """Position after the last element in stored memory, in elements."""
+        return flat_index(tuple(b - 1 for b in self.local.stop), self.view) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut of a dim along a mesh axis. `parts` are the sizes of fused sub-tensors, each cut for itself; () is one."""
+
+    axis: str
+    dim: int
+    parts: Ints = ()
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Base of the layouts. Replicated over every axis that no cut names."""
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return ()
+
+    @property
+    def axes(self) -> frozenset[str]:
+        return frozenset(cut.axis for cut in self.cuts())
+
+    def pieces(self, name: str, shape: Ints, place: Place, order: Ints | None = None) -> tuple[Piece, ...]:
+        """What the rank at `place` holds of a tensor of `shape`, in the order of the stored memory.
+
+        `order` gives the dims of the logical tensor in the order in which the memory stores them (a transposed
+        parameter has (1, 0)). Raises LayoutError where a size does not divide.
+        """
+        held = [[(0, size)] for size in shape]
+        for cut in self.cuts():
+            if cut.dim >= len(shape):
+                raise LayoutError("the layout cuts a dim that the parameter does not have", parameter=name,
+                                  expected=f"at least {cut.dim + 1} dims", found=f"shape {shape}")
+            held[cut.dim] = _cut(name, held[cut.dim], cut, *place.get(cut.axis, (1, 0)))
+        local = tuple(sum(b - a for a, b in spans) for spans in held)
+        order = tuple(range(len(shape))) if order is None else order
+        view = tuple(local[d] for d in order)
+        perm = tuple(order.index(d) for d in range(len(shape)))
+        out: list[Piece] = []
+        for spans in itertools.product(*[_with_local(held[d]) for d in order]):
+            stored = Box(tuple(s[0] for s in spans), tuple(s[0] + s[2] - s[1] for s in spans))
+            full = Box(tuple(spans[v][1] for v in perm), tuple(spans[v][2] for v in perm))
+            out.append(Piece(stored, full, view, perm))
+        return tuple(out)
+
+    def local_shape(self, name: str, shape: Ints, place: Place) -> Ints:
+        """Shape of the tensor that the rank at `place` holds, in logical dim order."""
+        out = list(shape)
+        for cut in self.cuts():
+            size, index = place.get(cut.axis, (1, 0))
+            _cut(name, [(0, out[cut.dim])], Cut(cut.axis, cut.dim, (), cut.unit), size, index)
+            out[cut.dim] //= size
+        return tuple(out)
+
+
+def _with_local(spans: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    out: list[tuple[int, int, int]] = []
+    at = 0
+    for a, b in spans:
+        out.append((at, a, b))
+        at += b - a
+    return out
+
+
+def _cut(name: str, spans: list[tuple[int, int]], cut: Cut, size: int, index: int) -> list[tuple[int, int]]:
+    """The index-th of `size` equal chunks of the spans, part by part."""
+    length = sum(b - a for a, b in spans)
+    parts = cut.parts or (length,)
+    if sum(parts) != length:
+        raise LayoutError("the fused parts do not add up to the dim", parameter=name,
+                          expected=f"dim {cut.dim} of {sum(parts)} elements", found=f"{length}")
+    out: list[tuple[int, int]] = []
+    base = 0
+    for part in parts:
+        if part % (size * cut.unit):
+            raise LayoutError(f"dim {cut.dim} can't be cut along the mesh axis {cut.axis}", parameter=name,
+                              expected=f"a multiple of {size} ({cut.axis}) x {cut.unit} (unit)", found=part,
+                              fix=f"choose a {cut.axis} size that divides {part // cut.unit}")
+        width = part // size
+        out += _span_range(spans, base + index * width, base + (index + 1) * width)
+        base += part
+    return out
+
+
+def _span_range(spans: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    """Elements [low, high) of the concatenated spans; neighbours that touch are joined."""
+    out: list[tuple[int, int]] = []
+    at = 0
+    for a, b in spans:
+        first, last = max(low, at), min(high, at + b - a)
+        if first < last:
+            span = (a + first - at, a + last - at)
+            if out and out[-1][1] == span[0]:
+                out[-1] = (out[-1][0], span[1])
+            else:
+                out.append(span)
+        at += b - a
+    return out
+
+
+@dataclass(frozen=True)
+class Replicate(Layout):
+    """Every rank holds the whole parameter, identical bits expected."""
+
+
+@dataclass(frozen=True)
+class Partial(Layout):
+    """Every rank of `axis` holds a whole copy of its own; the logical value is the mean of the copies."""
+
+    axis: str = "tp"
+
+
+@dataclass(frozen=True)
+class Shard(Layout):
+    """Equal chunks of `dim` along `axis` (the paper's Shard-V is dim 0, Shard-H dim 1)."""
+
+    axis: str
+    dim: int
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return (Cut(self.axis, self.dim),)
+
+
+@dataclass(frozen=True)
+class ShardHy(Layout):
+    """Equal chunks along several axes, cut one after the other in the given order."""
+
+    along: tuple[tuple[str, int], ...]
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return tuple(Cut(axis, dim) for axis, dim in self.along)
+
+
+@dataclass(frozen=True)
+class ShardNC(Layout):
+    """Fused sub-tensors of the sizes `parts` along `dim`, each one chunked along `axis` in multiples of `unit`.
+
+    A rank's elements are not contiguous in the logical tensor: gate and up of a gated MLP are parts (F, F).
+    """
+
+    axis: str
+    dim: int
+    parts: Ints
+    unit: int = 1
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return (Cut(self.axis, self.dim, self.parts, self.unit),)
+
+
+LAYOUTS: dict[str, type[Layout]] = {kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC)}
+
+
+def layout_to_json(layout: Layout) -> list[Any]:
+    """`["Shard", "tp", 0]`: the name, then the fields in order."""
+    return [type(layout).__name__, *(getattr(layout, name) for name in layout.__dataclass_fields__)]
+
+
+def layout_from_json(data: object) -> Layout:
+    """The inverse of `layout_to_json`. Raises LayoutError for anything else."""
+    items = cast("list[Any]", data) if isinstance(data, list) else []
+    kind = LAYOUTS.get(str(items[0])) if items else None
+    try:
+        if kind is None:
+            raise TypeError
+        return kind(*(_tuples(item) for item in items[1:]))
+    except TypeError:
+        raise LayoutError("no layout", expected=" or ".join(LAYOUTS), found=data) from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in cast("list[Any]", value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Padding of dim 0 of a logical parameter (vocabulary): `true` rows are data, `stored` rows exist."""
+
+    true: int
+    stored: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.true <= self.stored:
+            raise ValueError(f"extent with {self.true} true of {self.stored} stored rows")

@@ -1,0 +1,179 @@
+"""The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. JSON, evidence, no authority."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any, cast
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layout import Extent, Layout, Piece, Place, Replicate, layout_from_json, layout_to_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.zero import FlatBuffer, Member
+from megatron_ucp.errors import DamagedFileError
+
+FORMAT_VERSION = 1
+FILE_NAME = "ucp_manifest.json"
+KINDS = ("trainable", "frozen", "buffer")
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One logical parameter, free of topology. `shape` is the whole tensor's, with vocabulary padding; `dtype` that of
+    the training copy; `order` the dims as the memory stores them (None: as they are)."""
+
+    name: str
+    shape: Ints
+    dtype: str
+    kind: str = "trainable"
+    layout: Layout = field(default_factory=Replicate)
+    extent: Extent | None = None
+    order: Ints | None = None
+
+    def pieces(self, place: Place) -> tuple[Piece, ...]:
+        """What the rank at `place` holds; see Layout.pieces."""
+        return self.layout.pieces(self.name, self.shape, place, self.order)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter under several names: `canonical` is read, every alias is written."""
+
+    canonical: str
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the tag folder: a plain name, its size, and the SHA-256 of its zip directory (names, sizes, CRC-32s)."""
+
+    name: str
+    size_bytes: int
+    directory_sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`groups` are the hyper-parameters of each parameter group, by number; `scalars` the per-buffer scalar states of
+    the optimizer (`step`), by buffer number; `run` what identifies the save (steps, versions)."""
+
+    engine: str
+    mesh: Mesh
+    params: tuple[ParamSpec, ...]
+    buffers: tuple[FlatBuffer, ...]
+    groups: tuple[Mapping[str, Any], ...] = ()
+    scalars: tuple[Mapping[str, float], ...] = ()
+    ties: tuple[Tie, ...] = ()
+    files: tuple[FileEntry, ...] = ()
+    optimizer: str = ""
+    family: str = ""
+    save_id: str = ""
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if len(self.by_name) != len(self.params):
+            raise ValueError("a parameter is listed twice")
+        for buffer in self.buffers:
+            for member in buffer.members:
+                if member.param not in self.by_name:
+                    raise ValueError(f"a buffer holds {member.param}, which is no parameter")
+
+    @cached_property
+    def by_name(self) -> dict[str, ParamSpec]:
+        return {spec.name: spec for spec in self.params}
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Parameter -> (buffer number, member number) of every buffer that holds it, first stage first."""
+        out: dict[str, list[tuple[int, int]]] = {}
+        for b, buffer in enumerate(self.buffers):
+            for m, member in enumerate(buffer.members):
+                out.setdefault(member.param, []).append((b, m))
+        return {name: tuple(sorted(found, key=lambda bm: (self.buffers[bm[0]].at, bm))) for name, found in out.items()}
+
+    def group_of(self, param: str) -> Mapping[str, Any]:
+        """Hyper-parameters of the group of a trainable parameter."""
+        group = self.buffers[self.holders[param][0][0]].group
+        return self.groups[group] if group is not None else {}
+
+    def scalars_of(self, param: str) -> Mapping[str, float]:
+        """Scalar optimizer states of a trainable parameter."""
+        return self.scalars[self.holders[param][0][0]] if self.scalars else {}
+
+
+def to_json(manifest: Manifest) -> str:
+    """Text of the manifest file."""
+    data = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
+    data["mesh"] = asdict(manifest.mesh)
+    data["params"] = [[p.name, p.shape, p.dtype, p.kind, layout_to_json(p.layout),
+                       p.extent and [p.extent.true, p.extent.stored], p.order] for p in manifest.params]
+    data["buffers"] = [{**{f.name: getattr(b, f.name) for f in fields(b)},
+                        "members": [[m.param, m.start, m.size] for m in b.members]} for b in manifest.buffers]
+    data["ties"] = [[tie.canonical, tie.aliases] for tie in manifest.ties]
+    data["files"] = [[f.name, f.size_bytes, f.directory_sha256] for f in manifest.files]
+    return json.dumps({"format": "megatron_ucp", "version": FORMAT_VERSION, **data}, indent=None, separators=(",", ":"))
+
+
+def from_json(text: str | bytes, file: str) -> Manifest:
+    """The inverse of `to_json`. Raises DamagedFileError for text that is no manifest of a known version."""
+    try:
+        data = json.loads(text)
+        if data.pop("format") != "megatron_ucp" or data["version"] != FORMAT_VERSION:
+            raise DamagedFileError("this is no manifest that this version reads", file=file,
+                                   expected=f"version {FORMAT_VERSION}", found=data.get("version"),
+                                   fix="use the version of megatron_ucp that wrote it, or remove the manifest to read "
+                                       "the DeepSpeed files by themselves")
+        del data["version"]
+        return _build(data)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedFileError("the manifest can't be read", file=file, found=f"{type(error).__name__}: {error}",
+                               fix="remove it to read the DeepSpeed files by themselves") from None
+
+
+def _build(data: dict[str, Any]) -> Manifest:
+    data["mesh"] = Mesh(**data["mesh"])
+    data["params"] = tuple(
+        ParamSpec(str(name), _ints(shape), str(dtype), _kind(kind), layout_from_json(layout),
+                  Extent(*extent) if extent else None, None if order is None else _ints(order))
+        for name, shape, dtype, kind, layout, extent, order in data["params"])
+    data["buffers"] = tuple(_buffer(b) for b in data["buffers"])
+    data["ties"] = tuple(Tie(str(c), tuple(map(str, a))) for c, a in data["ties"])
+    data["files"] = tuple(FileEntry(plain_name(n), _ints([s])[0], str(d)) for n, s, d in data["files"])
+    data["groups"] = tuple(dict(g) for g in data["groups"])
+    data["scalars"] = tuple({str(k): v for k, v in s.items() if isinstance(v, int | float)} for s in data["scalars"])
+    manifest = Manifest(**data)
+    if manifest.scalars and len(manifest.scalars) != len(manifest.buffers):
+        raise ValueError("one set of scalars per buffer is needed")
+    if any(b.group is not None and not 0 <= b.group < len(manifest.groups) for b in manifest.buffers):
+        raise ValueError("a buffer names a group that does not exist")
+    return manifest
+
+
+def _buffer(data: dict[str, Any]) -> FlatBuffer:
+    data["members"] = tuple(Member(str(p), *_ints([start, size])) for p, start, size in data["members"])
+    data["states"] = tuple((str(n), str(d)) for n, d in data["states"])
+    data["at"] = tuple((str(axis), _ints([i])[0]) for axis, i in data["at"])
+    data["axes"] = tuple(map(str, data["axes"]))
+    _ints([data["length"], data["partitions"]])
+    return FlatBuffer(**data)
+
+
+def _ints(values: object) -> Ints:
+    items = cast("list[Any]", values) if isinstance(values, list) else []
+    if not isinstance(values, list) or any(type(i) is not int or i < 0 for i in items):
+        raise ValueError(f"{values!r} is no list of sizes")
+    return tuple(items)
+
+
+def _kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of parameter")
+    return kind
+
+
+def plain_name(name: object) -> str:
+    """A file name inside the tag folder. Raises ValueError for a path, a hidden name or anything but a plain name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", name):
+        raise ValueError(f"{name!r} is no plain file name")
+    return name

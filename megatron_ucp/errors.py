@@ -1,0 +1,109 @@
+"""Every failure that a user can meet: a named error that carries its facts.
+
+Each leaf says in its docstring when it is raised. The message is always built from the fields, in one order, so that
+a reader finds the file, the parameter, what was expected, what was found and what to do at the same place each time.
+"""
+
+from typing import ClassVar
+
+
+class UcpError(Exception):
+    """Base of all errors of this package.
+
+    `problem` is one sentence. The other fields are shown when given. Errors cross process borders (they are gathered
+    from all ranks), so every field must be a plain string, number or tuple.
+    """
+
+    fix: ClassVar[str] = ""  # what to do, when the raising line knows nothing better
+
+    def __init__(self, problem: str, *, file: object = None, parameter: str | None = None, expected: object = None,
+                 found: object = None, fix: str | None = None) -> None:
+        self.problem = problem
+        self.file = None if file is None else str(file)
+        self.parameter = parameter
+        self.expected = None if expected is None else str(expected)
+        self.found = None if found is None else str(found)
+        self.what_to_do = type(self).fix if fix is None else fix
+        super().__init__(problem)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.problem, self.__dict__)
+
+    def __str__(self) -> str:
+        rows = [("file", self.file), ("parameter", self.parameter), ("expected", self.expected),
+                ("found", self.found), ("what to do", self.what_to_do or None)]
+        return "\n".join([self.problem] + [f"  {name}: {value}" for name, value in rows if value is not None])
+
+
+def _rebuild(kind: type[UcpError], problem: str, fields: dict[str, object]) -> UcpError:
+    error = kind(problem)
+    error.__dict__.update(fields)
+    return error
+
+
+class UsageError(UcpError):
+    """An argument, a flag or a config value that can't be used."""
+
+
+class NotFoundError(UcpError):
+    """A checkpoint, a tag or a file of it does not exist."""
+
+
+class DamagedFileError(UcpError):
+    """A file is truncated, has a wrong checksum, or is no file of the kind that its name says."""
+
+    fix = "restore the file from its origin, or load an older tag"
+
+
+class UnsafePickleError(UcpError):
+    """A pickle asks for a class or function that is not on the closed list. Nothing of it was run."""
+
+    fix = "do not load this file with any other tool; if you trust its author, save it again without that object"
+
+
+class ForeignFileError(UcpError):
+    """A file belongs to another run, another step or another mesh than the files beside it."""
+
+    fix = "put the files of one save into the folder, or load another tag"
+
+
+class LayoutError(UcpError):
+    """A parameter can't be cut as its layout says, or a live parameter disagrees with the layout."""
+
+
+class RuleError(UcpError):
+    """No rule, or more than one, matches a parameter."""
+
+
+class ModelMismatchError(UcpError):
+    """Checkpoint and model differ in parameters, shapes, kinds or buffers."""
+
+    fix = "build the model with the configuration that the checkpoint was trained with"
+
+
+class StateMismatchError(UcpError):
+    """The optimizer's states, groups, hyper-parameters or steps can't be carried over exactly."""
+
+
+class InexactError(UcpError):
+    """The only way to load would change values, and the argument that allows it was not given."""
+
+
+class UnsupportedError(UcpError):
+    """A feature of DeepSpeed that is known and refused by name."""
+
+
+class PlanError(UcpError):
+    """The plan does not produce every target element exactly once. A defect of this package or an incomplete source."""
+
+    fix = "report this with the output of `megatron-ucp inspect` for the checkpoint"
+
+
+class RankError(UcpError):
+    """Another rank failed; this rank stopped before it touched anything, or was marked unusable like all others."""
+
+
+class EngineUnusableError(UcpError):
+    """A load failed after bytes were written into the engine; it refuses to step or to save."""
+
+    fix = "load a whole checkpoint into it, or build the engine again"

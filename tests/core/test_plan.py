@@ -1,0 +1,150 @@
+"""The laws of resharding on random models, meshes and buffers, against an oracle that does not use the package's boxes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ucp.core.box import Box
+from megatron_ucp.core.layout import Partial, Replicate
+from megatron_ucp.core.manifest import Manifest, ParamSpec, from_json, to_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Cast, Copy, Mean, Slot, make_plan, prove
+from megatron_ucp.core.zero import FlatBuffer, Member
+from megatron_ucp.errors import InexactError, PlanError
+from tests.core.strategies import all_wants, manifests, models, oracle_slots
+
+ALLOW = frozenset({"mean"})
+
+
+def carry(source: Manifest, target: Manifest, held: dict[Slot, np.ndarray], state: str = "fp32") -> dict[Slot, np.ndarray]:
+    """Runs a proved plan on integer arrays; every target element starts as a value that no source holds."""
+    plan = make_plan(source, target, all_wants(target, state), ALLOW)
+    prove(plan, source, target)
+    out = {slot: np.full(target.buffers[slot.buffer].partition_elems, -7) for slot, _ in plan.wants}
+    for op in plan.ops:
+        side = op.sources[0] if isinstance(op, Mean) else op.source
+        _view(out[op.target.slot], op.target, op.shape)[...] = _view(held[side.slot], side, op.shape)
+    for fill in plan.fills:
+        assert (out[fill.slot][fill.start:fill.stop] == -7).all(), "padding is produced twice"
+        out[fill.slot][fill.start:fill.stop] = -1
+    return out
+
+
+def _view(flat, side, shape):
+    view = np.lib.stride_tricks.as_strided(flat[side.offset:], shape, [s * flat.itemsize for s in side.strides])
+    last = side.offset + sum((n - 1) * s for n, s in zip(shape, side.strides, strict=True))
+    assert 0 <= side.offset <= last < len(flat), "a copy leaves its buffer"
+    return view
+
+
+def same(a: dict[Slot, np.ndarray], b: dict[Slot, np.ndarray]) -> None:
+    assert a.keys() == b.keys() and a
+    for slot in a:
+        np.testing.assert_array_equal(a[slot], b[slot], str(slot))
+
+
+@st.composite
+def journeys(draw, stops: int):
+    model = draw(models())
+    return [draw(manifests(model)) for _ in range(stops)]
+
+
+@settings(max_examples=2000, deadline=None)
+@given(journeys(2))
+def test_every_target_element_gets_its_own_source_element(journey):
+    source, target = journey
+    same(carry(source, target, oracle_slots(source, "fp32")), oracle_slots(target, "fp32"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(journeys(3))
+def test_two_steps_equal_one_and_a_round_trip_is_the_identity(journey):
+    a, b, c = journey
+    first = oracle_slots(a, "fp32")
+    through = carry(a, b, first)
+    same(carry(b, a, through), first)
+    same(carry(b, c, through), carry(a, c, first))
+
+
+@settings(max_examples=100, deadline=None)
+@given(journeys(1))
+def test_a_manifest_survives_json(journey):
+    assert from_json(to_json(journey[0]), "f") == journey[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(journeys(2), st.data())
+def test_the_proof_finds_a_planted_fault(journey, data):
+    source, target = journey
+    plan = make_plan(source, target, all_wants(target, "fp32"), ALLOW)
+    if not plan.ops:
+        return
+    at = data.draw(st.integers(0, len(plan.ops) - 1))
+    op = plan.ops[at]
+    faults = {
+        "dropped": (),
+        "twice": (op, op),
+        "moved": (replace(op, target=replace(op.target, offset=op.target.offset + 1)),),
+        "other slot": (replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=99))),),
+        "box moved": (replace(op, box=Box(tuple(s + 1 for s in op.box.start), tuple(s + 1 for s in op.box.stop))),),
+        "read past the end": (replace(op, source=replace(op.source, offset=10**9)) if not isinstance(op, Mean) else
+                              replace(op, sources=(replace(op.sources[0], offset=10**9),)),),
+    }
+    if not op.box.start:  # a 0-d box can't be moved
+        del faults["box moved"]
+    ops = faults[data.draw(st.sampled_from(sorted(faults)))]
+    with pytest.raises(PlanError):
+        prove(replace(plan, ops=plan.ops[:at] + ops + plan.ops[at + 1:]), source, target)
+
+
+@settings(max_examples=100, deadline=None)
+@given(journeys(2))
+def test_the_proof_needs_the_padding(journey):
+    source, target = journey
+    plan = make_plan(source, target, all_wants(target, "fp32"), ALLOW)
+    if plan.fills:
+        with pytest.raises(PlanError):
+            prove(replace(plan, fills=plan.fills[1:]), source, target)
+
+
+def one(layout, shape, tp, states=(("fp32", "float32"),), name="w"):
+    spec = ParamSpec(name, shape, "bfloat16", "trainable", layout)
+    size = int(np.prod(layout.local_shape(name, shape, {"tp": (tp, 0)})))
+    return Manifest("zero", Mesh(tp=tp), (spec,), (FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, 0),),
+                    groups=({},))
+
+
+def test_copies_of_a_partial_parameter_are_averaged_only_on_request():
+    source, target = one(Partial("tp"), (4,), 2), one(Partial("tp"), (4,), 1)
+    with pytest.raises(InexactError, match="averaged"):
+        make_plan(source, target, all_wants(target, "fp32"))
+    (op,) = make_plan(source, target, all_wants(target, "fp32"), ALLOW).ops
+    assert isinstance(op, Mean) and len(op.sources) == 2
+
+
+def test_each_rank_keeps_its_own_copy_of_a_partial_parameter():
+    source = one(Partial("tp"), (4,), 2)
+    ops = make_plan(source, source, all_wants(source, "fp32")).ops
+    assert [type(op) for op in ops] == [Copy, Copy]
+    assert all(op.source.slot == op.target.slot for op in ops)
+
+
+@pytest.mark.parametrize(("have", "want", "lossless"), [("bfloat16", "float32", True), ("float32", "bfloat16", False),
+                                                        ("float16", "bfloat16", False)])
+def test_a_cast_that_rounds_is_refused_unless_named(have, want, lossless):
+    source, target = (one(Replicate(), (4,), 1, (("fp32", d),)) for d in (have, want))
+    wants = all_wants(target, "fp32")
+    if not lossless:
+        with pytest.raises(InexactError, match="rounded"):
+            make_plan(source, target, wants)
+    (op,) = make_plan(source, target, wants, frozenset({"narrow"})).ops
+    assert isinstance(op, Cast) and op.lossless is lossless
+
+
+def test_a_parameter_that_the_source_lacks_is_an_error():
+    source, target = one(Replicate(), (4,), 1, name="v"), one(Replicate(), (4,), 1)
+    with pytest.raises(PlanError, match="does not hold"):
+        make_plan(source, target, all_wants(target, "fp32"))
