@@ -1,0 +1,21 @@
+"""Resume a training run on any mesh, straight from its own checkpoint files, bit for bit."""
+
+from typing import Any
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import UcpError
+
+__all__ = ["Manifest", "Mesh", "UcpError", "attach", "describe", "diff", "initialize", "install", "load"]
+__version__ = "0.1.0"
+
+_HOMES = {"attach": "engines.attach", "initialize": "engines.attach", "install": "engines.attach",
+          "load": "engines.load", "describe": "reshard.describe", "diff": "reshard.diff"}
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use: the command-line tool must start without torch, and run without deepspeed.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

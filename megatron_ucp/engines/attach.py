@@ -1,0 +1,181 @@
+"""The three ways in: `attach` an engine, `initialize` one, or `install` for trainers that call deepspeed themselves."""
+
+import functools
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
+from megatron_ucp.engines import agree
+from megatron_ucp.engines.live import Live
+from megatron_ucp.engines.load import Report, load
+from megatron_ucp.engines.refuse import refuse_engine
+from megatron_ucp.engines.versions import check_versions
+from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.deepspeed_paths import scan
+from megatron_ucp.formats.pt_file import PtFile
+
+SECTION = "universal_checkpoint"
+_KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list}
+_ATTACHED = "_ucp_attached"
+
+
+def attach(engine: Any, family: Any = None, **options: Any) -> Any:
+    """Makes an engine's `save_checkpoint` write a manifest and its `load_checkpoint` take any mesh; returns the engine.
+
+    `options` are `hyper`, `checksums` and `allow` of `load`. Raises UnsupportedError for an engine that can't be loaded
+    exactly, on every rank. Twice is once.
+    """
+    if family is not None:
+        raise UsageError("families are not part of this version", found=family, fix="leave family=None")
+    if _ATTACHED in engine.__dict__:
+        return engine
+    check_versions()
+    with agree.together():
+        refuse_engine(engine)
+    engine.__dict__[_ATTACHED] = True
+    stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(stock_save)
+    def save_checkpoint(save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
+        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+        stock_save(save_dir, tag=tag, client_state=client_state or {}, save_latest=False,
+                   exclude_frozen_parameters=exclude_frozen_parameters)
+        write_manifest(engine, Path(save_dir), tag, save_latest, exclude_frozen_parameters)
+        return True
+
+    @functools.wraps(stock_load)
+    def load_checkpoint(load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+                        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
+                        native: bool = False) -> tuple[str, Mapping[str, Any]]:
+        if native or custom_load_fn is not None:
+            return stock_load(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                              load_module_only, custom_load_fn)
+        chosen = dict(options)
+        if not load_module_strict:
+            chosen["allow"] = {*chosen.get("allow", ()), "missing", "extra"}
+        report = load(engine, load_dir, tag, load_optimizer_states=load_optimizer_states,
+                      load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only, **chosen)
+        _log(report)
+        engine.ucp_report = report
+        return report.path, report.client_state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    return engine
+
+
+def _log(report: Report) -> None:
+    from deepspeed.utils import log_dist
+    log_dist(f"megatron_ucp: loaded {report.path} ({report.source}) into {report.target} in {report.seconds:.2f} s",
+             ranks=[0])
+    for note in report.notes:
+        log_dist(f"megatron_ucp: {note}", ranks=[0])
+
+
+def write_manifest(engine: Any, folder: Path, tag: str, save_latest: bool, exclude_frozen: bool = False) -> None:
+    """After all ranks wrote their files: the manifest, then `latest`, each replaced by rename. Collective."""
+    live = Live(engine)
+    manifest = live.manifest(live.present_states)
+    live.wrapper.restore()
+    with agree.together():
+        if agree.world()[0] == 0:
+            _write(manifest, folder / tag, engine, exclude_frozen)
+            if save_latest:
+                replace_text(folder / "latest", tag)
+
+
+def _write(manifest: Manifest, tag_folder: Path, engine: Any, exclude_frozen: bool) -> None:
+    files: list[FileEntry] = []
+    for name in scan(tag_folder).names:
+        with PtFile(tag_folder / name) as file:
+            files.append(FileEntry(name, file.size_bytes, file.directory_sha256))
+    if exclude_frozen:
+        frozen = {spec.name for spec in manifest.params if spec.kind == "frozen"}
+        kept = [i for i, b in enumerate(manifest.buffers) if not {m.param for m in b.members} & frozen]
+        manifest = _replaced(manifest, params=tuple(p for p in manifest.params if p.name not in frozen),
+                             buffers=tuple(manifest.buffers[i] for i in kept),
+                             scalars=tuple(manifest.scalars[i] for i in kept))
+    import deepspeed
+    run = {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps, "ds_version": deepspeed.__version__}
+    groups = tuple(json.loads(json.dumps(group, default=str)) for group in manifest.groups)
+    replace_text(tag_folder / FILE_NAME, to_json(_replaced(manifest, files=tuple(files), save_id=uuid.uuid4().hex, run=run,
+                                                           groups=groups)))
+
+
+def _replaced(manifest: Manifest, **fields: Any) -> Manifest:
+    import dataclasses
+    return dataclasses.replace(manifest, **fields)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def options_of(config: Any) -> dict[str, Any] | None:
+    """Options of the section "universal_checkpoint" of a DeepSpeed config (dict or path); None where it is not enabled.
+
+    The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an unknown key.
+    """
+    if isinstance(config, str | os.PathLike):
+        config = json.loads(Path(config).read_text())
+    if not isinstance(config, Mapping):
+        return None
+    section = config.get(SECTION, {})
+    unknown = sorted(key for key, value in section.items() if key not in _KEYS or not isinstance(value, _KEYS[key]))
+    if unknown:
+        raise UsageError(f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
+                         expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
+                         found=", ".join(f"{k}: {section[k]!r}" for k in unknown))
+    stock = bool((config.get("checkpoint") or {}).get("load_universal"))
+    if not section.get("enabled", stock):
+        return None
+    return {key: value for key, value in section.items() if key != "enabled"}
+
+
+def initialize(*args: Any, config: Any = None, family: Any = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, with the engine attached. Takes and returns what that does."""
+    import deepspeed
+    options = options_of(_config_of(args, config, kwargs)) or {}
+    stock = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
+    engine, *rest = stock(*args, config=config, **kwargs)
+    attach(engine, family, **options)
+    return (engine, *rest)
+
+
+def install() -> None:
+    """Wraps `deepspeed.initialize` so that the config section alone attaches the engine. Twice is once."""
+    import deepspeed
+    check_versions()
+    stock = deepspeed.initialize
+    if getattr(stock, _ATTACHED, False):
+        return
+
+    @functools.wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        options = options_of(_config_of(args, kwargs.get("config"), kwargs))
+        engine, *rest = stock(*args, **kwargs)
+        if options is not None:
+            attach(engine, **options)
+        return (engine, *rest)
+
+    setattr(wrapped, _ATTACHED, True)
+    deepspeed.initialize = wrapped
+
+
+def _config_of(args: tuple[Any, ...], config: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The config as `deepspeed.initialize` finds it: config, config_params, or args.deepspeed_config."""
+    namespace = args[0] if args else kwargs.get("args")
+    return config or kwargs.get("config_params") or getattr(namespace, "deepspeed_config", None)

@@ -1,0 +1,259 @@
+"""`load`: any native checkpoint into a live DeepSpeed engine on any mesh.
+
+Order: everything that metadata can show is found on all ranks first; then the engine is marked unusable, filled, refreshed
+and marked usable again. No collective stands inside the arithmetic.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.plan import Plan, Slot, Want, make_plan, prove
+from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
+from megatron_ucp.engines import agree
+from megatron_ucp.engines.live import IMPLEMENTATION, Live, LiveBuffer
+from megatron_ucp.engines.refuse import refuse_engine
+from megatron_ucp.engines.restore import Extras, restore_extras, set_scaler
+from megatron_ucp.engines.unusable import mark_unusable, mark_usable
+from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
+from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.reshard.execute import Counts, check_runs, execute
+from megatron_ucp.reshard.match import (ALLOWANCES, Fit, group_values, has_masters, match_params, one_value,
+                                        source_states)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a load did, on this rank. `notes` name everything that was not carried over bit for bit, or not at all."""
+
+    path: str
+    source: str
+    target: str
+    read_bytes: int
+    checked_bytes: int
+    unchecked_bytes: int
+    seconds: float
+    client_state: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    global_steps: int = 0
+
+
+@dataclass
+class _Job:
+    """One load on its way: what to read into where, and what to set."""
+
+    live: Live
+    source: NativeCheckpoint
+    fit: Fit
+    plan: Plan
+    optimizer: bool
+    hyper: list[Mapping[str, Any]]
+    steps: list[Mapping[str, float]]
+    kept: list[Kept | None]
+    states: list[tuple[str, ...]]
+    notes: list[str] = field(default_factory=list[str])
+
+
+def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimizer_states: bool = True,
+         load_lr_scheduler_states: bool = True, load_module_only: bool = False, hyper: str = "checkpoint",
+         checksums: bool = True, allow: Collection[str] = ()) -> Report:
+    """Fills a DeepSpeed engine from a native checkpoint that any ZeRO stage on any number of ranks wrote. Collective.
+
+    `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums` compares the
+    CRC-32 of every record that the ranks read as a whole. `allow` names what else may happen (see `ALLOWANCES`); all of
+    it is listed in the report. Raises a UcpError on every rank; the engine is unchanged where metadata could show the
+    reason, and refuses to step and to save where it could not.
+    """
+    started = time.perf_counter()
+    _check_arguments(hyper, allow)
+    optimizer = load_optimizer_states and not load_module_only
+    with agree.together():
+        refuse_engine(engine)
+        live = Live(engine)
+    with ExitStack() as opened:
+        try:
+            with agree.together():
+                source = opened.enter_context(NativeCheckpoint(path, tag, live.order()))
+            with agree.together():
+                job = _prepare(live, source, optimizer, hyper, frozenset(allow))
+                extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only)
+        except UcpError:
+            live.wrapper.restore()
+            raise
+        mark_unusable(engine)
+        counts = _fill(job, checksums)
+        checked, unchecked = _checksums(counts)
+        live.wrapper.refresh()
+        _finish(job, engine, hyper)
+        if not load_module_only:
+            restore_extras(engine, extras, job.notes)
+        mark_usable(engine)
+        client_state = extras.client_state
+    return Report(str(source.folder), str(source.manifest.mesh), str(live.mesh()), counts.read_bytes, checked, unchecked,
+                  time.perf_counter() - started, client_state, tuple(job.notes), int(engine.global_steps))
+
+
+def _check_arguments(hyper: str, allow: Collection[str]) -> None:
+    if hyper not in ("checkpoint", "config"):
+        raise UsageError("hyper says where hyper-parameters come from", expected="checkpoint or config", found=hyper)
+    unknown = sorted(set(allow) - set(ALLOWANCES)) if not isinstance(allow, str) else [allow]
+    if unknown:
+        raise UsageError("allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(unknown))
+
+
+def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, allow: frozenset[str]) -> _Job:
+    """Everything that needs no tensor byte; raises before anything is written."""
+    file = str(source.folder)
+    names = [name for buffer in live.buffers for name in (live.names[p] for p in buffer.params)]
+    fit = match_params(source.manifest, live.manifest(lambda _: ()), allow, file)
+    if not has_masters(source.manifest, names):
+        if optimizer:
+            raise StateMismatchError("the checkpoint holds no optimizer", file=file,
+                                     fix="load with load_optimizer_states=False")
+        fit.master = VALUE
+    states, steps, kept = _states(live, source, optimizer, file)
+    by_buffer = {id(buffer): found for buffer, found in zip(live.buffers, states, strict=True)}
+    # A state keeps the dtype that the optimizer would give it: that of its master.
+    target = live.manifest(lambda buffer: [(s, str(buffer.master.dtype).removeprefix("torch."))
+                                           for s in by_buffer[id(buffer)]])
+    wanted = group_values(target, source.manifest.group_of, file) if optimizer else []
+    plan = make_plan(source.manifest, target, _wants(live, target, fit, states), allow)
+    prove(plan, source.manifest, target)
+    for slot in {op.source.slot for op in plan.ops if hasattr(op, "source")}:
+        source.where(slot)
+    rank, world = agree.world()
+    for name in source.names.names[rank::world]:
+        source.check_file(name)
+    job = _Job(live, source, fit, plan, optimizer, wanted if hyper == "checkpoint" else [], steps, kept, states)
+    _describe(job, target)
+    return job
+
+
+def _states(live: Live, source: NativeCheckpoint, optimizer: bool,
+            file: str) -> tuple[list[tuple[str, ...]], list[Mapping[str, float]], list[Kept | None]]:
+    """Per live buffer: names of element-wise states, scalar states, and what the optimizer keeps."""
+    if not optimizer:
+        return [()] * len(live.buffers), [{}] * len(live.buffers), [None] * len(live.buffers)
+    target = live.manifest(lambda _: ())
+    states: list[tuple[str, ...]] = []
+    steps: list[Mapping[str, float]] = []
+    kept: list[Kept | None] = []
+    for number, buffer in enumerate(live.buffers):
+        group = live.wrapper.base.param_groups[buffer.group] if buffer.group is not None else {}
+        keeps = kept_by(live.optimizer_name(), group)
+        flat = target.buffers[number]
+        found = one_value(flat, lambda name: {s: True for s in source_states(source.manifest, name)}, "states", file)
+        scalars = one_value(flat, source.manifest.scalars_of, "steps", file)
+        if found or scalars:  # no states at all: a checkpoint from before the first step
+            first = flat.members[0].param
+            require_equal(keeps.element, found, first, file)
+            require_equal(keeps.scalar, scalars, first, file)
+        states.append(tuple(found))
+        steps.append(scalars)
+        kept.append(keeps)
+    return states, steps, kept
+
+
+def _wants(live: Live, target: Any, fit: Fit, states: list[tuple[str, ...]]) -> list[Want]:
+    """Every slot of this rank, and the source state that fills it."""
+    cut = (("tp", 0),)
+    wants: list[Want] = []
+    for number, part in live.parts():
+        if number < len(live.buffers):
+            wants.append((Slot(number, cut, part, MASTER), fit.master))
+            wants += [(Slot(number, cut, part, state), state) for state in states[number]]
+        elif target.buffers[number].members[0].param not in fit.skipped:
+            wants.append((Slot(number, cut, part, VALUE), VALUE))
+    return wants
+
+
+def _describe(job: _Job, target: Any) -> None:
+    """Notes for what metadata already shows to be not exact or not carried over."""
+    rounded = sorted({target.buffers[op.target.slot.buffer].members[op.member].param for op in job.plan.ops
+                      if getattr(op, "lossless", True) is False})
+    for what, names in (("rounded to a narrower dtype", rounded), ("kept from the engine: not in the checkpoint",
+                        job.fit.skipped), ("dropped: not in the model", job.fit.dropped)):
+        if names:
+            job.notes.append(f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
+
+
+def _fill(job: _Job, checksums: bool) -> Counts:
+    """Moves the bytes. From here on a failure leaves the engine unusable."""
+    with agree.together():
+        if job.optimizer:
+            for live, states in zip(job.live.buffers, job.states, strict=True):
+                _allocate(job.live, live, states)
+        return execute(job.plan, job.source.where, job.live.tensor, checksums=checksums)
+
+
+def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
+    """Exactly the states that the checkpoint has; tensors that exist with the right size are kept."""
+    held = live.wrapper.base.state[buffer.master]
+    for key in [key for key in held if key not in states]:
+        del held[key]
+    for key in states:
+        old = held.get(key)
+        if not isinstance(old, torch.Tensor) or old.shape != buffer.master.shape or old.dtype != buffer.master.dtype:
+            held[key] = torch.empty_like(buffer.master.detach(), memory_format=torch.contiguous_format)
+
+
+def _checksums(counts: Counts) -> tuple[int, int]:
+    """Compares the sums of all ranks' runs. Collective. Returns this load's bytes (checked, unchecked) over all ranks."""
+    gathered = agree.gather((counts.runs, counts.records, counts.unsummed_bytes))
+    with agree.together():
+        runs = [run for ranks_runs, _, _ in gathered for run in ranks_runs]
+        records = {key: record for _, ranks_records, _ in gathered for key, record in ranks_records.items()}
+        checked, unchecked = check_runs(runs, records)
+    return checked, unchecked + sum(unsummed for _, _, unsummed in gathered)
+
+
+def _finish(job: _Job, engine: Any, hyper: str) -> None:
+    """Steps, hyper-parameters and the loss scale."""
+    if not job.optimizer:
+        return
+    base = job.live.wrapper.base
+    for buffer, scalars, keeps in zip(job.live.buffers, job.steps, job.kept, strict=True):
+        group = base.param_groups[buffer.group] if buffer.group is not None else {}
+        held = base.state[buffer.master]
+        for key, value in scalars.items():
+            held[key] = _scalar(key, value, keeps, group, buffer.master)
+        if not held:
+            del base.state[buffer.master]  # as before the first step
+    for number, (group, saved) in enumerate(zip(base.param_groups, job.hyper, strict=False)):
+        _set_group(number, group, saved, job.notes)
+    if hyper == "config":
+        job.notes.append("hyper-parameters kept from the engine's configuration, as asked")
+    elif not any(job.hyper):
+        job.notes.append("hyper-parameters kept from the engine: the checkpoint holds none (elastic format)")
+    set_scaler(engine, job.live.wrapper, job.source.contents.scaler, job.notes)
+
+
+def _scalar(key: str, value: float, keeps: Kept | None, group: Mapping[str, Any], master: torch.Tensor) -> Any:
+    """A scalar state as the optimizer keeps it. A tensor of its own for every master: optimizers step it in place."""
+    if keeps is not None and keeps.step == "int":
+        return int(value)
+    device = master.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _set_group(number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]) -> None:
+    for key, value in saved.items():
+        if key in IMPLEMENTATION:
+            continue
+        if key not in group and key != "initial_lr":
+            notes.append(f"group {number}: {key}={value} is not known to this optimizer")
+            continue
+        old = group.get(key)
+        if isinstance(old, torch.Tensor):
+            old.fill_(value)
+            continue
+        if key in group and old != value and tuple(old if isinstance(old, list) else [old]) != tuple(
+                value if isinstance(value, tuple) else [value]):
+            notes.append(f"group {number}: {key} {old} of the engine's configuration became {value} of the checkpoint")
+        group[key] = list(value) if isinstance(old, list) else value

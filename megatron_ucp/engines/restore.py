@@ -1,0 +1,92 @@
+"""What resumes besides tensors: scheduler, counters, loss scale, client state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats.deepspeed import OWN_KEYS, NativeCheckpoint
+from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef, resolve
+from megatron_ucp.reshard.execute import DTYPES
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Values of the model file, tensors included, ready to be set."""
+
+    scheduler: Any
+    counters: Mapping[str, Any]
+    random_ltd: Any
+    data_sampler: Any
+    client_state: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, source: NativeCheckpoint, engine: Any, scheduler: bool) -> "Extras":
+        """Raises StateMismatchError where the scheduler counts other groups than the engine has."""
+        meta = source.meta
+        found = _tensors(source, meta.get("lr_scheduler")) if scheduler else None
+        groups = len(getattr(engine.optimizer, "param_groups", None) or [])
+        rates = (found or {}).get("base_lrs")
+        if engine.lr_scheduler is not None and isinstance(rates, list) and len(rates) != groups:
+            raise StateMismatchError("the scheduler of the checkpoint counts another number of groups",
+                                     file=source.folder / source.model_name, expected=groups, found=len(rates),
+                                     fix="build the optimizer's groups as the run did, or load with "
+                                         "load_lr_scheduler_states=False")
+        return cls(found, {key: meta[key] for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size",
+                                                      "mp_world_size") if meta.get(key) is not None},
+                   _tensors(source, meta.get("random_ltd")), _tensors(source, meta.get("data_sampler")),
+                   {key: _tensors(source, value) for key, value in meta.items() if key not in OWN_KEYS})
+
+
+def _tensors(source: NativeCheckpoint, value: Any) -> Any:
+    """The value with every tensor reference read into a tensor of its own."""
+    def read(ref: TensorRef) -> torch.Tensor:
+        file = source.file(source.model_name)
+        size = ITEMSIZE[ref.storage.dtype]
+        last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True)) + 1 if ref.numel else 0
+        memory = torch.empty(last * size, dtype=torch.uint8)
+        if last:
+            file.read_into(file.record(ref.storage), ref.offset_elems * size, memoryview(memory.numpy()))
+        return torch.as_strided(memory.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride).clone()
+    return resolve(value, read, file=str(source.folder / source.model_name))
+
+
+def restore_extras(engine: Any, extras: Extras, notes: list[str]) -> None:
+    """Sets scheduler and counters as DeepSpeed's `_load_checkpoint` does."""
+    if engine.lr_scheduler is not None and extras.scheduler is not None:
+        engine.lr_scheduler.load_state_dict(extras.scheduler)
+    elif engine.lr_scheduler is not None or extras.scheduler is not None:
+        notes.append("the scheduler was not restored: " + ("the checkpoint has none" if extras.scheduler is None else
+                                                           "the engine has none"))
+    if extras.random_ltd is not None and engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
+        engine.random_ltd_scheduler.load_state_dict(extras.random_ltd)
+    if extras.data_sampler is not None and engine.training_dataloader is not None and \
+            engine.curriculum_learning_enabled():
+        engine.training_dataloader.data_sampler.load_state_dict(extras.data_sampler)
+    counters = extras.counters
+    engine.global_steps = counters.get("global_steps", engine.global_steps)
+    engine.global_samples = counters.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = counters.get("skipped_steps", engine.skipped_steps)
+    engine.loaded_checkpoint_dp_world_size = counters.get("dp_world_size")
+    engine.loaded_checkpoint_mp_world_size = counters.get("mp_world_size")
+
+
+def set_scaler(engine: Any, wrapper: Any, saved: Mapping[str, Any], notes: list[str]) -> None:
+    """Carries the loss scale from fp16 to fp16; every other target ignores it."""
+    if not engine.fp16_enabled() or not saved:
+        return
+    scaler, names = wrapper.scaler()
+    if bool(saved.get("dynamic")) != bool(getattr(scaler, names.get("dynamic", "dynamic"), False)):
+        notes.append("the loss scale was kept from the engine's configuration: one side is dynamic, the other static")
+        return
+    for key, value in saved.items():
+        name = names.get(key, key)
+        if key != "dynamic" and hasattr(scaler, name):
+            setattr(scaler, name, value)
+        elif key != "dynamic":
+            notes.append(f"loss scaler: {key}={value} has no counterpart in this engine")
+    for key in ("delayed_shift", "cur_hysteresis", "min_scale"):
+        if key not in saved and hasattr(scaler, names.get(key, key)):
+            notes.append(f"loss scaler: {key} is not in the checkpoint, the engine's value stays")

@@ -1,0 +1,1 @@
+"""Bytes on disk: what files hold, where, and whether they are whole."""

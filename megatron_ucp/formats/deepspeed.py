@@ -1,0 +1,383 @@
+"""DeepSpeed's native checkpoints: which record of which file holds which slot.
+
+The structure is rebuilt from what the files themselves say. A manifest beside them is evidence: it adds layouts and the
+order of parameters that stage 0 does not store, and every file is compared with it.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, Tie, from_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.zero import FlatBuffer, Member
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
+from megatron_ucp.formats.base import Where
+from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
+from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, reader_for
+from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
+
+Order = Sequence[Sequence[str]]  # names of each parameter group's trainable parameters, in the optimizer's order
+
+# What DeepSpeed itself puts into the model file; every other key is the user's client state.
+OWN_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "num_experts", "ds_autoep_layers", "universal_checkpoint_info", "folding", "sparse_tensor_module_names"})
+_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+class NativeCheckpoint:
+    """One opened tag folder. `order` names the parameters of each group for stage-0 files that have no manifest.
+
+    Raises a UcpError for anything that its directories and pickles can show: a missing, truncated, foreign or hostile
+    file. Tensor bytes are not read. Usable as a context manager; closes its files.
+    """
+
+    def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None) -> None:
+        self.folder = resolve(path, tag)
+        self.names: TagFiles = scan(self.folder)
+        self._open: dict[str, PtFile] = {}
+        self._trees: dict[str, Any] = {}
+        try:
+            self._read(order)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "NativeCheckpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    # ---------------------------------------------------------------- structure
+
+    def _read(self, order: Order | None) -> None:
+        recorded = self._recorded()
+        self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
+        self.meta: Mapping[str, Any] = self.tree(self.model_name)
+        self.partitions = self._partitions()
+        if int(self.meta.get("mp_world_size") or 1) > 1 and recorded is None:
+            raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family or rules",
+                                   file=self.folder / self.model_name, found=f"mp_world_size {self.meta['mp_world_size']}")
+        if recorded is not None and order is None:
+            order = _group_order(recorded)
+        tree, file = self._first_optimizer()
+        self._format: OptimizerFiles = Plain()
+        if tree is None:
+            found = Contents("none", (), (), (), {}, ())
+        else:
+            self._format = reader_for(tree, file)
+            found = self._contents(tree, file, order)
+        self.contents = found
+        derived = self._manifest(found)
+        if recorded is not None:
+            _compare(recorded, derived, self.folder / FILE_NAME)
+        self.manifest: Manifest = derived if recorded is None else replace(
+            recorded, groups=derived.groups, scalars=derived.scalars)
+
+    def _recorded(self) -> Manifest | None:
+        path = self.folder / FILE_NAME
+        if not path.is_file():
+            return None
+        manifest = from_json(path.read_bytes(), str(path))
+        missing = [entry.name for entry in manifest.files if not (self.folder / entry.name).is_file()]
+        if missing:
+            raise NotFoundError("a file that the manifest lists is missing", file=self.folder / missing[0],
+                                expected=f"{len(manifest.files)} files", found=f"{len(missing)} missing",
+                                fix="restore the file, or load another tag")
+        self.files: Mapping[str, FileEntry] = {entry.name: entry for entry in manifest.files}
+        extra = sorted(set(self.names.names) - set(self.files))
+        if extra:
+            raise ForeignFileError("a state file is not part of the save that the manifest describes",
+                                   file=self.folder / extra[0], found=f"{len(extra)} such files")
+        return manifest
+
+    def _partitions(self) -> int:
+        """Number of partitions: as the model file says, and as many optimizer files must be there."""
+        said = int(self.meta.get("dp_world_size") or 1)
+        if not self.names.optimizer:
+            return 1
+        if len(self.names.prefixes) > 1:
+            raise ForeignFileError("optimizer files of two precisions lie in one folder", file=self.folder,
+                                   expected="one prefix", found=" and ".join(repr(p) for p in self.names.prefixes))
+        have = {dp for dp, _ in self.names.optimizer}
+        missing = sorted(set(range(said)) - have)
+        if missing:
+            raise NotFoundError("an optimizer file is missing", file=self.folder, expected=f"{said} partitions",
+                                found=f"no file of partition {missing[0]}", fix="restore it, or load another tag")
+        if len(have) != said:
+            raise ForeignFileError("there are more optimizer files than the run had partitions", file=self.folder,
+                                   expected=said, found=len(have))
+        return said
+
+    def _first_optimizer(self) -> tuple[Any, str]:
+        if not self.names.optimizer:
+            return self.meta.get("optimizer"), self._path(self.model_name)
+        return self.optimizer_tree(0), self._path(self.names.optimizer[0, 0])
+
+    def optimizer_tree(self, part: int) -> Any:
+        """The optimizer state dict of one partition's file."""
+        name = self.names.optimizer[part, 0]
+        tree = self.tree(name).get("optimizer_state_dict")
+        if not isinstance(tree, dict):
+            raise DamagedFileError("an optimizer file holds no optimizer", file=self._path(name),
+                                   expected="optimizer_state_dict", found=type(tree).__name__)
+        return cast("Any", tree)
+
+    def _contents(self, tree: Any, file: str, order: Order | None) -> Contents:
+        shapes = self.meta.get("param_shapes")
+        if self.names.optimizer:
+            shapes = [shapes] if isinstance(shapes, dict) else shapes
+            if not isinstance(shapes, list):
+                raise DamagedFileError("the model file does not say how parameters are flattened",
+                                       file=self._path(self.model_name), expected="param_shapes", found=type(shapes).__name__)
+        else:
+            if order is None:
+                raise NotFoundError("a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
+                                    file=file, expected=FILE_NAME, found="no manifest",
+                                    fix="load it into an engine, which knows the order of its own groups")
+            module = self._module()
+            shapes = [{name: self._shape(module, name) for name in names} for names in order]
+        try:
+            return self._format.contents(tree, cast("Any", shapes), self.partitions, file, lambda ref: self.scalar(file, ref))
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise DamagedFileError("an optimizer file has another structure than its keys promise", file=file,
+                                   found=f"{type(error).__name__}: {error}") from error
+
+    def _shape(self, module: Mapping[str, Any], name: str) -> Ints:
+        ref = module.get(name)
+        if not isinstance(ref, TensorRef):
+            raise ForeignFileError("the model of the engine has a parameter that the checkpoint lacks", parameter=name,
+                                   file=self._path(self.model_name), found=f"{len(module)} other tensors",
+                                   fix="build the model with the configuration that the checkpoint was trained with")
+        return ref.shape
+
+    def _module(self) -> Mapping[str, Any]:
+        module = self.meta.get("module")
+        if not isinstance(module, dict):
+            raise UnsupportedError("the model file holds no module weights (a pipeline checkpoint)",
+                                   file=self._path(self.model_name))
+        return cast("Mapping[str, Any]", module)
+
+    def _manifest(self, found: Contents) -> Manifest:
+        module, dtype = self._module(), self._training_dtype()
+        flat = {m.param for buffer in found.buffers for m in buffer.members}
+        shapes: dict[str, Ints] = {}
+        for named in self.meta.get("param_shapes") or []:
+            shapes.update(named)
+        ties = self._ties(module, flat)
+        aliases = {alias for tie in ties for alias in tie.aliases}
+        kept = [name for name in module if name not in flat and name not in aliases]
+        buffer_names = set(self.meta.get("buffer_names") or [])
+        frozen = self.meta.get("frozen_param_shapes") or {}
+        params = [ParamSpec(name, shapes.get(name) or self._shape(module, name), dtype) for name in
+                  dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
+        buffers = list(found.buffers)
+        split = found.engine == "zero3"
+        for name in dict.fromkeys([*kept, *frozen]):
+            if name in flat or name in aliases:
+                continue
+            ref = module.get(name)
+            is_frozen = name not in buffer_names
+            cut = split and is_frozen
+            shape = tuple(frozen[name]) if name in frozen else ref.shape if isinstance(ref, TensorRef) else ()
+            value = self._frozen_ref(name, 0) if cut else ref
+            if not isinstance(value, TensorRef):
+                raise DamagedFileError("the value of a parameter is missing", file=self._path(self.model_name), parameter=name)
+            params.append(ParamSpec(name, shape, value.storage.dtype, "frozen" if is_frozen else "buffer"))
+            size, parts = math.prod(shape), self.partitions if cut else 1
+            buffers.append(FlatBuffer((Member(name, 0, size),), -(-size // parts) if cut else size, parts,
+                                      "each" if cut else "whole", ((VALUE, value.storage.dtype),)))
+        zero_stage = self._zero_stage(found)
+        world = int(self.meta.get("dp_world_size") or 1)
+        return Manifest(found.engine, Mesh(dp=world, zero=zero_stage), tuple(params), tuple(buffers), found.groups,
+                        (*found.scalars, *({},) * (len(buffers) - len(found.buffers))), ties,
+                        run={key: self.meta.get(key) for key in ("global_steps", "skipped_steps", "ds_version")})
+
+    def _zero_stage(self, found: Contents) -> int:
+        if found.engine == "zero3":
+            return 3
+        if found.engine == "bf16":
+            return 1
+        return int(self.optimizer_tree(0)["zero_stage"]) if found.engine == "zero12" else 0
+
+    def _ties(self, module: Mapping[str, Any], flat: Iterable[str]) -> tuple[Tie, ...]:
+        """Names that share memory in the file, plus what `shared_params` says."""
+        flat = set(flat)
+        by_place: dict[tuple[object, ...], list[str]] = {}
+        for name, ref in module.items():
+            if isinstance(ref, TensorRef) and ref.numel:
+                by_place.setdefault((ref.storage.key, ref.offset_elems, ref.shape), []).append(name)
+        groups: dict[str, list[str]] = {}
+        for names in by_place.values():
+            first = next((name for name in names if name in flat), names[0])
+            groups.setdefault(first, []).extend(name for name in names if name != first)
+        for alias, name in (self.meta.get("shared_params") or {}).items():
+            if alias not in groups.setdefault(name, []):
+                groups[name].append(alias)
+        return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)
+
+    def _training_dtype(self) -> str:
+        config = self.meta.get("ds_config") or {}
+        for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+            section = config.get(key) if isinstance(config, dict) else None
+            if isinstance(section, dict) and section.get("enabled"):
+                return dtype
+        return "float32"
+
+    # ---------------------------------------------------------------- bytes
+
+    def _path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def file(self, name: str) -> PtFile:
+        """An open file of the tag folder. Raises ForeignFileError where it is not the file that the manifest names."""
+        if name not in self._open:
+            file = PtFile(self.folder / name)
+            self._open[name] = file
+            entry = getattr(self, "files", {}).get(name)
+            if entry is not None and (file.size_bytes, file.directory_sha256) != (entry.size_bytes, entry.directory_sha256):
+                raise ForeignFileError("a file is not the one that was saved with the manifest", file=file.path,
+                                       expected=f"{entry.size_bytes} bytes, directory {entry.directory_sha256[:12]}",
+                                       found=f"{file.size_bytes} bytes, directory {file.directory_sha256[:12]}")
+        return self._open[name]
+
+    def tree(self, name: str) -> Any:
+        """The pickled tree of a file, a dict."""
+        if name not in self._trees:
+            tree = self.file(name).tree
+            if not isinstance(tree, dict):
+                raise DamagedFileError("a state file holds no dictionary", file=self._path(name), found=type(tree).__name__)
+            self._trees[name] = tree
+        return self._trees[name]
+
+    def scalar(self, file: str, ref: TensorRef) -> float:
+        """The value of a one-element tensor."""
+        layout = _SCALARS.get(ref.storage.dtype)
+        if ref.numel != 1 or layout is None:
+            raise DamagedFileError("a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}")
+        data = bytearray(struct.calcsize(layout))
+        opened = self.file(Path(file).name)
+        opened.read_into(opened.record(ref.storage), ref.offset_elems * len(data), memoryview(data))
+        return float(struct.unpack(layout, data)[0])
+
+    def _frozen_ref(self, name: str, part: int) -> Any:
+        held = self.tree(self._model_of(part)).get("frozen_param_fragments") or {}
+        return held.get(name)
+
+    def _model_of(self, part: int) -> str:
+        found = self.names.model.get((part, 0))
+        if found is None:
+            raise NotFoundError("a model file is missing", file=self.folder, expected=f"partition {part}", found="no file",
+                                fix="restore it, or load another tag")
+        return found
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees with the structure."""
+        buffer = self.manifest.buffers[slot.buffer]
+        ref, name = self._ref(slot, buffer)
+        if not isinstance(ref, TensorRef):
+            raise ForeignFileError(f"a file lacks the state {slot.state} that the first file has", file=self._path(name),
+                                   parameter=buffer.members[0].param if buffer.members else None,
+                                   expected=f"{buffer.partition_elems} elements", found=type(ref).__name__)
+        used = max((f.offset + f.high - f.low for f in buffer.fragments(slot.part)), default=0)
+        dtype = dict(buffer.states)[slot.state]
+        if not ref.is_contiguous or ref.storage.dtype != dtype or not used <= ref.numel <= buffer.partition_elems:
+            raise ForeignFileError(f"the state {slot.state} has another size or type than the run's structure says",
+                                   file=self._path(name), parameter=buffer.members[0].param if buffer.members else None,
+                                   expected=f"{used} to {buffer.partition_elems} contiguous elements of {dtype}",
+                                   found=f"{ref.shape} of {ref.storage.dtype}")
+        file = self.file(name)
+        return Where(file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+
+    def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
+        if slot.state == VALUE:
+            param = buffer.members[0].param
+            if buffer.partitions > 1 or (self.contents.engine == "zero3" and buffer.rule == "each"):
+                return self._frozen_ref(param, slot.part), self._model_of(slot.part)
+            return self._module().get(param), self.model_name
+        index = self.contents.indices[slot.buffer]
+        if not self.names.optimizer:
+            if slot.state == MASTER and isinstance(self._format, Plain):
+                return self._module().get(buffer.members[0].param), self.model_name
+            return self._format.element(self.meta["optimizer"], index, slot.state), self.model_name
+        return self._format.element(self.optimizer_tree(slot.part), index, slot.state), self.names.optimizer[slot.part, 0]
+
+    # ---------------------------------------------------------------- whole and of one run
+
+    def check_file(self, name: str) -> None:
+        """Compares one file with the structure. Raises ForeignFileError for a file of another run, step or mesh."""
+        if name in self.names.optimizer.values():
+            part = next(dp for (dp, _), n in self.names.optimizer.items() if n == name)
+            found = self._contents(self.optimizer_tree(part), self._path(name), None)
+            for what in ("engine", "buffers", "groups", "scalars", "scaler"):
+                ours, theirs = getattr(self.contents, what), getattr(found, what)
+                if ours != theirs:
+                    raise ForeignFileError(f"an optimizer file differs from the first one in its {what}",
+                                           file=self._path(name), **_difference(ours, theirs))
+        elif name in self.names.model.values():
+            tree = self.tree(name)
+            for key in ("global_steps", "skipped_steps", "dp_world_size", "ds_version", "param_shapes"):
+                if tree.get(key) != self.meta.get(key):
+                    raise ForeignFileError(f"a model file differs from the first one in {key}", file=self._path(name),
+                                           **_difference(self.meta.get(key), tree.get(key)))
+        else:
+            self.file(name)
+
+
+def _difference(ours: object, theirs: object) -> dict[str, str]:
+    """The first entries that differ, short enough for a message."""
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
+        for a, b in zip(ours, theirs, strict=True):
+            if a != b:
+                return _difference(a, b)
+    return {"expected": repr(ours)[:200], "found": repr(theirs)[:200]}
+
+
+def _group_order(manifest: Manifest) -> Order | None:
+    if manifest.engine != "zero0":
+        return None
+    out: list[list[str]] = [[] for _ in manifest.groups]
+    for buffer in manifest.buffers:
+        if buffer.group is not None:
+            out[buffer.group] += [m.param for m in buffer.members]
+    return out
+
+
+def _compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
+    """Raises ForeignFileError where the manifest describes another save than the files hold."""
+    count = len([b for b in derived.buffers if VALUE not in dict(b.states)])
+    pairs = {
+        "engine": (recorded.engine, derived.engine),
+        "optimizer buffers": (recorded.buffers[:count], derived.buffers[:count]),
+        "values": ({b.members: b for b in recorded.buffers[count:]}, {b.members: b for b in derived.buffers[count:]}),
+        "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in (recorded, derived)),
+        "groups": (_plain(recorded.groups), _plain(derived.groups)),
+        "scalars": (recorded.scalars[:count], derived.scalars[:count]),
+        **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
+    }
+    for what, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ForeignFileError(f"manifest and files disagree in the {what}", file=file, **_difference(ours, theirs))
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, mappings as sorted items: JSON keeps neither tuples nor the order that a comparison needs."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    return tuple(sorted((k, _plain(v)) for k, v in value.items())) if isinstance(value, dict) else value

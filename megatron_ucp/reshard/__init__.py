@@ -1,0 +1,1 @@
+"""The operations: load, verify, diff. Joins families, formats and plans."""

@@ -1,0 +1,212 @@
+"""Carries out a plan: reads byte ranges of files into tensors.
+
+A run that is contiguous on both sides is read straight into the target's memory. Everything else goes through one
+staging buffer of bounded size, which holds for any model: a rank's extra memory is STAGING_BYTES, or one strided row if that is larger.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from isal import isal_zlib
+
+from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
+from megatron_ucp.errors import DamagedFileError, UnsupportedError
+from megatron_ucp.formats.base import Where
+from megatron_ucp.formats.pt_file import Record
+from megatron_ucp.formats.safe_pickle import ITEMSIZE
+
+STAGING_BYTES = 32 * 2**20
+ROWS_FROM_BYTES = 64 * 2**10  # below this one read over the gaps costs less than a system call per row
+CRC_CHUNK_BYTES = 2**20  # small enough that the bytes are still in the cache when they are summed
+
+DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
+Locate = Callable[[Slot], Where]
+Target = Callable[[Slot], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes [start, start + size) of a record that were read, and their CRC-32."""
+
+    file: str
+    record: str
+    start: int
+    size: int
+    crc: int
+
+
+@dataclass
+class Counts:
+    """What an execution read. `runs` cover the bytes with a CRC-32; `unsummed_bytes` are the others."""
+
+    read_bytes: int = 0
+    unsummed_bytes: int = 0
+    runs: list[Run] = field(default_factory=list[Run])
+    records: dict[tuple[str, str], Record] = field(default_factory=dict[tuple[str, str], Record])
+
+
+def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = True) -> Counts:
+    """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of the plan).
+
+    Raises DamagedFileError where a file ends early or can't be read.
+    """
+    counts = Counts()
+    staging = _Staging()
+    places = {slot: locate(slot) for op in plan.ops for slot in _sources(op)}
+    for op in sorted(plan.ops, key=lambda op: _file_order(op, places)):
+        out = _view(target(op.target.slot), op.target, op.shape)
+        if isinstance(op, Mean):
+            _mean(op, places, out, staging, counts)
+        elif _direct(op, places, out):
+            where = places[op.source.slot]
+            _read(where, _byte_offset(where, op.source), memoryview(out.detach().reshape(-1).view(torch.uint8).numpy()),
+                  checksums, counts)
+        else:
+            _through_staging(op, places[op.source.slot], out, staging, checksums, counts)
+    fill_padding(plan.fills, target)
+    return counts
+
+
+def fill_padding(fills: Sequence[Fill], target: Target) -> None:
+    """Writes the zeros of a plan."""
+    for fill in fills:
+        target(fill.slot)[fill.start:fill.stop].zero_()
+
+
+def _sources(op: Op) -> Iterator[Slot]:
+    yield from (side.slot for side in op.sources) if isinstance(op, Mean) else (op.source.slot,)
+
+
+def _file_order(op: Op, places: dict[Slot, Where]) -> tuple[str, int]:
+    side = op.sources[0] if isinstance(op, Mean) else op.source
+    where = places[side.slot]
+    return str(where.file.path), where.record.offset_bytes + _byte_offset(where, side)
+
+
+def _byte_offset(where: Where, side: Side) -> int:
+    return where.offset_bytes + side.offset * ITEMSIZE[where.dtype]
+
+
+def _view(flat: torch.Tensor, side: Side, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.as_strided(flat, shape, side.strides, flat.storage_offset() + side.offset)
+
+
+def _direct(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
+    where = places[op.source.slot]
+    return (not isinstance(op, Cast) and len(op.shape) == 1 and op.source.strides == (1,) and op.target.strides == (1,)
+            and out.device.type == "cpu" and out.dtype == DTYPES[where.dtype])
+
+
+def _read(where: Where, offset_bytes: int, into: memoryview, checksums: bool, counts: Counts) -> None:
+    size = len(into)
+    counts.read_bytes += size
+    if not checksums or not where.record.crc32:
+        where.file.read_into(where.record, offset_bytes, into)
+        counts.unsummed_bytes += size
+        return
+    crc = 0
+    for at in range(0, size, CRC_CHUNK_BYTES):
+        chunk = into[at:at + CRC_CHUNK_BYTES]
+        where.file.read_into(where.record, offset_bytes + at, chunk)
+        crc = isal_zlib.crc32(chunk, crc)
+    path = str(where.file.path)
+    counts.runs.append(Run(path, where.record.name, offset_bytes, size, crc))
+    counts.records[path, where.record.name] = where.record
+
+
+class _Staging:
+    """One reused byte buffer."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        if self._bytes.numel() < size_bytes:
+            self._bytes = torch.empty(size_bytes, dtype=torch.uint8)
+        return self._bytes[:size_bytes]
+
+
+def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Sub-blocks of a region that fit the staging buffer when they are packed."""
+    if math.prod(shape) * itemsize <= STAGING_BYTES:
+        yield tuple(slice(0, n) for n in shape)
+        return
+    dim = next(d for d, n in enumerate(shape) if n > 1)
+    rows = max(1, min(shape[dim] - 1, STAGING_BYTES // (math.prod(shape[dim + 1:]) * itemsize)))
+    for start in range(0, shape[dim], rows):
+        stop = min(start + rows, shape[dim])
+        for index in _blocks((*shape[:dim], stop - start, *shape[dim + 1:]), itemsize):
+            yield (*index[:dim], slice(start + index[dim].start, start + index[dim].stop), *index[dim + 1:])
+
+
+def _staged(side: Side, shape: tuple[int, ...], where: Where, staging: _Staging, checksums: bool,
+            counts: Counts) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """The source region block by block: the index of the block in the region, and its values."""
+    itemsize, dtype = ITEMSIZE[where.dtype], DTYPES[where.dtype]
+    for index in _blocks(shape, itemsize):
+        extent = tuple(s.stop - s.start for s in index)
+        first = side.offset + sum(s.start * step for s, step in zip(index, side.strides, strict=True))
+        span = 1 + sum((n - 1) * s for n, s in zip(extent, side.strides, strict=True))
+        base = where.offset_bytes + first * itemsize
+        packed = math.prod(extent)
+        # Rows with gaps are read one by one, as reading over the gaps would read what other ranks need.
+        if side.strides[-1] == 1 and span > packed and span * itemsize > ROWS_FROM_BYTES:
+            memory = staging.take(packed * itemsize)
+            width = extent[-1] * itemsize
+            steps = (range(0, n * s, s) for n, s in zip(extent[:-1], side.strides[:-1], strict=True))
+            for row, at in enumerate(itertools.product(*steps)):
+                into = memoryview(memory[row * width:(row + 1) * width].numpy())
+                _read(where, base + sum(at) * itemsize, into, False, counts)
+            yield index, memory.view(dtype).view(extent)
+        else:
+            memory = staging.take(span * itemsize)
+            _read(where, base, memoryview(memory.numpy()), checksums and span == packed, counts)
+            yield index, torch.as_strided(memory.view(dtype), extent, side.strides, 0)
+
+
+def _through_staging(op: Copy, where: Where, out: torch.Tensor, staging: _Staging, checksums: bool,
+                     counts: Counts) -> None:
+    for index, values in _staged(op.source, op.shape, where, staging, checksums, counts):
+        out[index].copy_(values)
+
+
+def _mean(op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Staging, counts: Counts) -> None:
+    if not out.dtype.is_floating_point:
+        raise UnsupportedError("the mean of copies that are no floating-point numbers", found=str(out.dtype))
+    total = torch.zeros(op.shape, dtype=torch.float64)
+    for side in op.sources:
+        for index, values in _staged(side, op.shape, places[side.slot], staging, False, counts):
+            total[index] += values
+    out.copy_(total / len(op.sources))
+
+
+def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record]) -> tuple[int, int]:
+    """Compares the CRC-32 of every record that the runs cover from end to end with the stored one.
+
+    `runs` are those of all ranks. Returns (bytes checked, bytes not checked: records read in part). Raises
+    DamagedFileError.
+    """
+    by_record: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
+    for run in runs:
+        by_record.setdefault((run.file, run.record), {})[run.start, run.size] = run.crc
+    checked = unchecked = 0
+    for key, parts in by_record.items():
+        record, at, crc = records[key], 0, 0
+        for (start, size), part in sorted(parts.items()):
+            if start != at:
+                break
+            crc, at = (isal_zlib.crc32_combine(crc, part, size) if at else part), at + size
+        total = sum(size for _, size in parts)
+        if at != record.size_bytes:
+            unchecked += total
+            continue
+        if crc != record.crc32:
+            raise DamagedFileError("a tensor record is damaged", file=key[0], parameter=key[1],
+                                   expected=f"CRC-32 {record.crc32:#010x}", found=f"{crc:#010x}")
+        checked += total
+    return checked, unchecked
+
+

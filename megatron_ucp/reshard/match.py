@@ -1,0 +1,116 @@
+"""Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is moved."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.zero import FlatBuffer
+from megatron_ucp.errors import ModelMismatchError, StateMismatchError
+
+ALLOWANCES = {
+    "narrow": "values may be rounded to a narrower dtype",
+    "mean": "copies of a Partial parameter may be averaged",
+    "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
+    "extra": "frozen parameters and buffers that the model lacks are dropped",
+}
+
+
+@dataclass
+class Fit:
+    """How a target is filled: source state per target state, and what was let pass by name."""
+
+    master: str = MASTER
+    skipped: list[str] = field(default_factory=list[str])
+    dropped: list[str] = field(default_factory=list[str])
+
+
+def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
+    """Raises ModelMismatchError unless both sides hold the same parameters with the same shapes, kinds and ties."""
+    fit = Fit()
+    for spec in target.params:
+        have = source.by_name.get(spec.name)
+        if have is None and spec.kind != "trainable" and "missing" in allow:
+            fit.skipped.append(spec.name)
+            continue
+        if have is None:
+            _missing(spec.name, spec.kind, source, target, file)
+        elif have.shape != spec.shape:
+            raise ModelMismatchError("a parameter has another shape in the checkpoint", file=file, parameter=spec.name,
+                                     expected=f"{spec.shape} as in the model", found=have.shape)
+        elif have.kind != spec.kind and (spec.kind == "trainable" or have.kind == "trainable"):
+            raise ModelMismatchError(f"a parameter is {have.kind} in the checkpoint and {spec.kind} in the engine", file=file,
+                                     parameter=spec.name, expected=spec.kind, found=have.kind,
+                                     fix="set requires_grad as the run that wrote it did")
+    wanted = {spec.name for spec in target.params}
+    extra = [spec for spec in source.params if spec.name not in wanted]
+    for spec in extra:
+        if spec.kind != "trainable" and "extra" in allow:
+            fit.dropped.append(spec.name)
+            continue
+        tied = next((tie.canonical for tie in target.ties if spec.name in tie.aliases), None)
+        raise ModelMismatchError("the checkpoint holds a parameter that the model lacks", file=file, parameter=spec.name,
+                                 expected=f"{len(wanted)} parameters", found=f"{len(extra)} more in the checkpoint" + (
+                                     f"; the model ties it to {tied}" if tied else ""))
+    return fit
+
+
+def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str) -> None:
+    tied = next((tie.canonical for tie in source.ties if name in tie.aliases), None)
+    lacking = [spec.name for spec in target.params if spec.name not in source.by_name]
+    raise ModelMismatchError(f"the model has a {kind} parameter that the checkpoint lacks" if kind != "buffer" else
+                             "the model has a buffer that the checkpoint lacks", file=file, parameter=name,
+                             expected=f"{len(source.params)} parameters in the model",
+                             found=f"{len(lacking)} more" + (f"; the checkpoint ties it to {tied}" if tied else ""),
+                             fix=None if kind == "trainable" else
+                             'build the model as the run did, or keep the engine\'s values with allow={"missing"}')
+
+
+def one_value(buffer: FlatBuffer, of: Callable[[str], Mapping[str, Any]], what: str, file: str) -> Mapping[str, Any]:
+    """What all members of a target buffer agree on. Raises StateMismatchError that names two members that do not."""
+    first: tuple[str, Mapping[str, Any]] | None = None
+    for member in buffer.members:
+        value = of(member.param)
+        if first is None:
+            first = (member.param, value)
+        elif value != first[1]:
+            keys = sorted(k for k in {*value, *first[1]} if value.get(k) != first[1].get(k))
+            raise StateMismatchError(f"parameters of one group of the engine have different {what} in the checkpoint",
+                                     file=file, parameter=f"{first[0]} and {member.param}",
+                                     expected=f"equal {', '.join(keys)}",
+                                     found="; ".join(f"{k}: {first[1].get(k)} and {value.get(k)}" for k in keys),
+                                     fix="build the optimizer's groups as the run that wrote the checkpoint did")
+    return first[1] if first else {}
+
+
+def group_values(target: Manifest, of: Callable[[str], Mapping[str, Any]], file: str) -> list[Mapping[str, Any]]:
+    """The hyper-parameters that each target group gets. Raises StateMismatchError where its members disagree."""
+    members: dict[int, list[FlatBuffer]] = {}
+    for buffer in target.buffers:
+        if buffer.group is not None:
+            members.setdefault(buffer.group, []).append(buffer)
+    out: list[Mapping[str, Any]] = []
+    for number in range(len(target.groups)):
+        every = tuple(m for buffer in members.get(number, []) for m in buffer.members)
+        # only the names count here: the members of all the group's buffers are one list
+        out.append(one_value(_Names(every), of, "hyper-parameters", file) if every else {})  # type: ignore[arg-type]
+    return out
+
+
+@dataclass(frozen=True)
+class _Names:
+    members: Sequence[Any]
+
+
+def source_states(source: Manifest, param: str) -> dict[str, str]:
+    """Element-wise states that the checkpoint holds for a parameter, with their dtypes, without masters and values."""
+    found = source.holders.get(param)
+    states = source.buffers[found[0][0]].states if found else ()
+    return {name: dtype for name, dtype in states if name not in (MASTER, VALUE)}
+
+
+def has_masters(source: Manifest, params: Iterable[str]) -> bool:
+    """Whether every parameter has a master copy in the checkpoint."""
+    return all(MASTER in dict(source.buffers[source.holders[name][0][0]].states) for name in params
+               if name in source.holders)

@@ -1,0 +1,201 @@
+"""The canonical state of a live engine, gathered without the package: DeepSpeed's own accessors, or plain arithmetic.
+
+Also provenance values: 32-bit patterns of a bijective hash of (tensor, state, index), so that no swap, shift or
+permutation can go unseen.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg", "exp_inf",
+          "acc_delta")
+POSITIVE = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "exp_inf"}
+
+
+def provenance(number: int, state: str, shape: torch.Size) -> torch.Tensor:
+    """Values that differ from those of every other (parameter number, state, index); exponents 2**-7 to 2**0."""
+    count = shape.numel()
+    index = torch.arange(count, dtype=torch.int64) + ((number * 8 + (STATES.index(state) + 1 if state != "fp32" else 0)) << 12)
+    if count >= 1 << 12 or number >= 1 << 10:
+        raise ValueError("too large for a collision-free pattern")
+    mixed = (index * 0x2545F4914F6CDD1D) & ((1 << 26) - 1)  # odd factor: a bijection of 26 bits, for up to 2**11 tensors
+    bits = (120 << 23) + mixed
+    if state not in POSITIVE:
+        bits = torch.where(index % 2 == 1, bits - (1 << 31), bits)
+    return bits.to(torch.int32).view(torch.float32).reshape(shape)
+
+
+def names(engine: Any) -> dict[Any, str]:
+    return {p: n for n, p in engine.module.named_parameters()}
+
+
+def stage(engine: Any) -> str:
+    return type(engine.optimizer).__name__
+
+
+def base_of(engine: Any) -> Any:
+    return engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
+
+
+def _runs(engine: Any) -> list[tuple[str, int, int, torch.Tensor, int, int]]:
+    """(parameter, first element, elements, flat master, offset in it, group): what this rank's masters hold.
+
+    From the wrappers' own bookkeeping of where gradients go, not from the package's formulas.
+    """
+    opt, named, out = engine.optimizer, names(engine), []
+    kind = stage(engine)
+    if kind == "DeepSpeedZeroOptimizer":
+        for g, master in enumerate(opt.single_partition_of_fp32_groups):
+            flat, low = opt.bit16_groups_flat[g], dist.get_rank(opt.real_dp_process_group[g]) * master.numel()
+            for p in opt.bit16_groups[g]:  # the model's weights are views of the flat buffer: ask the memory
+                start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
+                a, b = max(start, low), min(start + p.numel(), low + master.numel())
+                if a < b:
+                    out.append((named[p], a - start, b - a, master, a - low, g))
+    elif kind == "BF16_Optimizer":
+        for g, master in enumerate(opt.fp32_groups_flat_partition):
+            flat, low = opt.bf16_groups_flat[g], dist.get_rank(opt.real_dp_process_group[g]) * master.numel()
+            for p in opt.bf16_groups[g]:
+                start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
+                a, b = max(start, low), min(start + p.numel(), low + master.numel())
+                if a < b:
+                    out.append((named[p], a - start, b - a, master, a - low, g))
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        rank = dist.get_rank(opt.dp_process_group)
+        for group in opt.fp16_groups:
+            for p in group:
+                i, offset, width = opt.grad_position[opt.get_param_id(p)][:3]
+                first = rank * width
+                count = max(0, min(width, p.ds_numel - first))
+                if count:
+                    out.append((named[p], first, count, opt.fp32_partitioned_groups_flat[i], offset,
+                                opt.sub_group_to_group_id[i]))
+    elif kind == "FP16_UnfusedOptimizer":
+        out = [(named[p], 0, p.numel(), m, 0, g) for g, (ps, ms) in enumerate(zip(opt.fp16_groups, opt.fp32_groups,
+                                                                                  strict=True))
+               for p, m in zip(ps, ms, strict=True)]
+    elif kind == "FP16_Optimizer":
+        for g, master in enumerate(opt.fp32_groups_flat):
+            at = 0
+            for p in opt.fp16_groups[g]:
+                out.append((named[p], 0, p.numel(), master, at, g))
+                at += p.numel()
+    else:
+        out = [(named[p], 0, p.numel(), p, 0, g) for g, group in enumerate(opt.param_groups) for p in group["params"]
+               if p.requires_grad]
+    return out
+
+
+def shapes(engine: Any) -> dict[str, torch.Size]:
+    return {n: torch.Size(getattr(p, "ds_shape", p.shape)) for n, p in engine.module.named_parameters()}
+
+
+def fill(engine: Any) -> None:
+    """Overwrites every master and every element-wise state of this rank with provenance values, then the weights."""
+    numbers = {n: i for i, n in enumerate(sorted(shapes(engine)))}
+    state = base_of(engine).state
+    for name, first, count, master, offset, _ in _runs(engine):
+        for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
+            values = provenance(numbers[name], key, shapes(engine)[name]).reshape(-1)[first:first + count]
+            flat = master.data if key == "fp32" else state[master][key]
+            flat.view(-1)[offset:offset + count] = values
+    write_weights(engine)
+
+
+def write_weights(engine: Any) -> None:
+    """Training copies from masters, by DeepSpeed's own means or by hand."""
+    opt, kind = engine.optimizer, stage(engine)
+    if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+        opt.update_lp_params()
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        for flat, master in zip(opt.fp16_partitioned_groups_flat, opt.fp32_partitioned_groups_flat, strict=True):
+            flat.data.copy_(master.data)
+        opt.checkpoint_event_epilogue()
+    elif kind == "FP16_UnfusedOptimizer":
+        for ps, ms in zip(opt.fp16_groups, opt.fp32_groups, strict=True):
+            for p, m in zip(ps, ms, strict=True):
+                p.data.copy_(m.data)
+    elif kind == "FP16_Optimizer":
+        for ps, m in zip(opt.fp16_groups, opt.fp32_groups_flat, strict=True):
+            at = 0
+            for p in ps:
+                p.data.copy_(m.data[at:at + p.numel()].view_as(p))
+                at += p.numel()
+
+
+def canonical(engine: Any) -> dict[str, Any]:
+    """Every element of every master and state, steps, hyper-parameters per parameter, weights, buffers, frozen, scheduler.
+
+    Collective; the same dict on every rank.
+    """
+    full: dict[tuple[str, str], torch.Tensor] = {}
+    scalars: dict[tuple[str, str], float] = {}
+    hyper: dict[str, dict[str, Any]] = {}
+    state, groups = base_of(engine).state, base_of(engine).param_groups
+    size = shapes(engine)
+    pieces = []
+    for name, first, count, master, offset, g in _runs(engine):
+        held = state.get(master, {})
+        for key in ("fp32", *(k for k in held if isinstance(held[k], torch.Tensor) and held[k].dim())):
+            flat = master.data if key == "fp32" else held[key]
+            pieces.append((name, key, first, flat.detach().view(-1)[offset:offset + count].clone().cpu()))
+        group = groups[min(g, len(groups) - 1)]
+        meta = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()
+                if k in ("lr", "weight_decay", "betas", "eps", "momentum", "initial_lr", "amsgrad", "alpha", "lr_decay")}
+        pieces.append((name, None, {k: float(v) for k, v in held.items() if not isinstance(v, torch.Tensor) or not v.dim()},
+                       meta))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, pieces)
+    for piece in [p for rank in gathered for p in rank]:
+        name, key = piece[0], piece[1]
+        if key is None:
+            for k, v in piece[2].items():
+                if scalars.setdefault((name, k), v) != v:
+                    raise AssertionError(f"ranks disagree on {k} of {name}")
+            if hyper.setdefault(name, piece[3]) != piece[3]:
+                raise AssertionError(f"ranks disagree on the hyper-parameters of {name}")
+            continue
+        whole = full.setdefault((name, key), torch.full(size[name], float("nan")).reshape(-1))
+        whole[piece[2]:piece[2] + len(piece[3])] = piece[3]
+    return {"full": {k: v.reshape(size[k[0]]) for k, v in full.items()}, "scalars": scalars, "hyper": hyper,
+            "weights": weights(engine), "values": values(engine), "scheduler": engine.lr_scheduler.state_dict(),
+            "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
+            "scale": getattr(engine.optimizer, "loss_scale", None) if engine.fp16_enabled() else None}
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The training copies, as the forward pass sees them."""
+    import deepspeed
+    params = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values()), enabled=engine.zero_optimization_stage() == 3):
+        return {n: p.detach().clone().cpu() for n, p in params.items()}
+
+
+def values(engine: Any) -> dict[str, torch.Tensor]:
+    saved = set(engine._get_buffer_names())
+    return {n: b.detach().clone() for n, b in engine.module.named_buffers() if n in saved}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+
+
+def differences(want: dict[str, Any], have: dict[str, Any], same_dtype: bool = True) -> list[str]:
+    """What differs, bitwise. `same_dtype` also compares training copies; otherwise they must be casts of the masters."""
+    out = []
+    for part in ("full", "values", *(["weights"] if same_dtype else [])):
+        if want[part].keys() != have[part].keys() or not want[part]:
+            out.append(f"{part}: keys {sorted(map(str, want[part].keys() ^ have[part].keys()))}")
+        out += [f"{part} {key}" for key in want[part].keys() & have[part].keys()
+                if want[part][key].dtype != have[part][key].dtype or not torch.equal(bits(want[part][key]),
+                                                                                     bits(have[part][key]))]
+    for (name, key), master in have["full"].items():
+        if key == "fp32" and not torch.equal(bits(master.to(have["weights"][name].dtype)), bits(have["weights"][name])):
+            out.append(f"the weight of {name} is no cast of its master")
+    for part in ("scalars", "hyper", "scheduler", "counters", *(["scale"] if same_dtype else [])):
+        if want[part] != have[part]:
+            out.append(f"{part}: {want[part]} became {have[part]}")
+    return out

@@ -1,0 +1,119 @@
+"""A small torch model with everything that a checkpoint can get wrong, and engines around it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+VOCAB, WIDTH = 11, 7
+GLOBAL_BATCH, SEQUENCE = 4, 5
+
+
+class Net(torch.nn.Module):
+    """Tied head, odd sizes, a one-element parameter, a frozen layer, a float and an int buffer, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 13)
+        self.down = torch.nn.Linear(13, WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("not_saved", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        x = self.embed(tokens[:, :-1])
+        x = x + self.down(torch.tanh(self.up(x))) * self.gain + self.frozen(x)
+        logits = self.head(self.norm(x) * self.scale.to(x.dtype)).float()
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is built. `groups` 2: biases and vectors have their own learning rate and weight decay."""
+
+    zero: int
+    dtype: str = "fp32"
+    optimizer: str = "AdamW"
+    options: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
+    zero_config: tuple[tuple[str, Any], ...] = ()
+    groups: int = 2
+    seed: int = 1
+    net: str = "Net"
+    extra: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+def param_groups(net: torch.nn.Module, groups: int) -> list[dict[str, Any]]:
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    if groups == 1:
+        return [{"params": [p for _, p in named], "lr": 3e-3}]
+    matrices = [p for _, p in reversed(named) if p.dim() > 1]  # not the order of the module
+    vectors = [p for _, p in named if p.dim() <= 1]
+    return [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 7e-3, "weight_decay": 0.0}]
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    if name in ("FusedAdam", "FusedLion"):
+        import deepspeed.ops.adam
+        import deepspeed.ops.lion
+        kind = deepspeed.ops.adam.FusedAdam if name == "FusedAdam" else deepspeed.ops.lion.FusedLion
+    elif name == "CPUAdam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as kind
+    else:
+        kind = getattr(torch.optim, name)
+    if name in ("Lion", "Adagrad", "FusedLion"):
+        groups = [dict(g) for g in groups]
+    return kind(groups, **options)
+
+
+def make_engine(setup: Setup, attach: bool = True) -> Any:
+    """A DeepSpeed engine on the current world, attached, with LambdaLR."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    import megatron_ucp as ucp
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # CPUs without fp16 kernels train it all the same
+    torch.manual_seed(setup.seed)
+    net: torch.nn.Module = {"Net": Net}[setup.net]()
+    if setup.extra.get("prepare"):
+        setup.extra["prepare"](net)
+    optimizer = make_optimizer(setup.optimizer, param_groups(net, setup.groups), dict(setup.options))
+    dp = torch.distributed.get_world_size()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp, "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0, **dict(setup.zero_config)},
+        "steps_per_print": 10**9, **dict(setup.config)}
+    if setup.dtype == "bf16":
+        config["bf16"] = {"enabled": True, **config.get("bf16", {})}
+    if setup.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, **config.get("fp16", {})}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    make = ucp.initialize if attach else deepspeed.initialize
+    engine, *_ = make(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config, dist_init_required=False)
+    return engine
+
+
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks, exact in float64."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses = []
+    for step in range(first, first + steps):
+        tokens = torch.randint(VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1000 + step))
+        loss = engine(tokens.chunk(world)[rank].contiguous())
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().double().reshape(1)
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / world)
+    return losses
