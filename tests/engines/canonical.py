@@ -4,7 +4,6 @@ Also provenance values: 32-bit patterns of a bijective hash of (tensor, state, i
 permutation can go unseen.
 """
 
-import zlib
 from typing import Any
 
 import torch
