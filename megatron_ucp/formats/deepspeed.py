@@ -36,13 +36,15 @@ _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "boo
 
 
 class NativeCheckpoint:
-    """One opened tag folder. `order` names the parameters of each group for stage-0 files that have no manifest.
+    """One opened tag folder. `order` names the parameters of each group for stage-0 files that have no manifest; with
+    `positions_too` such a file is read without its optimizer, whose states it keeps by position only.
 
     Raises a UcpError for anything that its directories and pickles can show: a missing, truncated, foreign or hostile
     file. Tensor bytes are not read. Usable as a context manager; closes its files.
     """
 
-    def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None) -> None:
+    def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None,
+                 positions_too: bool = False) -> None:
         self.folder = resolve(path, tag)
         self.names: TagFiles = scan(self.folder)
         self._open: dict[str, PtFile] = {}
@@ -78,7 +80,8 @@ class NativeCheckpoint:
             order = _group_order(recorded)
         tree, file = self._first_optimizer()
         self._format: OptimizerFiles = Plain()
-        if tree is None:
+        unnamed = not self.names.optimizer and order is None and positions_too
+        if tree is None or unnamed:
             found = Contents("none", (), (), (), {}, ())
         else:
             self._format = reader_for(tree, file)

@@ -195,7 +195,7 @@ class _Machine:
         self.memo: dict[int, object] = {}
         self.globals: dict[str, object] = {}
         self.storages: dict[str, StorageRef] = {}
-        self.budget_bytes = 2 * MAX_PICKLE_BYTES  # what calls may copy: a small pickle can ask for a huge value often
+        self.budget_bytes = 2**24 + 8 * len(data)  # what calls may copy: a small pickle can ask for a large value often
 
     def run(self) -> object:
         data, handlers = self.data, _HANDLERS
@@ -251,6 +251,8 @@ class _Machine:
         for _ in range(_MAX_KEY_DEPTH):
             below: list[object] = []
             for item in level:
+                if isinstance(item, Stand) and item.state and item.qualname != "numpy.scalar":
+                    self.fail(f"an object of {item.qualname} is used as a dict key or set member")
                 parts = item.args if isinstance(item, Stand) else item
                 if isinstance(parts, tuple | frozenset):
                     seen += len(parts)
@@ -571,7 +573,12 @@ def _array(machine: _Machine, dtype: object, shape: object, fortran_order: bool,
 def _scalar(machine: _Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 2:
         machine.fail("a numpy scalar is malformed", found=args)
-    return Stand("numpy.scalar", (), _array(machine, args[0], (), False, args[1]))
+    state = _array(machine, args[0], (), False, args[1])
+    return Stand("numpy.scalar", (state["dtype"], state["data"]), state)  # in args too: it may be a dict key
+
+
+def _scalar_state(machine: _Machine, target: Stand, state: object) -> None:
+    machine.fail("the pickle sets attributes of a numpy scalar")
 
 
 def _from_buffer(machine: _Machine, name: str, args: tuple[object, ...]) -> object:
@@ -580,7 +587,7 @@ def _from_buffer(machine: _Machine, name: str, args: tuple[object, ...]) -> obje
     return Stand("numpy.ndarray", (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
 
 
-_NUMPY_STATES = {"numpy.dtype": _dtype_state, "numpy.ndarray": _array_state}
+_NUMPY_STATES = {"numpy.dtype": _dtype_state, "numpy.ndarray": _array_state, "numpy.scalar": _scalar_state}
 _TENSOR_CLASSES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
 _STORAGE_DTYPES = {f"{module}.{kind}Storage": dtype for kind, dtype in _STORAGES.items()
                    for module in ("torch", "torch.storage")}
