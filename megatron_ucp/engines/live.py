@@ -357,6 +357,11 @@ class Live:
         """The optimizer's state of a buffer's master; empty before the first step."""
         return dict(self.wrapper.base.state.get(live.master, {}))
 
+    def state_dtype(self, live: LiveBuffer) -> str:
+        """The dtype that the optimizer gives a new element-wise state: its master's, unless it is told fp32 (CPUAdam)."""
+        told = getattr(self.wrapper.base, "fp32_optimizer_states", None)
+        return "float32" if told else _dtype_name(live.master.dtype)
+
     def present_states(self, live: LiveBuffer) -> list[tuple[str, str]]:
         """Element-wise states that exist now."""
         return [(key, _dtype_name(value.dtype)) for key, value in self.state(live).items()

@@ -22,7 +22,7 @@ from megatron_ucp.engines.restore import Extras, restore_extras, set_scaler
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
-from megatron_ucp.reshard.execute import Counts, check_runs, execute
+from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute
 from megatron_ucp.reshard.match import (ALLOWANCES, Fit, group_values, has_masters, match_params, one_value,
                                         source_states)
 
@@ -87,7 +87,7 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
             raise
         mark_unusable(engine)
         counts = _fill(job, checksums)
-        checked, unchecked = _checksums(counts)
+        checked, unchecked = _checksums(counts, source)
         live.wrapper.refresh()
         _finish(job, engine, hyper)
         if not load_module_only:
@@ -118,17 +118,15 @@ def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, 
         fit.master = VALUE
     states, steps, kept = _states(live, source, optimizer, file)
     by_buffer = {id(buffer): found for buffer, found in zip(live.buffers, states, strict=True)}
-    # A state keeps the dtype that the optimizer would give it: that of its master.
-    target = live.manifest(lambda buffer: [(s, str(buffer.master.dtype).removeprefix("torch."))
-                                           for s in by_buffer[id(buffer)]])
+    target = live.manifest(lambda buffer: [(s, live.state_dtype(buffer)) for s in by_buffer[id(buffer)]])
     wanted = group_values(target, source.manifest.group_of, file) if optimizer else []
     plan = make_plan(source.manifest, target, _wants(live, target, fit, states), allow)
     prove(plan, source.manifest, target)
     for slot in {op.source.slot for op in plan.ops if hasattr(op, "source")}:
         source.where(slot)
     rank, world = agree.world()
-    for name in source.names.names[rank::world]:
-        source.check_file(name)
+    for name in source.names.names[rank::world]:  # the ranks share the work
+        source.check_file(name, stale="stale" in allow)
     job = _Job(live, source, fit, plan, optimizer, wanted if hyper == "checkpoint" else [], steps, kept, states)
     _describe(job, target)
     return job
@@ -198,18 +196,22 @@ def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
         del held[key]
     for key in states:
         old = held.get(key)
-        if not isinstance(old, torch.Tensor) or old.shape != buffer.master.shape or old.dtype != buffer.master.dtype:
-            held[key] = torch.empty_like(buffer.master.detach(), memory_format=torch.contiguous_format)
+        dtype = DTYPES[live.state_dtype(buffer)]
+        if not isinstance(old, torch.Tensor) or old.shape != buffer.master.shape or old.dtype != dtype:
+            held[key] = torch.empty_like(buffer.master.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _checksums(counts: Counts) -> tuple[int, int]:
-    """Compares the sums of all ranks' runs. Collective. Returns this load's bytes (checked, unchecked) over all ranks."""
+def _checksums(counts: Counts, source: NativeCheckpoint) -> tuple[int, int]:
+    """Compares the sums of all ranks' runs. Collective. Returns bytes (checked, unchecked), summed over all ranks."""
     gathered = agree.gather((counts.runs, counts.records, counts.unsummed_bytes))
     with agree.together():
         runs = [run for ranks_runs, _, _ in gathered for run in ranks_runs]
         records = {key: record for _, ranks_records, _ in gathered for key, record in ranks_records.items()}
-        checked, unchecked = check_runs(runs, records)
-    return checked, unchecked + sum(unsummed for _, _, unsummed in gathered)
+        rank, world = agree.world()
+        checked, unchecked, extra = check_runs(runs, records, source.opened, rank=rank, world=world)
+    counts.read_bytes += extra
+    sums = agree.gather((checked, unchecked + counts.unsummed_bytes))
+    return sum(c for c, _ in sums), sum(u for _, u in sums)
 
 
 def _finish(job: _Job, engine: Any, hyper: str) -> None:

@@ -21,7 +21,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
 from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, reader_for
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 
 Order = Sequence[Sequence[str]]  # names of each parameter group's trainable parameters, in the optimizer's order
@@ -32,6 +32,7 @@ OWN_KEYS = frozenset({
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     "num_experts", "ds_autoep_layers", "universal_checkpoint_info", "folding", "sparse_tensor_module_names"})
+SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
@@ -90,8 +91,9 @@ class NativeCheckpoint:
         derived = self._manifest(found)
         if recorded is not None:
             _compare(recorded, derived, self.folder / FILE_NAME)
+        # An elastic file holds no hyper-parameters: there the manifest is the only evidence.
         self.manifest: Manifest = derived if recorded is None else replace(
-            recorded, groups=derived.groups, scalars=derived.scalars)
+            recorded, groups=derived.groups if any(derived.groups) else recorded.groups)
 
     def _recorded(self) -> Manifest | None:
         path = self.folder / FILE_NAME
@@ -260,6 +262,10 @@ class NativeCheckpoint:
                                        found=f"{file.size_bytes} bytes, directory {file.directory_sha256[:12]}")
         return self._open[name]
 
+    def opened(self, path: str) -> PtFile:
+        """The open file for a full path."""
+        return self.file(Path(path).name)
+
     def tree(self, name: str) -> Any:
         """The pickled tree of a file, a dict."""
         if name not in self._trees:
@@ -323,8 +329,11 @@ class NativeCheckpoint:
 
     # ---------------------------------------------------------------- whole and of one run
 
-    def check_file(self, name: str) -> None:
-        """Compares one file with the structure. Raises ForeignFileError for a file of another run, step or mesh."""
+    def check_file(self, name: str, stale: bool = False) -> None:
+        """Compares one file with the structure. Raises ForeignFileError for a file of another run, step or mesh.
+
+        `stale` lets masters differ from the weights in the model file.
+        """
         if name in self.names.optimizer.values():
             part = next(dp for (dp, _), n in self.names.optimizer.items() if n == name)
             found = self._contents(self.optimizer_tree(part), self._path(name), None)
@@ -333,6 +342,8 @@ class NativeCheckpoint:
                 if ours != theirs:
                     raise ForeignFileError(f"an optimizer file differs from the first one in its {what}",
                                            file=self._path(name), **_difference(ours, theirs))
+            if not stale and found.engine in ("zero12", "bf16"):
+                self._check_weights(part)
         elif name in self.names.model.values():
             tree = self.tree(name)
             for key in ("global_steps", "skipped_steps", "dp_world_size", "ds_version", "param_shapes"):
@@ -341,6 +352,39 @@ class NativeCheckpoint:
                                            **_difference(self.meta.get(key), tree.get(key)))
         else:
             self.file(name)
+
+
+    def _check_weights(self, part: int) -> None:
+        """Samples a partition: its masters, rounded, are the weights of the model file, or it is of another run."""
+        import torch  # inspecting a checkpoint must not need it
+        module = self._module()
+        for number, buffer in enumerate(self.contents.buffers):
+            fragments = list(buffer.fragments(part))
+            for fragment in fragments[::max(1, len(fragments) // SAMPLES)]:
+                name = buffer.members[fragment.member].param
+                weight = module.get(name)
+                if not isinstance(weight, TensorRef) or not weight.is_contiguous:
+                    continue
+                where = self.where(Slot(number, (("tp", 0),), part, MASTER))
+                middle = (fragment.high - fragment.low) // 2
+                ours = self._element(where.file, where.record, where.dtype,
+                                     where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + middle)
+                model = self.file(self.model_name)
+                theirs = self._element(model, model.record(weight.storage), weight.storage.dtype,
+                                       weight.offset_elems + fragment.low + middle)
+                if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
+                    raise ForeignFileError(
+                        "the master weights are not those of the model file", file=where.file.path, parameter=name,
+                        expected=f"{theirs.item()} as in {self.model_name}", found=f"{ours.item()}",
+                        fix="put the files of one save into the folder; if masters were changed on purpose, load with "
+                            'allow={"stale"}')
+
+    @staticmethod
+    def _element(file: PtFile, record: Record, dtype: str, index: int) -> Any:
+        import torch
+        data = bytearray(ITEMSIZE[dtype])
+        file.read_into(record, index * len(data), memoryview(data))
+        return torch.frombuffer(data, dtype=getattr(torch, dtype))
 
 
 def _difference(ours: object, theirs: object) -> dict[str, str]:
@@ -370,7 +414,7 @@ def _compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
         "optimizer buffers": (recorded.buffers[:count], derived.buffers[:count]),
         "values": ({b.members: b for b in recorded.buffers[count:]}, {b.members: b for b in derived.buffers[count:]}),
         "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in (recorded, derived)),
-        "groups": (_plain(recorded.groups), _plain(derived.groups)),
+        "groups": (_plain(recorded.groups), _plain(derived.groups if any(derived.groups) else recorded.groups)),
         "scalars": (recorded.scalars[:count], derived.scalars[:count]),
         **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
     }

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
@@ -34,7 +35,8 @@ _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how a torch fil
 _REFUSED_FLAGS = 0x0001 | 0x0020 | 0x0040 | 0x2000  # encrypted, patched, strongly encrypted, masked
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Record:
     """One stored record: `size_bytes` bytes from byte `offset_bytes` of the file, with the CRC-32 of its directory."""
 
     name: str

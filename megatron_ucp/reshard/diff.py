@@ -96,7 +96,7 @@ def read_state(checkpoint: NativeCheckpoint, name: str, state: str) -> torch.Ten
     prove(plan, source, target)
     out = torch.empty(target.buffers[0].length, dtype=DTYPES[dtype])
     counts = execute(plan, checkpoint.where, lambda _: out)
-    check_runs(counts.runs, counts.records)
+    check_runs(counts.runs, counts.records, checkpoint.opened)
     return out
 
 

@@ -15,11 +15,12 @@ from isal import isal_zlib
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.pt_file import Record
+from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.safe_pickle import ITEMSIZE
 
 STAGING_BYTES = 32 * 2**20
 ROWS_FROM_BYTES = 64 * 2**10  # below this one read over the gaps costs less than a system call per row
+GAP_BYTES = 4096  # padding that nobody needs is read for a checksum up to this size, or 1/256 of the record
 CRC_CHUNK_BYTES = 2**20  # small enough that the bytes are still in the cache when they are summed
 
 DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
@@ -183,30 +184,55 @@ def _mean(op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Stag
     out.copy_(total / len(op.sources))
 
 
-def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record]) -> tuple[int, int]:
-    """Compares the CRC-32 of every record that the runs cover from end to end with the stored one.
+def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record], opened: Callable[[str], PtFile], *,
+               rank: int = 0, world: int = 1) -> tuple[int, int, int]:
+    """Compares the CRC-32 of records with the stored one; this rank takes every `world`-th record.
 
-    `runs` are those of all ranks. Returns (bytes checked, bytes not checked: records read in part). Raises
+    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is little enough. Returns
+    bytes (checked, not checked, read here); unchecked are the runs of records of which a large part was not read. Raises
     DamagedFileError.
     """
     by_record: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
     for run in runs:
-        by_record.setdefault((run.file, run.record), {})[run.start, run.size] = run.crc
-    checked = unchecked = 0
-    for key, parts in by_record.items():
-        record, at, crc = records[key], 0, 0
-        for (start, size), part in sorted(parts.items()):
-            if start != at:
-                break
-            crc, at = (isal_zlib.crc32_combine(crc, part, size) if at else part), at + size
-        total = sum(size for _, size in parts)
-        if at != record.size_bytes:
-            unchecked += total
+        held = by_record.setdefault((run.file, run.record), {})
+        if held.setdefault((run.start, run.size), run.crc) != run.crc:
+            raise DamagedFileError("two ranks read different bytes from one place", file=run.file, parameter=run.record,
+                                   fix="check the storage; load again")
+    checked = unchecked = extra = 0
+    for key in sorted(by_record)[rank::world]:
+        parts, record = by_record[key], records[key]
+        whole = _completed(opened(key[0]), record, parts)
+        read = sum(size for _, size in parts)
+        if whole is None:
+            unchecked += read
             continue
+        crc, gap_bytes = whole
         if crc != record.crc32:
             raise DamagedFileError("a tensor record is damaged", file=key[0], parameter=key[1],
                                    expected=f"CRC-32 {record.crc32:#010x}", found=f"{crc:#010x}")
-        checked += total
-    return checked, unchecked
+        checked += read
+        extra += gap_bytes
+    return checked, unchecked, extra
 
 
+def _completed(file: PtFile, record: Record, parts: dict[tuple[int, int], int]) -> tuple[int, int] | None:
+    """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps; None for large gaps.
+
+    Of runs that start together (ranks that need the same bytes) the longest is taken.
+    """
+    crc = at = gap_bytes = 0
+    longest = {start: (size, part) for (start, size), part in sorted(parts.items())}
+    for start in (*sorted(longest), record.size_bytes):
+        if start < at:
+            return None
+        if start > at:
+            gap_bytes += start - at
+            if gap_bytes > max(GAP_BYTES, record.size_bytes // 256):
+                return None
+            memory = bytearray(start - at)
+            file.read_into(record, at, memoryview(memory))
+            crc, at = isal_zlib.crc32(memory, crc), start
+        if start in longest:
+            size, part = longest[start]
+            crc, at = isal_zlib.crc32_combine(crc, part, size), at + size
+    return crc, gap_bytes

@@ -13,6 +13,7 @@ ALLOWANCES = {
     "narrow": "values may be rounded to a narrower dtype",
     "mean": "copies of a Partial parameter may be averaged",
     "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
+    "stale": "masters may differ from the weights beside them; the masters are loaded",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
 }
 

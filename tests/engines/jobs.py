@@ -75,3 +75,40 @@ def plant_fault(engine: Any, fault: str) -> None:
         engine.module.calls += 1
     else:
         raise ValueError(fault)
+
+
+def attempt(setup: Setup, folder: str, tag: str | None = None, through: str = "load", then: str | None = None,
+            **options: Any) -> dict[str, Any]:
+    """A load that should fail: the error, whether the engine is bit for bit as before, and whether it refuses to go on.
+
+    `then` loads another tag afterwards and steps.
+    """
+    engine = make_engine(setup)
+    train(engine, 1)
+    before = canonical(engine)
+    out: dict[str, Any] = {"error": None, "message": ""}
+    try:
+        if through == "load":
+            ucp.load(engine, folder, tag=tag, **options)
+        else:
+            engine.load_checkpoint(folder, tag=tag)
+    except Exception as error:
+        out |= {"error": type(error).__name__, "message": str(error)}
+    out["unchanged"] = differences(before, canonical(engine)) == []
+    refusals = []
+    marked = "_ucp_methods_before_load" in engine.__dict__  # a step without a backward pass is for an engine that refuses
+    for method in (engine.step if marked else lambda: train(engine, 1), lambda: engine.save_checkpoint(folder, tag="after")):
+        try:
+            method()
+        except ucp.UcpError as error:
+            refusals.append(type(error).__name__)
+    out["refuses"] = refusals == ["EngineUnusableError"] * 2
+    if not out["refuses"] and refusals:
+        raise AssertionError(f"the engine refuses only a part: {refusals}")
+    if then:
+        ucp.load(engine, folder, tag=then)
+        before = canonical(engine)
+        train(engine, 1)
+        out["steps_after_a_good_load"] = differences(before, canonical(engine)) != []
+    engine.destroy()
+    return out

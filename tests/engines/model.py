@@ -36,6 +36,46 @@ class Net(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
 
 
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 14)
+        self.down = torch.nn.Linear(14, WIDTH)
+
+
+class Longer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(WIDTH, WIDTH)
+
+
+class Shorter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH, bias=False)
+
+
+class Untied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+
+
+class Thawed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.weight.requires_grad_(True)
+
+
+class MoreBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("another", torch.zeros(3))
+
+
+NETS = {kind.__name__: kind for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers)}
+
+
 @dataclass(frozen=True)
 class Setup:
     """How an engine is built. `groups` 2: biases and vectors have their own learning rate and weight decay."""
@@ -84,7 +124,7 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
 
     type(get_accelerator()).is_fp16_supported = lambda self: True  # CPUs without fp16 kernels train it all the same
     torch.manual_seed(setup.seed)
-    net: torch.nn.Module = {"Net": Net}[setup.net]()
+    net: torch.nn.Module = NETS[setup.net]()
     if setup.extra.get("prepare"):
         setup.extra["prepare"](net)
     optimizer = make_optimizer(setup.optimizer, param_groups(net, setup.groups), dict(setup.options))

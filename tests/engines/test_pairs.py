@@ -2,40 +2,15 @@
 
 import itertools
 import random
-import zlib
 from pathlib import Path
 
 import pytest
 
+from tests.engines.conftest import Sources
 from tests.engines.model import Setup
-from tests.ranks import RankPool
 
 MESHES = [(dp, zero, dtype) for dtype in ("fp32", "bf16", "fp16") for dp in (1, 2, 4) for zero in (0, 1, 2, 3)]
 Mesh = tuple[int, int, str]
-
-
-class Sources:
-    """Each source mesh is saved once and reused."""
-
-    def __init__(self, ranks: RankPool, folder: Path) -> None:
-        self.ranks, self.folder = ranks, folder
-
-    def get(self, dp: int, setup: Setup, **kwargs) -> str:
-        key = f"{dp}_{zlib.crc32(repr((setup, sorted(kwargs.items()))).encode()):08x}"
-        path = self.folder / key
-        if not path.exists():
-            path.mkdir()
-            try:
-                self.ranks.run(dp, "tests.engines.jobs:save", setup, str(path), timeout_s=200, **kwargs)
-            except BaseException:
-                path.rename(self.folder / f"failed_{key}")  # or the next test takes it for whole
-                raise
-        return str(path)
-
-
-@pytest.fixture(scope="session")
-def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
-    return Sources(ranks, tmp_checkpoints)
 
 
 def sampled(count: int) -> list[tuple[Mesh, Mesh]]:

@@ -1,0 +1,1 @@
+"""Runtime patches for the installed DeepSpeed and Megatron-Core: one file per defect, applied by name."""

@@ -1,0 +1,25 @@
+from setuptools import find_packages, setup
+
+# The versions that the tests run against. DeepSpeed and Megatron-Core change their file formats without notice, so each
+# is named exactly; reading, converting and verifying checkpoints needs neither.
+TORCH = "torch==2.13.0"
+DEEPSPEED = [TORCH, "deepspeed==0.19.8"]
+MEGATRON = [TORCH, "megatron-core==0.16.1"]
+HUGGING_FACE = ["transformers>=5,<6"]
+# ruff and pyright exactly: a new release of either must not fail a commit that did not change
+DEV = ["pytest>=8", "hypothesis>=6.100", "ruff==0.17.5", "pyright==1.1.414", "pre-commit>=4", "matplotlib>=3.8",
+       "accelerate>=1", "psutil>=5.9"]
+
+setup(
+    name="megatron-ucp",
+    version="0.1.0",
+    description="Universal checkpointing for DeepSpeed and Megatron: resume a training job on any other mesh",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["megatron_ucp", "megatron_ucp.*"]), "megatron_ucp_patches"],
+    package_dir={"megatron_ucp_patches": "patches"},
+    install_requires=["torch>=2.6", "numpy>=1.26", "safetensors>=0.4", "tqdm>=4.60"],
+    extras_require={"deepspeed": DEEPSPEED, "megatron": MEGATRON, "hf": HUGGING_FACE, "dev": DEV},
+    entry_points={"console_scripts": ["megatron-ucp = megatron_ucp.cli:main"]},
+    zip_safe=False,
+)

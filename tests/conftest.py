@@ -1,0 +1,51 @@
+"""Fixtures and rules for all tests."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+
+SHOWN_JOBS = 10
+pools: list[RankPool] = []
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four warm processes for multi-rank jobs. They start with the first job."""
+    pool = RankPool(size=4)
+    pools.append(pool)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tmp_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for checkpoints that several tests read. Removed at the end: pytest would keep the last three."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    jobs = [job for pool in pools for job in pool.jobs]
+    if jobs:
+        terminalreporter.section(f"{len(jobs)} jobs on ranks, {sum(job[2] for job in jobs):.1f} s")
+        for function, world, seconds in sorted(jobs, key=lambda job: -job[2])[:SHOWN_JOBS]:
+            terminalreporter.line(f"{seconds:7.2f} s  {world} rank(s)  {function}")

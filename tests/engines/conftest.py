@@ -1,0 +1,54 @@
+"""Checkpoints that the engine tests share."""
+
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.model import Setup
+from tests.ranks import RankPool
+
+
+class Sources:
+    """Each source mesh is saved once and reused."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+
+    def get(self, dp: int, setup: Setup, **kwargs: Any) -> str:
+        key = f"{dp}_{zlib.crc32(repr((setup, sorted(kwargs.items()))).encode()):08x}"
+        path = self.folder / key
+        if not path.exists():
+            path.mkdir()
+            try:
+                self.ranks.run(dp, "tests.engines.jobs:save", setup, str(path), timeout_s=200, **kwargs)
+            except BaseException:
+                path.rename(self.folder / f"failed_{key}")  # or the next test takes it for whole
+                raise
+        return str(path)
+
+
+@pytest.fixture(scope="session")
+def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
+    return Sources(ranks, tmp_checkpoints)
+
+
+@pytest.fixture
+def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a good checkpoint, to be damaged."""
+    def copy(dp: int = 2, setup: Setup = Setup(1, "bf16"), **kwargs: Any) -> Path:
+        folder = tmp_path / "checkpoint"
+        shutil.copytree(sources.get(dp, setup, **kwargs), folder)
+        (folder / "oracle.pt").unlink()
+        return folder
+    return copy
+
+
+def without_manifest(folder: Path) -> Path:
+    """As stock DeepSpeed would have written it."""
+    for path in folder.rglob("ucp_manifest.json"):
+        path.unlink()
+    return folder

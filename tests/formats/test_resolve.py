@@ -1,0 +1,59 @@
+"""Replacing the tensors of a value that was read."""
+
+import collections
+import time
+
+import pytest
+
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.safe_pickle import Stand, StorageRef, TensorRef, resolve
+
+
+def ref(key: str) -> TensorRef:
+    return TensorRef(StorageRef(key, "float32", 1), 0, (1,), (1,))
+
+
+def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
+    shared, calls = ref("a"), []
+    part = {"w": shared}
+    source = [
+        part,
+        part,
+        (shared, 1),
+        collections.OrderedDict(b=ref("b")),
+        Stand("a.B", (shared,), {"s": ref("c")}),
+        collections.defaultdict(list, {1: shared}),
+    ]
+
+    def convert(item: TensorRef) -> str:
+        calls.append(item)
+        return item.storage.key
+
+    result = resolve(source, convert)
+    assert result == [{"w": "a"}, {"w": "a"}, ("a", 1), {"b": "b"}, Stand("a.B", ("a",), {"s": "c"}), {1: "a"}]
+    assert isinstance(result, list) and result[0] is result[1] and type(result[3]) is collections.OrderedDict
+    assert isinstance(result[5], collections.defaultdict) and result[5].default_factory is list
+    assert [item.storage.key for item in calls] == ["a", "b", "c"]
+    assert part == {"w": shared} and isinstance(source[4], Stand) and source[4].args == (shared,)
+
+
+def test_resolve_of_cycles_and_of_shared_doublings_ends() -> None:
+    value: list[object] = [ref("a")]
+    value.append((value,))
+    result = resolve(value, lambda item: 1)
+    assert isinstance(result, list) and result[0] == 1 and result[1][0] is result
+    doubled: object = [ref("a")]
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    start = time.perf_counter()
+    resolve(doubled, lambda item: 1)
+    assert time.perf_counter() - start < 1
+
+
+def test_resolve_limits_depth() -> None:
+    deep: object = ref("a")
+    for _ in range(150):
+        deep = [deep]
+    with pytest.raises(DamagedFileError, match="nested too deeply"):
+        resolve(deep, lambda item: 1, file="x.pt")
+    assert resolve(deep, lambda item: 1, max_depth=200)

@@ -1,0 +1,229 @@
+"""A pool of warm processes in which the tests run one job after another, each on its own world size.
+
+    pool = RankPool(size=4)                                         # starts nothing yet
+    losses = pool.run(2, "tests.engines.jobs:train", steps=3)       # [result of rank 0, result of rank 1]
+    pool.close()
+
+Starting Python and importing DeepSpeed takes seconds per rank; rebuilding the process groups takes milliseconds. So the
+workers start once. For each job the first `world` of them bring up DeepSpeed's communication (gloo on loopback, a fresh
+store), call the function that the job names, and take everything down again, so that worlds of 4, 2, 1 and 4 ranks
+follow each other in the same processes (see `rank_worker` and `rank_reset`). Arguments and results are pickled. A job
+starts with the same random seeds, environment and working directory, whatever ran before it.
+
+When a rank raises, dies or hangs, `RanksFailed` says what every rank did, and the workers are replaced.
+"""
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 180.0  # four imports of DeepSpeed on a machine that does other work too
+PEERS_REPORT_S = 8.0  # after the first error the others' collectives break: their tracebacks follow
+STOP_S = 3.0
+LOG_TAIL_CHARS = 3000
+BUFFERS = Path("/dev/shm")
+
+
+class RanksFailed(AssertionError):
+    """A job did not return on every rank. `by_rank` holds what each failed rank said, in the order of arrival."""
+
+    def __init__(self, job: str, by_rank: dict[int, str]) -> None:
+        self.by_rank = by_rank
+        parts = [f"{job} failed on rank(s) {sorted(by_rank)}"]
+        super().__init__("\n".join(parts + [f"---- rank {rank}: {text.rstrip()}" for rank, text in by_rank.items()]))
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process of the pool with our end of its pipe and the files that it writes."""
+
+    process: "subprocess.Popen[bytes]"
+    pipe: Connection
+    log: Path
+    stacks: Path
+
+    def log_tail(self) -> str:
+        text = self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:]
+        return f"\n(end of its output)\n{text}" if text.strip() else ""
+
+
+class RankPool:
+    """Up to `size` ranks. `jobs` lists (function, world, seconds) of all that ran. Not for use from several threads."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self.jobs: list[tuple[str, int, float]] = []
+        self._workers: list[Worker] = []
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def run(self, world: int, function: str, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Call `function` ("module:name") on `world` ranks; its results by rank.
+
+        Raises `RanksFailed` when a rank raises or dies, or when not all have returned after `timeout_s` seconds.
+        """
+        if not 1 <= world <= self.size:
+            raise ValueError(f"this pool has {self.size} ranks, the job wants {world}")
+        if not self._workers:
+            self._start()
+        workers, started, port = self._workers[:world], time.monotonic(), free_port()
+        store = workers[0].log.with_name(f"store_{len(self.jobs)}")
+        call = {"function": function, "args": args, "kwargs": kwargs, "world": world, "port": port,
+                "store": str(store), "timeout_s": timeout_s}
+        try:
+            for rank, worker in enumerate(workers):
+                os.truncate(worker.log, 0)
+                with contextlib.suppress(BrokenPipeError):  # it died while idle: found below, when its pipe ends
+                    # not Connection.send: with torch imported, that one puts tensors into /dev/shm
+                    worker.pipe.send_bytes(pickle.dumps(call | {"rank": rank}))
+            results, failures = collect(workers, started + timeout_s)
+        except BaseException:  # KeyboardInterrupt: the ranks have their own sessions and did not get it
+            self.close()
+            raise
+        finally:
+            remove_buffers(port)
+            store.unlink(missing_ok=True)
+        self.jobs.append((function, world, time.monotonic() - started))
+        if failures:
+            self.close()
+            raise RanksFailed(f"{function} on {world} rank(s)", failures)
+        return [results[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        """Stop all workers and remove their files. The next `run` starts new ones."""
+        self._workers = []
+        if self._finalizer:
+            self._finalizer()
+
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def _start(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+        # every worker watches the read end; nobody writes: it ends when this process does, however it ends
+        life_r, life_w = os.pipe()
+        self._finalizer = weakref.finalize(self, stop_workers, self._workers, life_w, folder)
+        try:
+            for index in range(self.size):
+                self._workers.append(start_worker(index, life_r, folder))
+        finally:
+            os.close(life_r)
+        _, failures = collect(self._workers, time.monotonic() + START_TIMEOUT_S)
+        if failures:
+            self.close()
+            raise RanksFailed("the start of the workers", failures)
+
+
+def collect(workers: list[Worker], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """One message from every worker: (results by rank, failures by rank)."""
+    pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures |= stacks_of({rank: workers[rank] for rank in pending.values()})
+            break
+        for pipe in ready:
+            rank = pending.pop(pipe)  # type: ignore[arg-type]
+            succeeded, value = receive(workers[rank])
+            if succeeded:
+                results[rank] = value
+            else:
+                failures[rank] = value
+                deadline = min(deadline, time.monotonic() + PEERS_REPORT_S)
+    return results, failures
+
+
+def start_worker(index: int, life: int, folder: Path) -> Worker:
+    ours, theirs = Pipe()
+    log, stacks = folder / f"worker{index}.log", folder / f"worker{index}.stacks"
+    command = [sys.executable, "-m", "tests.rank_worker", "--pipe", str(theirs.fileno()), "--life", str(life),
+               "--stacks", str(stacks)]
+    with theirs, log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno(), life],
+            start_new_session=True,  # a group of its own: Ctrl-C is ours to handle, and its children can be killed
+        )
+    return Worker(process, ours, log, stacks)
+
+
+def stop_workers(workers: list[Worker], life: int, folder: Path) -> None:
+    """Let the workers return, then terminate, then kill them, with all that they started; reap them."""
+    for worker in workers:
+        worker.pipe.close()
+    # never reaped before the group is killed: until then the pid can't belong to anybody else
+    for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
+        left = [worker for worker in workers if not has_exited(worker.process.pid)]
+        for worker in left if signal_number else []:
+            os.kill(worker.process.pid, signal_number)  # type: ignore[arg-type]
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline and not all(has_exited(worker.process.pid) for worker in left):
+            time.sleep(0.01)
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+    os.close(life)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_exited(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def receive(worker: Worker) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        status = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+        return False, f"the process ended with status {status.si_status if status else '?'}{worker.log_tail()}"
+
+
+def stacks_of(workers: dict[int, Worker]) -> dict[int, str]:
+    """What the workers are doing: the Python stacks of all their threads, by rank."""
+    for worker in workers.values():
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)  # written by a signal handler, also while the rank waits in C++
+    return {rank: f"did not return in time; its threads were at\n{worker.stacks.read_text()}{worker.log_tail()}"
+            for rank, worker in workers.items()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def remove_buffers(port: int) -> None:
+    """Remove DeepSpeed's shared-memory buffers (66 MiB each) of one job: a rank that is killed leaves its own."""
+    for path in BUFFERS.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """For jobs: make DeepSpeed train in fp16 on a CPU without fp16 kernels. It works, but is refused by default."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind: Any = type(get_accelerator())
+    before = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        kind.is_fp16_supported = before

@@ -1,0 +1,194 @@
+"""What a module may import, and the rules of style that a parser can check. See docs/architecture.md."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "megatron_ucp"
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 80
+ENGINE_LIBRARIES = {"deepspeed", "megatron"}
+TENSORS = {"numpy", "safetensors", "torch"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Which other layers a layer may import, and which libraries beside Python's own (None: all but the engines')."""
+
+    layers: frozenset[str]
+    libraries: frozenset[str] | None = None
+
+
+BELOW_ENGINES = frozenset({"errors", "core", "families", "formats", "reshard"})
+LAYERS = {
+    "errors": Layer(frozenset(), frozenset()),
+    "core": Layer(frozenset({"errors"}), frozenset()),
+    "families": Layer(frozenset({"errors", "core"}), frozenset()),
+    "formats": Layer(frozenset({"errors", "core"}), frozenset(TENSORS)),
+    "reshard": Layer(frozenset({"errors", "core", "families", "formats"})),
+    "engines": Layer(BELOW_ENGINES | {"patches"}),
+    "cli": Layer(BELOW_ENGINES),
+    "patches": Layer(frozenset({"errors"})),
+    "top": Layer(BELOW_ENGINES | {"engines", "cli", "top"}),  # the public names, and what is started with python -m
+    "programs": Layer(BELOW_ENGINES | {"engines", "cli", "top", "patches", "programs"}),
+}
+PROGRAMS = {"pretrain", "examples", "benchmarks"}
+
+
+def layer_of(parts: tuple[str, ...]) -> str | None:
+    """The layer of a dotted name; None for a library."""
+    if parts[0] in PROGRAMS:
+        return "programs"
+    if parts[0] in ("megatron_ucp_patches", "patches"):
+        return "patches"
+    if parts[0] != PACKAGE:
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "top"
+
+
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...], bool]]:
+    """Every import as (line, dotted name, whether it runs on import of the module). `package`: for relative ones."""
+    late = {id(inner) for node in ast.walk(tree) if is_late(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            origin = ".".join(filter(None, [base, node.module or ""]))
+            names = [f"{origin}.{alias.name}" for alias in node.names]  # the name may be a module
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__") and node.args:
+            literal = node.args[0]
+            names = [literal.value] if isinstance(literal, ast.Constant) and isinstance(literal.value, str) else []
+        for name in names:
+            yield node.lineno, tuple(name.split(".")), id(node) not in late  # type: ignore[attr-defined]
+
+
+def is_late(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    parts = path.with_suffix("").parts
+    package, layer = parts[:-1], layer_of(parts) or ""
+    rules = LAYERS[layer]
+    for line, name, at_import in imports(tree, package):
+        target = layer_of(name)
+        if target is not None:
+            if target != layer and target not in rules.layers:
+                yield line, f"{layer} imports {target} ({'.'.join(name)})"
+        elif name[0] in ENGINE_LIBRARIES:
+            if layer not in ("engines", "patches", "programs"):
+                yield line, f"{layer} imports {name[0]}; only engines may"
+            elif layer == "engines" and at_import:
+                yield line, f"engines imports {name[0]} outside a function"
+        elif rules.libraries is not None and name[0] not in rules.libraries | sys.stdlib_module_names:
+            yield line, f"{layer} imports {name[0]}"
+
+
+def style_faults(tree: ast.Module, layer: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield node.lineno, f"function {node.name} has {lines} lines"
+        if layer == "programs":
+            continue
+        if isinstance(node, ast.Assert):
+            yield node.lineno, "assert: raise a named error"
+        elif isinstance(node, ast.Call) and called(node) == "print" and layer != "cli":
+            yield node.lineno, "print outside the cli"
+        elif isinstance(node, ast.ExceptHandler):
+            caught = [] if node.type is None else [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)]
+            if node.type is None or {"Exception", "BaseException"} & set(caught):
+                yield node.lineno, "broad except"
+
+
+def faults(root: Path) -> list[str]:
+    """Every broken rule below `root` as "file:line: what", for the package, the patches and the programs."""
+    found: list[str] = []
+    for folder in (PACKAGE, "patches", *sorted(PROGRAMS)):
+        for file in sorted((root / folder).rglob("*.py")):
+            text, path = file.read_text(), file.relative_to(root)
+            tree, layer = ast.parse(text), layer_of(path.with_suffix("").parts) or ""
+            rows = [*import_faults(tree, path), *style_faults(tree, layer)]
+            count = len(text.splitlines())
+            if count > MAX_MODULE_LINES:
+                rows.append((count, f"module has {count} lines"))
+            found += [f"{path}:{line}: {what}" for line, what in sorted(set(rows))]
+    return found
+
+
+def test_layers_and_style() -> None:
+    assert len(list((ROOT / PACKAGE).rglob("*.py"))) > 5, "the package was not found"
+    assert not faults(ROOT), "\n" + "\n".join(faults(ROOT))
+
+
+LONG_FUNCTION = "def long():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
+PLANTED = [
+    ("megatron_ucp/core/box.py", "import torch", "core imports torch"),
+    ("megatron_ucp/core/box.py", "from megatron_ucp.formats import base", "core imports formats"),
+    ("megatron_ucp/core/box.py", "from ..families import gpt", "core imports families"),
+    ("megatron_ucp/core/box.py", "from .. import formats", "core imports formats"),
+    ("megatron_ucp/core/box.py", "import megatron_ucp", "core imports top"),
+    ("megatron_ucp/core/box.py", "def f():\n    import deepspeed", "core imports deepspeed"),
+    ("megatron_ucp/families/gpt.py", "from megatron_ucp.formats.base import Reader", "families imports formats"),
+    ("megatron_ucp/families/gpt.py", "import megatron.core", "families imports megatron"),
+    ("megatron_ucp/formats/base.py", "from megatron_ucp import families", "formats imports families"),
+    ("megatron_ucp/formats/base.py", "import transformers", "formats imports transformers"),
+    ("megatron_ucp/reshard/load.py", "from megatron_ucp.engines import live", "reshard imports engines"),
+    ("megatron_ucp/reshard/load.py", "import importlib\nimportlib.import_module('deepspeed.comm')",
+     "reshard imports deepspeed"),
+    ("megatron_ucp/engines/live.py", "from deepspeed import comm", "engines imports deepspeed outside a function"),
+    ("megatron_ucp/engines/live.py", "from megatron_ucp import cli", "engines imports cli"),
+    ("megatron_ucp/engines/live.py", "import pretrain.data", "engines imports programs"),
+    ("megatron_ucp/cli.py", "def f():\n    from megatron_ucp.engines import live", "cli imports engines"),
+    ("megatron_ucp/errors.py", "from megatron_ucp.core import box", "errors imports core"),
+    ("patches/some.py", "from megatron_ucp.engines import live", "patches imports engines"),
+    ("megatron_ucp/core/box.py", "print(1)", "print outside the cli"),
+    ("megatron_ucp/core/box.py", "assert 1", "assert"),
+    ("megatron_ucp/engines/live.py", "try:\n    f()\nexcept Exception:\n    pass", "broad except"),
+    ("megatron_ucp/engines/live.py", "try:\n    f()\nexcept (OSError, BaseException):\n    pass", "broad except"),
+    ("megatron_ucp/engines/live.py", "try:\n    f()\nexcept:\n    pass", "broad except"),
+    ("pretrain/data.py", LONG_FUNCTION, "function long has 81 lines"),
+    ("megatron_ucp/core/box.py", "x = 1\n" * (MAX_MODULE_LINES + 1), "module has 401 lines"),
+]
+ALLOWED = [
+    ("megatron_ucp/core/box.py", "import math\nfrom . import layout\nfrom ..errors import UcpError"),
+    ("megatron_ucp/formats/base.py", "import torch\nfrom megatron_ucp.core.box import Box"),
+    ("megatron_ucp/engines/live.py", "def f():\n    import deepspeed\n    import megatron_ucp_patches"),
+    ("megatron_ucp/engines/live.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed"),
+    ("megatron_ucp/__init__.py", "from megatron_ucp.engines.live import load"),
+    ("megatron_ucp/cli.py", "import tqdm\nfrom megatron_ucp.reshard import convert\nprint(1)"),
+    ("pretrain/data.py", "import deepspeed\nimport megatron_ucp as ucp\nassert print(1)"),
+]
+
+
+def plant(root: Path, path: str, text: str) -> list[str]:
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return faults(root)
+
+
+@pytest.mark.parametrize(("path", "text", "expected"), PLANTED)
+def test_a_planted_fault_is_found(tmp_path: Path, path: str, text: str, expected: str) -> None:
+    found = plant(tmp_path, path, text)
+    assert len(found) == 1
+    assert found[0].startswith(f"{path}:") and expected in found[0]
+
+
+@pytest.mark.parametrize(("path", "text"), ALLOWED)
+def test_what_is_allowed_is_not_a_fault(tmp_path: Path, path: str, text: str) -> None:
+    assert plant(tmp_path, path, text) == []
