@@ -55,7 +55,7 @@ _TABLE = {
     "deepspeed.FusedAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.DeepSpeedCPUAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.FusedLion": lambda _: Kept(("exp_avg",), step="int"),
-    "deepspeed.DeepSpeedCPULion": lambda _: Kept(("exp_avg",), step="int"),
+    "deepspeed.DeepSpeedCPULion": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.DeepSpeedCPUAdagrad": lambda _: Kept(("exp_avg_sq",), step="int"),
 }
 

@@ -12,7 +12,7 @@ from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
 from megatron_ucp.engines import agree
 from megatron_ucp.engines.live import Live
 from megatron_ucp.engines.load import Report, load
-from megatron_ucp.engines.refuse import refuse_engine
+from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed_paths import scan
@@ -36,6 +36,7 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
     check_versions()
     with agree.together():
         refuse_engine(engine)
+        refuse_writer(engine)
     engine.__dict__[_ATTACHED] = True
     stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint
 

@@ -48,13 +48,33 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
 ]
 
 
+_REFUSED_WRITERS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("a decoupled checkpoint writer (checkpoint.writer.decoupled): files are not whole when save_checkpoint returns",
+     lambda e: bool(e.checkpoint_engine.is_decoupled()), "set decoupled to false"),
+    ("the legacy file format (checkpoint.checkpoint_serialization: false)",
+     lambda e: not e._config.checkpoint_config.get("checkpoint_serialization", True), "leave checkpoint_serialization out"),
+    ("a checkpoint writer other than torch's (checkpoint.writer), whose files were not checked",
+     lambda e: type(e.checkpoint_engine).__name__ not in ("TorchCheckpointEngine", "DecoupledCheckpointEngine"),
+     "leave the section checkpoint.writer out"),
+]
+
+
+def refuse_writer(engine: Any) -> None:
+    """Raises UnsupportedError where the engine's saves could not be described by a manifest."""
+    _refuse(engine, _REFUSED_WRITERS)
+
+
 def refuse_engine(engine: Any) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be exact."""
-    for what, found, fix in _REFUSED:
-        if found(engine):
-            raise UnsupportedError(f"this engine uses {what}, which is not supported", fix=fix)
+    _refuse(engine, _REFUSED)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
     if offloaded:
         raise UnsupportedError("states of this engine are offloaded at the moment (engine.offload_states)",
                                found=", ".join(str(getattr(s, "value", s)) for s in offloaded),
                                fix="call engine.reload_states() before")
+
+
+def _refuse(engine: Any, rows: list[tuple[str, Callable[[Any], bool], str]]) -> None:
+    for what, found, fix in rows:
+        if found(engine):
+            raise UnsupportedError(f"this engine uses {what}, which is not supported", fix=fix)

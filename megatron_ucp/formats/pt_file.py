@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
@@ -370,49 +370,3 @@ def _root(entries: dict[str, _Entry], path: str) -> str:
         _damaged(path, "the archive was not written by torch", "one folder with a data.pkl",
                  f"{len(entries)} records in {len(roots)} folders")
     return roots.pop()
-
-
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, bit-reversed: the highest bit is the coefficient of x**0
-
-
-def _multiply(a: int, b: int) -> int:
-    """Product of two polynomials over GF(2), modulo the CRC's."""
-    product, bit = 0, 1 << 31
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-def _squares() -> list[int]:
-    powers = [1 << 30]  # x
-    for _ in range(31):
-        powers.append(_multiply(powers[-1], powers[-1]))
-    return powers
-
-
-_X_TO_2_TO = _squares()  # x to the power of 2**n; n counts modulo 32, as x to the power of 2**32 is x again
-
-
-@lru_cache(maxsize=4096)
-def _x_to_bytes(size_bytes: int) -> int:
-    power, n = 1 << 31, 3  # one; a byte is 2**3 bits
-    while size_bytes:
-        if size_bytes & 1:
-            power = _multiply(_X_TO_2_TO[n % 32], power)
-        size_bytes >>= 1
-        n += 1
-    return power
-
-
-def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
-    """CRC-32 of A + B from those of A and of B; `len2` is the length of B in bytes. O(log len2), cached by length.
-
-    Raises UsageError for a negative length. Source: zlib's crc32.c (multmodp, x2nmodp).
-    """
-    if len2 < 0:
-        raise UsageError("a length can't be negative", parameter="len2", found=len2)
-    return _multiply(_x_to_bytes(len2), crc1) ^ crc2

@@ -182,9 +182,15 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
 
 
-def differences(want: dict[str, Any], have: dict[str, Any], same_dtype: bool = True) -> list[str]:
-    """What differs, bitwise. `same_dtype` also compares training copies; otherwise they must be casts of the masters."""
+def differences(want: dict[str, Any], have: dict[str, Any], same_dtype: bool = True, known_keys: bool = False) -> list[str]:
+    """What differs, bitwise. `same_dtype` also compares training copies; otherwise they must be casts of the masters.
+
+    `known_keys` compares only hyper-parameters that both optimizers have."""
     out = []
+    if known_keys:
+        hyper = [{n: {k: v for k, v in side["hyper"][n].items() if k in want["hyper"][n] and k in have["hyper"][n]}
+                  for n in side["hyper"]} for side in (want, have)]
+        want, have = {**want, "hyper": hyper[0]}, {**have, "hyper": hyper[1]}
     for part in ("full", "values", *(["weights"] if same_dtype else [])):
         if want[part].keys() != have[part].keys() or not want[part]:
             out.append(f"{part}: keys {sorted(map(str, want[part].keys() ^ have[part].keys()))}")

@@ -1,6 +1,7 @@
 """Checkpoints that the engine tests share."""
 
 import shutil
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -52,3 +53,14 @@ def without_manifest(folder: Path) -> Path:
     for path in folder.rglob("ucp_manifest.json"):
         path.unlink()
     return folder
+
+
+def drop_record(path: Path, which: int) -> None:
+    """Writes a .pt file again without one of its tensor records."""
+    with zipfile.ZipFile(path) as old:
+        records = {info.filename: old.read(info) for info in old.infolist()}
+    tensors = [name for name in records if "/data/" in name]
+    del records[tensors[which]]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+        for record, data in records.items():
+            new.writestr(record, data)

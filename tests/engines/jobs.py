@@ -33,7 +33,7 @@ def save(setup: Setup, folder: str, steps: int = 3, attach: bool = True, more: i
 
 
 def resume(setup: Setup, folder: str, tags: tuple[str, ...] = ("filled", "trained"), more: int = 0, same_dtype: bool = True,
-           plant: str | None = None, **options: Any) -> dict[str, Any]:
+           plant: str | None = None, known_keys: bool = False, **options: Any) -> dict[str, Any]:
     """Loads each tag into a fresh engine and compares; trains on after the last one."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make_engine(setup)
@@ -44,8 +44,8 @@ def resume(setup: Setup, folder: str, tags: tuple[str, ...] = ("filled", "traine
         if plant:
             plant_fault(engine, plant)
         want = oracle["states"][tag]
-        found["before"][tag] = differences(want, before, same_dtype)
-        found["differences"][tag] = differences(want, canonical(engine), same_dtype)
+        found["before"][tag] = differences(want, before, same_dtype, known_keys)
+        found["differences"][tag] = differences(want, canonical(engine), same_dtype, known_keys)
         found["reports"][tag] = report
     if more:
         losses = train(engine, more, first=oracle["steps"])
@@ -110,5 +110,193 @@ def attempt(setup: Setup, folder: str, tag: str | None = None, through: str = "l
         before = canonical(engine)
         train(engine, 1)
         out["steps_after_a_good_load"] = differences(before, canonical(engine)) != []
+    engine.destroy()
+    return out
+
+
+def masters_are_equal(setup: Setup, folder: str) -> bool:
+    """Whether every state, as fp32, is what the checkpoint's was."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]["full"]
+    engine = make_engine(setup)
+    ucp.load(engine, folder, tag="trained")
+    have = canonical(engine)["full"]
+    engine.destroy()
+    return bool(oracle) and have.keys() == oracle.keys() and all(torch.equal(have[k], oracle[k].float()) for k in oracle)
+
+
+def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
+    """What `load` and `attach` say to an engine with a feature, and whether the engine is unchanged after."""
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig as Optimizer
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as Param
+
+    engine = make_engine(Setup(1, "bf16"), attach=False)
+    zero = engine._config.zero_config
+    if feature == "NVMe":
+        zero.offload_optimizer = Optimizer(device="nvme", nvme_path="/nvme")
+    elif feature == "NVMe parameters":
+        zero.offload_param = Param(device="nvme", nvme_path="/nvme")
+    elif feature == "partial offload":
+        zero.offload_optimizer = Optimizer(device="cpu", ratio=0.5)
+    elif feature == "SuperOffload":
+        zero.offload_optimizer = Optimizer(device="cpu", super_offload=True)
+    elif feature == "ZenFlow":
+        zero.zenflow = ZenFlowConfig()
+    elif feature == "hpZ":
+        zero.zero_hpz_partition_size = 2
+    elif feature == "ZeRO++ weights":
+        zero.zero_quantized_weights = True
+    elif feature == "node-local storage":
+        engine._config.use_node_local_storage = True
+    elif feature == "offloaded states":
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+        engine.optimizer.offloaded_states = {OffloadStateTypeEnum.optim_states}
+    elif feature == "MoE":
+        engine.has_moe_layers = True
+    elif feature == "tensor parallelism":
+        engine.mp_world_size = 2
+    out = []
+    for call in (lambda: ucp.load(engine, folder), lambda: ucp.attach(engine)):
+        before = engine.module.embed.weight.detach().clone()
+        try:
+            call()
+        except ucp.UcpError as error:
+            out.append((str(error), torch.equal(before, engine.module.embed.weight)))
+        else:
+            out.append(("nothing was refused", False))
+    engine.has_moe_layers = False
+    engine.destroy()
+    return out
+
+
+def writer_refusal(checkpoint: dict[str, Any]) -> str:
+    """What `attach` says to an engine with another checkpoint writer."""
+    engine = make_engine(Setup(1, "bf16", config=(("checkpoint", {k: v for k, v in checkpoint.items() if k != "writer"}),)),
+                         attach=False)
+    if "writer" in checkpoint:  # these need libaio to be built: their own classes, without their set-up
+        from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+        from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+        kind = DecoupledCheckpointEngine if checkpoint["writer"] == "decoupled" else FastCheckpointEngine
+        stock, engine.checkpoint_engine = engine.checkpoint_engine, kind.__new__(kind)
+    try:
+        ucp.attach(engine)
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        if "writer" in checkpoint:
+            engine.checkpoint_engine = stock
+        engine.destroy()
+    return "nothing was refused"
+
+
+def steps_after(setup: Setup, folder: str, steps: int) -> dict[str, Any]:
+    """Steps on after a load: what each flat's counter says, and how many counters there are."""
+    engine = make_engine(setup)
+    ucp.load(engine, folder, tag="trained")
+    train(engine, steps, first=3)
+    counters = [s["step"] for s in engine.optimizer.optimizer.state.values()]
+    out = {"flats": len(counters), "objects": len({id(c) for c in counters}), "steps": [float(c) for c in counters]}
+    engine.destroy()
+    return out
+
+
+def groups_after(setup: Setup, folder: str) -> dict[str, Any]:
+    engine = make_engine(setup)
+    ucp.load(engine, folder, tag="trained")
+    out = {"groups": [{k: g[k] for k in ("lr", "weight_decay", "initial_lr")} for g in engine.optimizer.param_groups]}
+    engine.destroy()
+    return out
+
+
+def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
+    """For a frozen parameter and two buffers: equal to the checkpoint's (before, after) the load."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    engine = make_engine(setup)
+    out = []
+    for load in (False, True):
+        if load:
+            ucp.load(engine, folder, tag="trained")
+        have = canonical(engine)
+        out.append({"frozen.weight": torch.equal(have["weights"]["frozen.weight"], oracle["weights"]["frozen.weight"]),
+                    **{n: torch.equal(have["values"][n], oracle["values"][n]) for n in ("scale", "calls")}})
+    engine.destroy()
+    return {name: (out[0][name], out[1][name]) for name in out[0]}
+
+
+def weights_only(setup: Setup, folder: str) -> dict[str, Any]:
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    out = {}
+    for option, options in (("load_module_only", {"load_module_only": True}),
+                            ("load_optimizer_states", {"load_optimizer_states": False})):
+        engine = make_engine(setup)
+        settings = {n: {k: v for k, v in h.items() if k != "lr"} for n, h in canonical(engine)["hyper"].items()}
+        ucp.load(engine, folder, tag="trained", **options)
+        have = canonical(engine)
+        out[option] = {
+            "masters": all(torch.equal(have["full"][n, "fp32"], v) for (n, k), v in oracle["full"].items() if k == "fp32"),
+            "no states": {k for _, k in have["full"]} == {"fp32"} and not have["scalars"],
+            "own hyper-parameters": settings == {n: {k: v for k, v in h.items() if k != "lr"}
+                                                 for n, h in have["hyper"].items()},
+            "steps": engine.global_steps}
+        engine.destroy()
+    return out
+
+
+def changed_settings(setup: Setup, folder: str, hyper: str) -> dict[str, Any]:
+    engine = make_engine(setup)
+    for group in engine.optimizer.param_groups:
+        group["initial_lr"] = 5e-4
+    report = ucp.load(engine, folder, tag="trained", hyper=hyper)
+    out = {"initial_lr": engine.optimizer.param_groups[0]["initial_lr"], "notes": report.notes}
+    engine.destroy()
+    return out
+
+
+def fails_on_rank(setup: Setup, folder: str, rank: int) -> dict[str, Any]:
+    """A load in which one rank's disk fails while bytes move."""
+    from megatron_ucp.errors import DamagedFileError
+    from megatron_ucp.formats.pt_file import PtFile
+
+    engine = make_engine(setup)
+    stock = PtFile.read_into
+    reads = []
+
+    def read_into(*args: Any) -> None:
+        reads.append(1)
+        if len(reads) > 50:
+            raise DamagedFileError("only here")
+        stock(*args)
+    if dist.get_rank() == rank:
+        PtFile.read_into = read_into  # type: ignore[method-assign]
+    out = {"error": None, "message": "", "refuses": False}
+    try:
+        ucp.load(engine, folder, tag="trained")
+    except ucp.UcpError as error:
+        out |= {"error": type(error).__name__, "message": str(error)}
+    finally:
+        PtFile.read_into = stock  # type: ignore[method-assign]
+    try:
+        engine.step()
+    except ucp.UcpError as error:
+        out["refuses"] = type(error).__name__ == "EngineUnusableError"
+    engine.destroy()
+    return out
+
+
+def stock_load(setup: Setup, folder: str) -> str:
+    engine = make_engine(setup, attach=False)
+    try:
+        engine.load_checkpoint(folder, tag="trained")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.destroy()
+    return "loaded"
+
+
+def engine_load(setup: Setup, folder: str) -> dict[str, Any]:
+    engine = make_engine(setup)
+    path, state = engine.load_checkpoint(folder, tag="trained")
+    out = {"path": path, "client_state": {**state, "data": state["data"].tolist()}, "steps": engine.global_steps}
     engine.destroy()
     return out

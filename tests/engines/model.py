@@ -73,7 +73,11 @@ class MoreBuffers(Net):
         self.register_buffer("another", torch.zeros(3))
 
 
-NETS = {kind.__name__: kind for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers)}
+class Tiny(Net):
+    """With three groups the last one has a single element: most ranks hold nothing but padding of it."""
+
+
+NETS = {kind.__name__: kind for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny)}
 
 
 @dataclass(frozen=True)
@@ -98,21 +102,20 @@ def param_groups(net: torch.nn.Module, groups: int) -> list[dict[str, Any]]:
         return [{"params": [p for _, p in named], "lr": 3e-3}]
     matrices = [p for _, p in reversed(named) if p.dim() > 1]  # not the order of the module
     vectors = [p for _, p in named if p.dim() <= 1]
+    if groups == 3:
+        single = [p for p in vectors if p.numel() == 1]
+        rest = [p for p in vectors if p.numel() > 1]
+        return [{"params": matrices, "lr": 3e-3}, {"params": rest, "lr": 7e-3}, {"params": single, "lr": 1e-3}]
     return [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 7e-3, "weight_decay": 0.0}]
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
-    if name in ("FusedAdam", "FusedLion"):
-        import deepspeed.ops.adam
-        import deepspeed.ops.lion
-        kind = deepspeed.ops.adam.FusedAdam if name == "FusedAdam" else deepspeed.ops.lion.FusedLion
-    elif name == "CPUAdam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam as kind
-    else:
-        kind = getattr(torch.optim, name)
-    if name in ("Lion", "Adagrad", "FusedLion"):
-        groups = [dict(g) for g in groups]
-    return kind(groups, **options)
+    """By class name: DeepSpeed's own, else torch's."""
+    import deepspeed.ops as ops
+    own = {"FusedAdam": (ops.adam, "FusedAdam"), "CPUAdam": (ops.adam, "DeepSpeedCPUAdam"),
+           "FusedLion": (ops.lion, "FusedLion"), "CPULion": (ops.lion, "DeepSpeedCPULion"),
+           "CPUAdagrad": (ops.adagrad, "DeepSpeedCPUAdagrad")}
+    return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 
 def make_engine(setup: Setup, attach: bool = True) -> Any:

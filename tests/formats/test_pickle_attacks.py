@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
-from megatron_ucp.formats import safe_pickle
+from megatron_ucp.formats import pickle_known
 from megatron_ucp.formats.safe_pickle import Global, Stand, StorageRef, TensorRef, loads
 
 from .craft import call, dict_of, named, numbers, pickle_of, storage, tensor, text, tuple_of, watch
@@ -258,11 +258,11 @@ STATES: dict[str, bytes] = {
 )
 def test_no_class_or_function_can_be_changed(qualname: str, state: bytes) -> None:
     before = [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)]
-    known = dict(safe_pickle._KNOWN)
+    known = dict(pickle_known.KNOWN)
     with pytest.raises(DamagedFileError, match="sets attributes"):
         loads(pickle_of(named(qualname) + state + BUILD), file="x", allow=frozenset({"a.Allowed"}))
     assert (
-        before == [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)] and known == safe_pickle._KNOWN
+        before == [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)] and known == pickle_known.KNOWN
     )
     assert loads(pickle_of(call("argparse.Namespace")), file="x") == Stand("argparse.Namespace")
 
@@ -291,3 +291,24 @@ def test_an_allowed_name_does_not_replace_a_known_one() -> None:
     assert loads(pickle_of(call("os.system", tuple_of(text("x")))), file="x", allow=frozenset({"os.system"})) == Stand(
         "os.system", ("x",)
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        call("collections.Counter", tuple_of(text("abc"))),
+        call("collections.Counter", tuple_of(b"}", b"}")),
+        call("collections.Counter", tuple_of(call("collections.OrderedDict"))),
+        call("collections.deque", tuple_of(text("abc"))),
+        call("collections.deque", tuple_of(b")", b"\x89")),
+        call("collections.deque", tuple_of(b")", b"J\xff\xff\xff\xff")),
+        call("collections.deque", tuple_of(b")", NONE, NONE)),
+        b"}" + call("collections.deque") + b"Ns",
+        b"}" + call("collections.Counter") + b"Ns",
+        call("collections.Counter") + dict_of(text("a"), NONE) + BUILD,
+        call("collections.deque") + dict_of(text("a"), NONE) + BUILD,
+    ],
+)
+def test_malformed_counters_and_deques(body: bytes) -> None:
+    with pytest.raises(DamagedFileError):
+        loads(pickle_of(body), file="x")

@@ -55,6 +55,22 @@ BOMBS: dict[str, bytes] = {
     "sets again and again": pickle_of(
         b"](" + b"N" * 10**5 + b"eq\x000" + named("builtins.set") + b"q\x010](" + b"h\x01h\x00\x85R" * 1000 + b"e"
     ),
+    "counters again and again": pickle_of(
+        b"}(" + b"".join(b"M" + bytes([n % 256, n // 256]) + b"N" for n in range(10**4)) + b"uq\x000"
+        + named("collections.Counter") + b"q\x010](" + b"h\x01h\x00\x85R" * 10**4 + b"e"
+    ),
+    "deques again and again": pickle_of(
+        b"](" + b"N" * 10**5 + b"eq\x000" + named("collections.deque") + b"q\x010](" + b"h\x01h\x00\x85R" * 1000 + b"e"
+    ),
+    "doubled tuple in an error's text, inside an OrderedDict": pickle_of(
+        named("torch.Size") + call("collections.OrderedDict") + b"N)" + b"2\x86" * 60 + b"s\x85R"
+    ),
+    "doubled tuple in an error's text, inside a Counter": pickle_of(
+        named("torch.Size") + call("collections.Counter") + b"N)" + b"2\x86" * 60 + b"s\x85R"
+    ),
+    "doubled tuple in an error's text, inside a deque": pickle_of(
+        named("torch.Size") + call("collections.deque") + b")" + b"2\x86" * 60 + b"a\x85R"
+    ),
     "paths again and again": pickle_of(
         text("x" * 10**6) + b"q\x000" + named("pathlib.PosixPath") + b"q\x010](" + b"h\x01h\x00\x85R" * 1000 + b"e"
     ),

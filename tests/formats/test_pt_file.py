@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import struct
-import time
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -15,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isal import isal_zlib
 
 from megatron_ucp.errors import DamagedFileError, UsageError
 from megatron_ucp.formats import pt_file
-from megatron_ucp.formats.pt_file import PtFile, Record, crc32_combine
+from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, Stand, StorageRef, TensorRef, resolve
 
 from .craft import Entry, pickle_of, storage, watch, zip_end, zip_of
@@ -254,18 +254,6 @@ def test_opening_runs_and_imports_nothing(tmp_path: Path) -> None:
     assert [event.split()[0] for event in events] == ["open"]
 
 
-def test_opening_many_records_is_quick(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save([torch.ones(1) for _ in range(2000)], path)
-    taken = []
-    for _ in range(10):
-        start = time.perf_counter()
-        with PtFile(path) as file:
-            taken.append(time.perf_counter() - start)
-            assert len(file.records) > 2000
-    assert min(taken) < 0.020
-
-
 def test_reading_ranges(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     base = torch.arange(100, dtype=torch.int16)
@@ -382,25 +370,10 @@ def test_directory_hash(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400), st.binary(max_size=400), st.integers(0, 300))
-def test_crc32_combine(a: bytes, b: bytes, zeros: int) -> None:
+def test_the_sums_of_parts_combine(a: bytes, b: bytes, zeros: int) -> None:
+    """isal's CRC-32 is the one of the zip directory, and joins runs that several ranks summed."""
     b = b + bytes(zeros)
-    assert crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
-
-
-def test_crc32_combine_of_long_runs() -> None:
-    buffer, run, joined = bytes(2**24), 0, zlib.crc32(b"abc")
-    for _ in range(33):  # more than 2**29 bytes are more than 2**32 bits, where the table of powers starts again
-        run, joined = zlib.crc32(buffer, run), zlib.crc32(buffer, joined)
-    assert crc32_combine(zlib.crc32(b"abc"), run, 33 * 2**24) == joined
-    # a chain of halves, as 2**40 bytes can't be hashed here: crc(A + B) by two ways of bracketing
-    left = crc32_combine(crc32_combine(11, 22, 2**40), 33, 2**41 + 5)
-    assert left == crc32_combine(11, crc32_combine(22, 33, 2**41 + 5), 2**40 + 2**41 + 5)
-    with pytest.raises(UsageError):
-        crc32_combine(1, 2, -1)
-    start = time.perf_counter()
-    for crc in range(5000):
-        crc32_combine(crc, 7, 2**30)
-    assert time.perf_counter() - start < 0.5
+    assert isal_zlib.crc32_combine(isal_zlib.crc32(a), isal_zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
 def test_an_archive_in_memory_is_what_torch_writes() -> None:

@@ -48,6 +48,8 @@ values = st.recursive(
         | st.dictionaries(keys, inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict)
         | st.dictionaries(keys, inner, max_size=3).map(lambda d: collections.defaultdict(list, d))
+        | st.dictionaries(keys, st.integers(), max_size=3).map(collections.Counter)
+        | st.builds(collections.deque, st.lists(inner, max_size=3), st.none() | st.integers(0, 4))
     ),
     max_leaves=25,
 )
@@ -385,3 +387,12 @@ def test_no_torch_is_imported() -> None:
         "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'deepspeed', 'pickle')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_scheduler_of_torch() -> None:
+    """MultiStepLR keeps its milestones in a Counter."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]).state_dict()
+    found = read_torch(state)
+    assert found == state and isinstance(found, dict)
+    assert type(found["milestones"]) is collections.Counter and found["milestones"] == {2: 2, 5: 1}

@@ -1,0 +1,147 @@
+"""What the ranks do in the tests of HF Trainer and Accelerate: both call `deepspeed.initialize` themselves."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_ucp as ucp
+from tests.engines.canonical import canonical, differences
+
+VOCAB, SEQUENCE, GLOBAL_BATCH, SAMPLES = 32, 8, 4, 64
+ON: Mapping[str, Any] = {"universal_checkpoint": {"enabled": True}}
+
+
+def make_model(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQUENCE, tie_word_embeddings=True, use_cache=False))
+
+
+def make_data() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(VOCAB, (SAMPLES, SEQUENCE), generator=torch.Generator().manual_seed(7))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def ds_config(zero: int, **extra: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
+            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
+            "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}, **extra}
+
+
+def states(engine: Any, scheduler: Any) -> dict[str, Any]:
+    """The canonical state; the trainers keep the scheduler outside of the engine."""
+    held, engine.lr_scheduler = engine.lr_scheduler, scheduler
+    try:
+        return canonical(engine)
+    finally:
+        engine.lr_scheduler = held
+
+
+@contextlib.contextmanager
+def as_in_a_new_process(installed: bool) -> Iterator[None]:
+    """`ucp.install`, and what it and the trainers leave in the process taken away afterwards."""
+    import deepspeed
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    stock = deepspeed.initialize
+    try:
+        if installed:
+            ucp.install()
+        yield
+    finally:
+        deepspeed.initialize = stock
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+
+
+def trainer(folder: str, zero: int, steps: int, save_at: int | None = None, resume: str | None = None, seed: int = 1,
+            installed: bool = True, config: Mapping[str, Any] = ON) -> dict[str, Any]:
+    """Trains up to step `steps` under `transformers.Trainer`.
+
+    Returns the losses by step, the states when it saved (`save_at`), and those on_train_begin, after a resume.
+    """
+    with as_in_a_new_process(installed):
+        return _trainer(folder, zero, steps, save_at, resume, seed, config)
+
+
+def _trainer(folder: str, zero: int, steps: int, save_at: int | None, resume: str | None, seed: int,
+             config: Mapping[str, Any]) -> dict[str, Any]:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    found: dict[str, Any] = {}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found["begin"] = states(run.deepspeed, run.lr_scheduler)
+            found["report"] = getattr(run.deepspeed, "ucp_report", None)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == save_at:
+                found["saved"] = states(run.deepspeed, run.lr_scheduler)
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
+        deepspeed=ds_config(zero, **config), learning_rate=1e-2, weight_decay=0.1, lr_scheduler_type="linear", max_grad_norm=1.0,
+        warmup_steps=2, save_strategy="steps" if save_at else "no", save_steps=save_at or 500, logging_steps=1, report_to=[],
+        disable_tqdm=True, seed=3)
+    run = Trainer(model=make_model(seed), args=arguments, train_dataset=make_data(), callbacks=[Watch()])
+    run.train(resume_from_checkpoint=resume)
+    found["losses"] = {entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry}
+    return found
+
+
+def accelerator(folder: str, zero: int, steps: int, save_at: int | None = None, load: bool = False,
+                seed: int = 1) -> dict[str, Any]:
+    """Trains up to step `steps` under `accelerate.Accelerator`; saves before step `save_at`, or loads first."""
+    with as_in_a_new_process(installed=True):
+        return _accelerator(folder, zero, steps, save_at, load, seed)
+
+
+def _accelerator(folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int) -> dict[str, Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    run = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config(zero, **ON)))
+    model = make_model(seed)
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    # Accelerate advances a scheduler once per rank and step
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / run.num_processes))
+    engine, wrapped, scheduler = run.prepare(model, optimizer, scheduler)
+    found: dict[str, Any] = {"losses": {}}
+    if load:
+        found["fresh"] = states(engine, scheduler)
+        run.load_state(folder)
+        found["begin"], found["report"] = states(engine, scheduler), engine.ucp_report
+    data, rank, world = make_data(), run.process_index, run.num_processes
+    while engine.global_steps < steps:
+        if engine.global_steps == save_at:
+            run.save_state(folder)
+            found["saved"] = states(engine, scheduler)
+        first = engine.global_steps * GLOBAL_BATCH
+        batch = [data[n % SAMPLES]["input_ids"] for n in range(first, first + GLOBAL_BATCH)]
+        tokens = torch.stack(batch).chunk(world)[rank]
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        run.backward(loss)
+        wrapped.step()
+        scheduler.step()
+        wrapped.zero_grad()
+        found["losses"][engine.global_steps] = float(run.gather(loss.detach().reshape(1)).double().mean())
+    return found
+
+
+def compare(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
+    """As `differences`, but without the scheduler and what moves with the number of ranks."""
+    return differences({**want, "scheduler": None}, {**have, "scheduler": None})
+
+
+def mark(folder: str, tag: str, text: str, name: str) -> None:
+    """A file beside the checkpoint, written by rank 0."""
+    if torch.distributed.get_rank() == 0:
+        (Path(folder) / tag / name).write_text(text)
+    torch.distributed.barrier()
