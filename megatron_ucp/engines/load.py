@@ -16,15 +16,16 @@ import torch
 from megatron_ucp.core.plan import Plan, Slot, Want, make_plan, prove
 from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
 from megatron_ucp.engines import agree
-from megatron_ucp.engines.live import IMPLEMENTATION, Live, LiveBuffer
+from megatron_ucp.engines.live import IMPLEMENTATION, Live
 from megatron_ucp.engines.refuse import refuse_engine
 from megatron_ucp.engines.restore import Extras, restore_extras, set_scaler
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
+from megatron_ucp.engines.wrappers import LiveBuffer
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.formats.whole import check_file
 from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute
-from megatron_ucp.reshard.match import (ALLOWANCES, Fit, group_values, has_masters, match_params, one_value,
-                                        source_states)
+from megatron_ucp.reshard.match import ALLOWANCES, Fit, group_values, has_masters, match_params, one_value, source_states
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, 
         source.where(slot)
     rank, world = agree.world()
     for name in source.names.names[rank::world]:  # the ranks share the work
-        source.check_file(name, stale="stale" in allow)
+        check_file(source, name, stale="stale" in allow)
     job = _Job(live, source, fit, plan, optimizer, wanted if hyper == "checkpoint" else [], steps, kept, states)
     _describe(job, target)
     return job

@@ -7,6 +7,7 @@ order of parameters that stage 0 does not store, and every file is compared with
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +21,9 @@ from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
+from megatron_ucp.formats.evidence import compare, group_order
 from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, reader_for
-from megatron_ucp.formats.pt_file import PtFile, Record
+from megatron_ucp.formats.pt_file import PtFile
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 
 Order = Sequence[Sequence[str]]  # names of each parameter group's trainable parameters, in the optimizer's order
@@ -32,7 +34,6 @@ OWN_KEYS = frozenset({
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     "num_experts", "ds_autoep_layers", "universal_checkpoint_info", "folding", "sparse_tensor_module_names"})
-SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
@@ -50,11 +51,10 @@ class NativeCheckpoint:
         self.names: TagFiles = scan(self.folder)
         self._open: dict[str, PtFile] = {}
         self._trees: dict[str, Any] = {}
-        try:
-            self._read(order)
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._read(order, positions_too)
+            undo.pop_all()
 
     def __enter__(self) -> "NativeCheckpoint":
         return self
@@ -69,7 +69,7 @@ class NativeCheckpoint:
 
     # ---------------------------------------------------------------- structure
 
-    def _read(self, order: Order | None) -> None:
+    def _read(self, order: Order | None, positions_too: bool) -> None:
         recorded = self._recorded()
         self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
@@ -78,7 +78,7 @@ class NativeCheckpoint:
             raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family or rules",
                                    file=self.folder / self.model_name, found=f"mp_world_size {self.meta['mp_world_size']}")
         if recorded is not None and order is None:
-            order = _group_order(recorded)
+            order = group_order(recorded)
         tree, file = self._first_optimizer()
         self._format: OptimizerFiles = Plain()
         unnamed = not self.names.optimizer and order is None and positions_too
@@ -86,11 +86,11 @@ class NativeCheckpoint:
             found = Contents("none", (), (), (), {}, ())
         else:
             self._format = reader_for(tree, file)
-            found = self._contents(tree, file, order)
+            found = self.read_contents(tree, file, order)
         self.contents = found
         derived = self._manifest(found)
         if recorded is not None:
-            _compare(recorded, derived, self.folder / FILE_NAME)
+            compare(recorded, derived, self.folder / FILE_NAME)
         # An elastic file holds no hyper-parameters: there the manifest is the only evidence.
         self.manifest: Manifest = derived if recorded is None else replace(
             recorded, groups=derived.groups if any(derived.groups) else recorded.groups)
@@ -132,31 +132,32 @@ class NativeCheckpoint:
 
     def _first_optimizer(self) -> tuple[Any, str]:
         if not self.names.optimizer:
-            return self.meta.get("optimizer"), self._path(self.model_name)
-        return self.optimizer_tree(0), self._path(self.names.optimizer[0, 0])
+            return self.meta.get("optimizer"), self.full_path(self.model_name)
+        return self.optimizer_tree(0), self.full_path(self.names.optimizer[0, 0])
 
     def optimizer_tree(self, part: int) -> Any:
         """The optimizer state dict of one partition's file."""
         name = self.names.optimizer[part, 0]
         tree = self.tree(name).get("optimizer_state_dict")
         if not isinstance(tree, dict):
-            raise DamagedFileError("an optimizer file holds no optimizer", file=self._path(name),
+            raise DamagedFileError("an optimizer file holds no optimizer", file=self.full_path(name),
                                    expected="optimizer_state_dict", found=type(tree).__name__)
         return cast("Any", tree)
 
-    def _contents(self, tree: Any, file: str, order: Order | None) -> Contents:
+    def read_contents(self, tree: Any, file: str, order: Order | None) -> Contents:
         shapes = self.meta.get("param_shapes")
         if self.names.optimizer:
             shapes = [shapes] if isinstance(shapes, dict) else shapes
             if not isinstance(shapes, list):
                 raise DamagedFileError("the model file does not say how parameters are flattened",
-                                       file=self._path(self.model_name), expected="param_shapes", found=type(shapes).__name__)
+                                       file=self.full_path(self.model_name), expected="param_shapes",
+                                       found=type(shapes).__name__)
         else:
             if order is None:
                 raise NotFoundError("a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
                                     file=file, expected=FILE_NAME, found="no manifest",
                                     fix="load it into an engine, which knows the order of its own groups")
-            module = self._module()
+            module = self.module()
             shapes = [{name: self._shape(module, name) for name in names} for names in order]
         try:
             return self._format.contents(tree, cast("Any", shapes), self.partitions, file, lambda ref: self.scalar(file, ref))
@@ -168,19 +169,19 @@ class NativeCheckpoint:
         ref = module.get(name)
         if not isinstance(ref, TensorRef):
             raise ForeignFileError("the model of the engine has a parameter that the checkpoint lacks", parameter=name,
-                                   file=self._path(self.model_name), found=f"{len(module)} other tensors",
+                                   file=self.full_path(self.model_name), found=f"{len(module)} other tensors",
                                    fix="build the model with the configuration that the checkpoint was trained with")
         return ref.shape
 
-    def _module(self) -> Mapping[str, Any]:
+    def module(self) -> Mapping[str, Any]:
         module = self.meta.get("module")
         if not isinstance(module, dict):
             raise UnsupportedError("the model file holds no module weights (a pipeline checkpoint)",
-                                   file=self._path(self.model_name))
+                                   file=self.full_path(self.model_name))
         return cast("Mapping[str, Any]", module)
 
     def _manifest(self, found: Contents) -> Manifest:
-        module, dtype = self._module(), self._training_dtype()
+        module, dtype = self.module(), self._training_dtype()
         flat = {m.param for buffer in found.buffers for m in buffer.members}
         shapes: dict[str, Ints] = {}
         for named in self.meta.get("param_shapes") or []:
@@ -203,7 +204,8 @@ class NativeCheckpoint:
             shape = tuple(frozen[name]) if name in frozen else ref.shape if isinstance(ref, TensorRef) else ()
             value = self._frozen_ref(name, 0) if cut else ref
             if not isinstance(value, TensorRef):
-                raise DamagedFileError("the value of a parameter is missing", file=self._path(self.model_name), parameter=name)
+                raise DamagedFileError("the value of a parameter is missing", file=self.full_path(self.model_name),
+                                       parameter=name)
             params.append(ParamSpec(name, shape, value.storage.dtype, "frozen" if is_frozen else "buffer"))
             size, parts = math.prod(shape), self.partitions if cut else 1
             buffers.append(FlatBuffer((Member(name, 0, size),), -(-size // parts) if cut else size, parts,
@@ -247,7 +249,7 @@ class NativeCheckpoint:
 
     # ---------------------------------------------------------------- bytes
 
-    def _path(self, name: str) -> str:
+    def full_path(self, name: str) -> str:
         return str(self.folder / name)
 
     def file(self, name: str) -> PtFile:
@@ -271,7 +273,7 @@ class NativeCheckpoint:
         if name not in self._trees:
             tree = self.file(name).tree
             if not isinstance(tree, dict):
-                raise DamagedFileError("a state file holds no dictionary", file=self._path(name), found=type(tree).__name__)
+                raise DamagedFileError("a state file holds no dictionary", file=self.full_path(name), found=type(tree).__name__)
             self._trees[name] = tree
         return self._trees[name]
 
@@ -301,14 +303,14 @@ class NativeCheckpoint:
         buffer = self.manifest.buffers[slot.buffer]
         ref, name = self._ref(slot, buffer)
         if not isinstance(ref, TensorRef):
-            raise ForeignFileError(f"a file lacks the state {slot.state} that the first file has", file=self._path(name),
+            raise ForeignFileError(f"a file lacks the state {slot.state} that the first file has", file=self.full_path(name),
                                    parameter=buffer.members[0].param if buffer.members else None,
                                    expected=f"{buffer.partition_elems} elements", found=type(ref).__name__)
         used = max((f.offset + f.high - f.low for f in buffer.fragments(slot.part)), default=0)
         dtype = dict(buffer.states)[slot.state]
         if not ref.is_contiguous or ref.storage.dtype != dtype or not used <= ref.numel <= buffer.partition_elems:
             raise ForeignFileError(f"the state {slot.state} has another size or type than the run's structure says",
-                                   file=self._path(name), parameter=buffer.members[0].param if buffer.members else None,
+                                   file=self.full_path(name), parameter=buffer.members[0].param if buffer.members else None,
                                    expected=f"{used} to {buffer.partition_elems} contiguous elements of {dtype}",
                                    found=f"{ref.shape} of {ref.storage.dtype}")
         file = self.file(name)
@@ -319,112 +321,10 @@ class NativeCheckpoint:
             param = buffer.members[0].param
             if buffer.partitions > 1 or (self.contents.engine == "zero3" and buffer.rule == "each"):
                 return self._frozen_ref(param, slot.part), self._model_of(slot.part)
-            return self._module().get(param), self.model_name
+            return self.module().get(param), self.model_name
         index = self.contents.indices[slot.buffer]
         if not self.names.optimizer:
             if slot.state == MASTER and isinstance(self._format, Plain):
-                return self._module().get(buffer.members[0].param), self.model_name
+                return self.module().get(buffer.members[0].param), self.model_name
             return self._format.element(self.meta["optimizer"], index, slot.state), self.model_name
         return self._format.element(self.optimizer_tree(slot.part), index, slot.state), self.names.optimizer[slot.part, 0]
-
-    # ---------------------------------------------------------------- whole and of one run
-
-    def check_file(self, name: str, stale: bool = False) -> None:
-        """Compares one file with the structure. Raises ForeignFileError for a file of another run, step or mesh.
-
-        `stale` lets masters differ from the weights in the model file.
-        """
-        if name in self.names.optimizer.values():
-            part = next(dp for (dp, _), n in self.names.optimizer.items() if n == name)
-            found = self._contents(self.optimizer_tree(part), self._path(name), None)
-            for what in ("engine", "buffers", "groups", "scalars", "scaler"):
-                ours, theirs = getattr(self.contents, what), getattr(found, what)
-                if ours != theirs:
-                    raise ForeignFileError(f"an optimizer file differs from the first one in its {what}",
-                                           file=self._path(name), **_difference(ours, theirs))
-            if not stale and found.engine in ("zero12", "bf16"):
-                self._check_weights(part)
-        elif name in self.names.model.values():
-            tree = self.tree(name)
-            for key in ("global_steps", "skipped_steps", "dp_world_size", "ds_version", "param_shapes"):
-                if tree.get(key) != self.meta.get(key):
-                    raise ForeignFileError(f"a model file differs from the first one in {key}", file=self._path(name),
-                                           **_difference(self.meta.get(key), tree.get(key)))
-        else:
-            self.file(name)
-
-
-    def _check_weights(self, part: int) -> None:
-        """Samples a partition: its masters, rounded, are the weights of the model file, or it is of another run."""
-        import torch  # inspecting a checkpoint must not need it
-        module = self._module()
-        for number, buffer in enumerate(self.contents.buffers):
-            fragments = list(buffer.fragments(part))
-            for fragment in fragments[::max(1, len(fragments) // SAMPLES)]:
-                name = buffer.members[fragment.member].param
-                weight = module.get(name)
-                if not isinstance(weight, TensorRef) or not weight.is_contiguous:
-                    continue
-                where = self.where(Slot(number, (("tp", 0),), part, MASTER))
-                middle = (fragment.high - fragment.low) // 2
-                ours = self._element(where.file, where.record, where.dtype,
-                                     where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + middle)
-                model = self.file(self.model_name)
-                theirs = self._element(model, model.record(weight.storage), weight.storage.dtype,
-                                       weight.offset_elems + fragment.low + middle)
-                if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
-                    raise ForeignFileError(
-                        "the master weights are not those of the model file", file=where.file.path, parameter=name,
-                        expected=f"{theirs.item()} as in {self.model_name}", found=f"{ours.item()}",
-                        fix="put the files of one save into the folder; if masters were changed on purpose, load with "
-                            'allow={"stale"}')
-
-    @staticmethod
-    def _element(file: PtFile, record: Record, dtype: str, index: int) -> Any:
-        import torch
-        data = bytearray(ITEMSIZE[dtype])
-        file.read_into(record, index * len(data), memoryview(data))
-        return torch.frombuffer(data, dtype=getattr(torch, dtype))
-
-
-def _difference(ours: object, theirs: object) -> dict[str, str]:
-    """The first entries that differ, short enough for a message."""
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        for a, b in zip(ours, theirs, strict=True):
-            if a != b:
-                return _difference(a, b)
-    return {"expected": repr(ours)[:200], "found": repr(theirs)[:200]}
-
-
-def _group_order(manifest: Manifest) -> Order | None:
-    if manifest.engine != "zero0":
-        return None
-    out: list[list[str]] = [[] for _ in manifest.groups]
-    for buffer in manifest.buffers:
-        if buffer.group is not None:
-            out[buffer.group] += [m.param for m in buffer.members]
-    return out
-
-
-def _compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
-    """Raises ForeignFileError where the manifest describes another save than the files hold."""
-    count = len([b for b in derived.buffers if VALUE not in dict(b.states)])
-    pairs = {
-        "engine": (recorded.engine, derived.engine),
-        "optimizer buffers": (recorded.buffers[:count], derived.buffers[:count]),
-        "values": ({b.members: b for b in recorded.buffers[count:]}, {b.members: b for b in derived.buffers[count:]}),
-        "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in (recorded, derived)),
-        "groups": (_plain(recorded.groups), _plain(derived.groups if any(derived.groups) else recorded.groups)),
-        "scalars": (recorded.scalars[:count], derived.scalars[:count]),
-        **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
-    }
-    for what, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise ForeignFileError(f"manifest and files disagree in the {what}", file=file, **_difference(ours, theirs))
-
-
-def _plain(value: Any) -> Any:
-    """Lists as tuples, mappings as sorted items: JSON keeps neither tuples nor the order that a comparison needs."""
-    if isinstance(value, list | tuple):
-        return tuple(_plain(v) for v in value)
-    return tuple(sorted((k, _plain(v)) for k, v in value.items())) if isinstance(value, dict) else value

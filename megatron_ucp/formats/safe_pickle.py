@@ -9,7 +9,7 @@ refused. Protocols 2 to 5 are read, of which torch.save writes 2.
 
 import re
 import struct
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -242,7 +242,8 @@ class Machine:
         target = self.stack[-1]
         if isinstance(target, Stand):
             target = target.state.setdefault("__items__", {})
-        if not isinstance(target, dict) or len(flat) % 2:
+        # Counter.update would count the pairs; it is pickled with its dict and gets no items afterwards
+        if not isinstance(target, dict) or isinstance(target, Counter) or len(flat) % 2:
             self.fail(f"the pickle sets items of a {type(target).__name__}")
         self.check_keys(flat[::2])
         target.update(zip(flat[::2], flat[1::2], strict=True))

@@ -1,7 +1,7 @@
 """Carries out a plan: reads byte ranges of files into tensors.
 
 A run that is contiguous on both sides is read straight into the target's memory. Everything else goes through one
-staging buffer of bounded size, which holds for any model: a rank's extra memory is STAGING_BYTES, or one strided row if that is larger.
+staging buffer of bounded size, whatever the model: a rank's extra memory is STAGING_BYTES, or one strided row if that is larger.
 """
 
 import itertools

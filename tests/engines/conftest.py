@@ -13,6 +13,9 @@ from tests.engines.model import Setup
 from tests.ranks import RankPool
 
 
+PLAIN = Setup(1, "bf16")
+
+
 class Sources:
     """Each source mesh is saved once and reused."""
 
@@ -40,7 +43,7 @@ def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
 @pytest.fixture
 def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
     """A copy of a good checkpoint, to be damaged."""
-    def copy(dp: int = 2, setup: Setup = Setup(1, "bf16"), **kwargs: Any) -> Path:
+    def copy(dp: int = 2, setup: Setup = PLAIN, **kwargs: Any) -> Path:
         folder = tmp_path / "checkpoint"
         shutil.copytree(sources.get(dp, setup, **kwargs), folder)
         (folder / "oracle.pt").unlink()

@@ -14,11 +14,12 @@ from tests.engines.conftest import Sources, without_manifest
 from tests.engines.model import Setup
 
 pytestmark = pytest.mark.ranks
+TARGET = Setup(1, "bf16", seed=9)
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
-def attempt(sources: Sources, folder: Path, dp: int = 2, setup: Setup = Setup(1, "bf16", seed=9), **kwargs: Any) -> list[dict]:
+def attempt(sources: Sources, folder: Path, dp: int = 2, setup: Setup = TARGET, **kwargs: Any) -> list[dict]:
     found = sources.ranks.run(dp, "tests.engines.jobs:attempt", setup, str(folder), **kwargs)
     assert len({rank["message"].split(" (on rank")[0] for rank in found}) == 1 or all(rank["error"] for rank in found)
     return found
@@ -58,7 +59,8 @@ def test_an_empty_folder(sources: Sources, tmp_path: Path) -> None:
 def test_a_missing_file(sources: Sources, broken: Any, name: str, with_manifest: bool) -> None:
     folder = broken() if with_manifest else without_manifest(broken())
     (folder / "filled" / name).unlink()
-    expect(attempt(sources, folder, tag="filled"), "NotFoundError", "missing" if "optim" in name or with_manifest else "no model")
+    word = "missing" if "optim" in name or with_manifest else "no model"
+    expect(attempt(sources, folder, tag="filled"), "NotFoundError", word)
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])

@@ -304,6 +304,7 @@ def test_an_allowed_name_does_not_replace_a_known_one() -> None:
         call("collections.deque", tuple_of(b")", b"J\xff\xff\xff\xff")),
         call("collections.deque", tuple_of(b")", NONE, NONE)),
         b"}" + call("collections.deque") + b"Ns",
+        call("collections.Counter") + b"NNs",
         b"}" + call("collections.Counter") + b"Ns",
         call("collections.Counter") + dict_of(text("a"), NONE) + BUILD,
         call("collections.deque") + dict_of(text("a"), NONE) + BUILD,

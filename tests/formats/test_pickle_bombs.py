@@ -66,7 +66,7 @@ BOMBS: dict[str, bytes] = {
         named("torch.Size") + call("collections.OrderedDict") + b"N)" + b"2\x86" * 60 + b"s\x85R"
     ),
     "doubled tuple in an error's text, inside a Counter": pickle_of(
-        named("torch.Size") + call("collections.Counter") + b"N)" + b"2\x86" * 60 + b"s\x85R"
+        named("torch.Size") + call("collections.Counter", b"}N)" + b"2\x86" * 60 + b"s\x85") + b"\x85R"
     ),
     "doubled tuple in an error's text, inside a deque": pickle_of(
         named("torch.Size") + call("collections.deque") + b")" + b"2\x86" * 60 + b"a\x85R"

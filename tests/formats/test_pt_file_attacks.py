@@ -170,7 +170,7 @@ def test_what_the_directory_shows_is_refused_at_opening(tmp_path: Path, reason: 
 def test_the_two_end_records_must_agree(tmp_path: Path) -> None:
     for wrong in ({"count": 1}, {"here": 1}, {"length": 1}, {"start": 1}):
         (tmp_path / "x.pt").write_bytes(zip_of([PICKLE, DATA], end64=True, **wrong))
-        with pytest.raises(DamagedFileError, match="agrees|malformed"):
+        with pytest.raises(DamagedFileError, match=r"agrees|malformed"):
             PtFile(tmp_path / "x.pt")
 
 

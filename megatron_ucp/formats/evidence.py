@@ -1,0 +1,51 @@
+"""A recorded manifest against what the files say."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.states import VALUE
+from megatron_ucp.errors import ForeignFileError
+
+
+def difference(ours: object, theirs: object) -> dict[str, str]:
+    """The first entries that differ, short enough for a message."""
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
+        for a, b in zip(ours, theirs, strict=True):
+            if a != b:
+                return difference(a, b)
+    return {"expected": repr(ours)[:200], "found": repr(theirs)[:200]}
+
+
+def group_order(manifest: Manifest) -> list[list[str]] | None:
+    if manifest.engine != "zero0":
+        return None
+    out: list[list[str]] = [[] for _ in manifest.groups]
+    for buffer in manifest.buffers:
+        if buffer.group is not None:
+            out[buffer.group] += [m.param for m in buffer.members]
+    return out
+
+
+def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
+    """Raises ForeignFileError where the manifest describes another save than the files hold."""
+    count = len([b for b in derived.buffers if VALUE not in dict(b.states)])
+    pairs = {
+        "engine": (recorded.engine, derived.engine),
+        "optimizer buffers": (recorded.buffers[:count], derived.buffers[:count]),
+        "values": ({b.members: b for b in recorded.buffers[count:]}, {b.members: b for b in derived.buffers[count:]}),
+        "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in (recorded, derived)),
+        "groups": (_plain(recorded.groups), _plain(derived.groups if any(derived.groups) else recorded.groups)),
+        "scalars": (recorded.scalars[:count], derived.scalars[:count]),
+        **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
+    }
+    for what, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ForeignFileError(f"manifest and files disagree in the {what}", file=file, **difference(ours, theirs))
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, mappings as sorted items: JSON keeps neither tuples nor the order that a comparison needs."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    return tuple(sorted((k, _plain(v)) for k, v in value.items())) if isinstance(value, dict) else value

@@ -1,0 +1,148 @@
+"""Trainers that call `deepspeed.initialize` themselves: HF Trainer, Accelerate, and scripts under the module runner."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.attach import options_of
+from megatron_ucp.errors import UsageError
+from tests.engines.canonical import differences
+from tests.ranks import RankPool, free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SAVED_AT, STEPS = 4, 8
+STOCK_KEY = {"checkpoint": {"load_universal": True}}
+
+
+def check_equal(want: dict[str, Any], fresh: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """Every rank began with the saved states, which a fresh engine did not have."""
+    assert len(differences(want, fresh)) > 10
+    for rank in found:
+        assert differences(want, rank["begin"]) == []
+
+
+def check_losses(want: dict[int, float], have: dict[int, float]) -> None:
+    steps = range(SAVED_AT + 1, STEPS + 1)
+    assert max(abs(want[step] - have[step]) for step in steps) <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, dict[str, Any]]:
+    """The checkpoint of an HF Trainer run at ZeRO-2 on two ranks that went on to its end, and what rank 0 saw."""
+    folder = tmp_checkpoints / "trainer"
+    found = ranks.run(2, "tests.engines.trainer_jobs:trainer", str(folder), zero=2, steps=STEPS, save_at=SAVED_AT)
+    return str(folder / f"checkpoint-{SAVED_AT}"), found[0]
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(1, 3), (4, 1), (2, 0)])
+def test_hf_trainer_resumes_on_another_mesh(ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path, dp: int,
+                                            zero: int) -> None:
+    checkpoint, reference = trained
+    found = ranks.run(dp, "tests.engines.trainer_jobs:trainer", str(tmp_path), zero=zero, steps=STEPS, resume=checkpoint,
+                      seed=5)
+    check_equal(reference["saved"], reference["begin"], found)
+    check_losses(reference["losses"], found[0]["losses"])
+
+
+def test_the_trainer_comparison_sees_another_step(trained: tuple[str, dict[str, Any]]) -> None:
+    saved = trained[1]["saved"]
+    scalars = {key: value + 1 if key[1] == "step" else value for key, value in saved["scalars"].items()}
+    assert len(differences(saved, {**saved, "scalars": scalars})) == 1
+
+
+@pytest.mark.parametrize(("installed", "config"), [(False, {"universal_checkpoint": {"enabled": True}}), (True, {}),
+                                                   (True, {"universal_checkpoint": {"enabled": False}})],
+                         ids=["not installed", "no section", "not enabled"])
+def test_stock_deepspeed_refuses_the_same_resume(ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path,
+                                                 installed: bool, config: dict[str, Any]) -> None:
+    said = ranks.run(1, "tests.engines.trainer_jobs:refused", installed, config, folder=str(tmp_path), zero=2, steps=STEPS,
+                     resume=trained[0])
+    assert said[0].startswith("ZeRORuntimeException"), said[0]
+
+
+def test_the_stock_key_needs_no_converted_folder_and_follows_latest(ranks: RankPool, trained: tuple[str, dict[str, Any]],
+                                                                    tmp_path: Path) -> None:
+    """Defect S14: with the key left on, stock DeepSpeed goes on loading an old converted folder."""
+    checkpoint, reference = trained
+    stale = Path(checkpoint) / "latest_universal"
+    stale.write_text("global_step2_universal")
+    (Path(checkpoint) / "global_step2_universal" / "zero").mkdir(parents=True)
+    try:
+        found = ranks.run(1, "tests.engines.trainer_jobs:trainer", str(tmp_path), zero=1, steps=STEPS, resume=checkpoint,
+                          seed=5, config=STOCK_KEY)
+    finally:
+        stale.unlink()
+    check_equal(reference["saved"], reference["begin"], found)
+    assert Path(found[0]["report"].path).name == f"global_step{SAVED_AT}"
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(4, 3), (1, 1)])
+def test_accelerate_resumes_on_another_mesh(ranks: RankPool, tmp_checkpoints: Path, tmp_path: Path, dp: int,
+                                            zero: int) -> None:
+    folder = str(tmp_path / "state")
+    job = "tests.engines.trainer_jobs:accelerator"
+    reference = ranks.run(2, job, folder, zero=2, steps=STEPS, save_at=SAVED_AT)[0]
+    found = ranks.run(dp, job, folder, zero=zero, steps=STEPS, load=True, seed=5)
+    check_equal(reference["saved"], found[0]["fresh"], found)
+    check_losses(reference["losses"], found[0]["losses"])
+
+
+@pytest.mark.parametrize(("section", "found"), [({"enable": True}, "enable"), ({"enabled": "yes"}, "enabled"),
+                                                ({"enabled": True, "checksum": False}, "checksum")])
+def test_an_unknown_key_in_the_section_is_a_named_error(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any],
+                                                        found: str) -> None:
+    config = {"train_batch_size": 1, "universal_checkpoint": section}
+    with pytest.raises(UsageError, match=f"(?s)universal_checkpoint.*found: {found}: "):
+        options_of(config)
+    import deepspeed
+    monkeypatch.setattr(deepspeed, "initialize", lambda **_: pytest.fail("the engine was built"))
+    ucp.install()
+    with pytest.raises(UsageError, match=found):
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
+
+
+def torchrun(world: int, *command: str) -> "subprocess.CompletedProcess[str]":
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_addr", "127.0.0.1",
+              "--master_port", str(free_port()), *command]
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+    process = subprocess.Popen(launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=200)
+    finally:
+        process.terminate()  # the launcher takes its ranks along
+        process.wait()
+    return subprocess.CompletedProcess(launch, process.returncode, said)
+
+
+@pytest.mark.ranks
+def test_the_module_runner_resumes_a_script_that_knows_nothing(tmp_path: Path) -> None:
+    script = [str(Path(__file__).with_name("plain_script.py")), str(tmp_path)]
+    saved = torchrun(2, "-m", "megatron_ucp.run", *script, "save", "1")
+    assert saved.returncode == 0, saved.stdout
+    refused = torchrun(1, *script, "resume", "1")
+    assert refused.returncode != 0 and "ZeRORuntimeException" in refused.stdout
+    resumed = torchrun(1, "-m", "megatron_ucp.run", *script, "resume", "3")
+    assert resumed.returncode == 0, resumed.stdout
+    want, have = (torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume"))
+    assert differences(want, have) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_the_module_runner_is_what_python_is_to_a_script(tmp_path: Path, as_module: bool) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 7")
+    (tmp_path / "job.py").write_text("import sys, beside, deepspeed\n"
+                                     "wrapped = hasattr(deepspeed.initialize, '__wrapped__')\n"
+                                     "print(__name__, sys.argv[1:], beside.VALUE, wrapped)")
+    what = ["-m", "job"] if as_module else [str(tmp_path / "job.py")]
+    done = subprocess.run([sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '1'] 7 True"
