@@ -230,14 +230,14 @@ def layout_to_json(layout: Layout) -> list[Any]:
 
 def layout_from_json(data: object) -> Layout:
     """The inverse of `layout_to_json`. Raises LayoutError for anything else."""
-    items = cast("list[Any]", data) if isinstance(data, list) else []
+    items: list[Any] = cast("list[Any]", data) if isinstance(data, list) else []
     kind = LAYOUTS.get(str(items[0])) if items else None
     try:
         if kind is None:
             raise TypeError
         return kind(*(_tuples(item) for item in items[1:]))
     except TypeError:
-        raise LayoutError("no layout", expected=" or ".join(LAYOUTS), found=data) from None
+        raise LayoutError("no layout", expected=" or ".join(LAYOUTS), found=repr(items)) from None
 
 
 def _tuples(value: Any) -> Any:

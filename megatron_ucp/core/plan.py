@@ -87,6 +87,11 @@ class Plan:
     fills: tuple[Fill, ...]
 
     @property
+    def sources(self) -> frozenset[Slot]:
+        """Every slot that the plan reads."""
+        return frozenset(side.slot for op in self.ops for side in (op.sources if isinstance(op, Mean) else (op.source,)))
+
+    @property
     def elems(self) -> int:
         """Elements that the target needs from the source."""
         return sum(op.box.numel for op in self.ops)

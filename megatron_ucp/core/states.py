@@ -3,7 +3,7 @@
 Sources: `torch.optim` of torch 2.13 and `deepspeed/ops` of DeepSpeed 0.19.8, each optimizer's `step` or `_init_group`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def _rmsprop(group: Mapping[str, Any]) -> Kept:
     return Kept(("square_avg", *more))
 
 
-_TABLE = {
+_TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
     "torch.Adam": _adam, "torch.AdamW": _adam, "torch.NAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"),
                                                                               ("step", "mu_product")),
     "torch.RAdam": lambda _: Kept(("exp_avg", "exp_avg_sq")), "torch.Adamax": lambda _: Kept(("exp_avg", "exp_inf")),

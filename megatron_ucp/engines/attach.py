@@ -146,14 +146,14 @@ def options_of(config: Any) -> dict[str, Any] | None:
     return {key: value for key, value in section.items() if key != "enabled"}
 
 
-def initialize(*args: Any, config: Any = None, family: Any = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def initialize(*args: Any, config: Any = None, family: Any = None, **kwargs: Any) -> Any:
     """`deepspeed.initialize`, with the engine attached. Takes and returns what that does."""
     import deepspeed
     options = options_of(_config_of(args, config, kwargs)) or {}
     stock = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
-    engine, *rest = stock(*args, config=config, **kwargs)
-    attach(engine, family, **options)
-    return (engine, *rest)
+    made = stock(*args, config=config, **kwargs)
+    attach(made[0], family, **options)
+    return made
 
 
 def install() -> None:
@@ -165,12 +165,12 @@ def install() -> None:
         return
 
     @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         options = options_of(_config_of(args, kwargs.get("config"), kwargs))
-        engine, *rest = stock(*args, **kwargs)
+        made = stock(*args, **kwargs)
         if options is not None:
-            attach(engine, **options)
-        return (engine, *rest)
+            attach(made[0], **options)
+        return made
 
     setattr(wrapped, _ATTACHED, True)
     deepspeed.initialize = wrapped

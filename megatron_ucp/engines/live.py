@@ -38,7 +38,7 @@ class Live:
         out: dict[str, tuple[str, tuple[int, ...], torch.Tensor, int, int]] = {}
         named = dict(self.engine.module.named_parameters())
         buffers = set(self.engine._get_buffer_names())
-        found: dict[str, torch.Tensor] = {**named, **{n: b for n, b in self.engine.module.named_buffers() if n in buffers}}
+        found: dict[str, Any] = {**named, **{n: b for n, b in self.engine.module.named_buffers() if n in buffers}}
         for name in self.engine.module.state_dict(keep_vars=True) if self.wrapper.zero < 3 else found:
             tensor = found.get(name)
             if tensor is None or id(tensor) in stepped:

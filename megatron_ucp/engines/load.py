@@ -123,7 +123,7 @@ def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, 
     wanted = group_values(target, source.manifest.group_of, file) if optimizer else []
     plan = make_plan(source.manifest, target, _wants(live, target, fit, states), allow)
     prove(plan, source.manifest, target)
-    for slot in {op.source.slot for op in plan.ops if hasattr(op, "source")}:
+    for slot in plan.sources:
         source.where(slot)
     rank, world = agree.world()
     for name in source.names.names[rank::world]:  # the ranks share the work

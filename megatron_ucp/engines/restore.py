@@ -9,7 +9,7 @@ import torch
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.deepspeed import OWN_KEYS, NativeCheckpoint
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef, resolve
-from megatron_ucp.reshard.execute import DTYPES
+from megatron_ucp.reshard.execute import DTYPES, bytes_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _tensors(source: NativeCheckpoint, value: Any) -> Any:
         last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True)) + 1 if ref.numel else 0
         memory = torch.empty(last * size, dtype=torch.uint8)
         if last:
-            file.read_into(file.record(ref.storage), ref.offset_elems * size, memoryview(memory.numpy()))
+            file.read_into(file.record(ref.storage), ref.offset_elems * size, bytes_of(memory))
         return torch.as_strided(memory.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride).clone()
     return resolve(value, read, file=str(source.folder / source.model_name))
 

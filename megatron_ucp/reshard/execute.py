@@ -1,13 +1,15 @@
 """Carries out a plan: reads byte ranges of files into tensors.
 
 A run that is contiguous on both sides is read straight into the target's memory. Everything else goes through one
-staging buffer of bounded size, whatever the model: a rank's extra memory is STAGING_BYTES, or one strided row if that is larger.
+staging buffer of bounded size, whatever the model: a rank's extra memory is STAGING_BYTES, or one row if
+that is larger.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from isal import isal_zlib
@@ -63,12 +65,16 @@ def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = Tru
             _mean(op, places, out, staging, counts)
         elif _direct(op, places, out):
             where = places[op.source.slot]
-            _read(where, _byte_offset(where, op.source), memoryview(out.detach().reshape(-1).view(torch.uint8).numpy()),
-                  checksums, counts)
+            _read(where, _byte_offset(where, op.source), bytes_of(out), checksums, counts)
         else:
             _through_staging(op, places[op.source.slot], out, staging, checksums, counts)
     fill_padding(plan.fills, target)
     return counts
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(cast("Any", tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
 def fill_padding(fills: Sequence[Fill], target: Target) -> None:
@@ -159,12 +165,12 @@ def _staged(side: Side, shape: tuple[int, ...], where: Where, staging: _Staging,
             width = extent[-1] * itemsize
             steps = (range(0, n * s, s) for n, s in zip(extent[:-1], side.strides[:-1], strict=True))
             for row, at in enumerate(itertools.product(*steps)):
-                into = memoryview(memory[row * width:(row + 1) * width].numpy())
+                into = bytes_of(memory[row * width:(row + 1) * width])
                 _read(where, base + sum(at) * itemsize, into, False, counts)
             yield index, memory.view(dtype).view(extent)
         else:
             memory = staging.take(span * itemsize)
-            _read(where, base, memoryview(memory.numpy()), checksums and span == packed, counts)
+            _read(where, base, bytes_of(memory), checksums and span == packed, counts)
             yield index, torch.as_strided(memory.view(dtype), extent, side.strides, 0)
 
 
