@@ -12,7 +12,6 @@ import pytest
 from tests.engines.model import Setup
 from tests.ranks import RankPool
 
-
 PLAIN = Setup(1, "bf16")
 
 
