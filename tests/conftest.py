@@ -1,11 +1,14 @@
 """Fixtures and rules for all tests."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.engines.model import Setup
+from tests.engines.sources import PLAIN, Sources
 from tests.ranks import RankPool
 
 SHOWN_JOBS = 10
@@ -27,6 +30,22 @@ def tmp_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
+    return Sources(ranks, tmp_checkpoints)
+
+
+@pytest.fixture
+def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a good checkpoint, to be damaged."""
+    def copy(dp: int = 2, setup: Setup = PLAIN, **kwargs: Any) -> Path:
+        folder = tmp_path / "checkpoint"
+        shutil.copytree(sources.get(dp, setup, **kwargs), folder)
+        (folder / "oracle.pt").unlink()
+        return folder
+    return copy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

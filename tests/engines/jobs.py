@@ -297,3 +297,11 @@ def engine_load(setup: Setup, folder: str) -> dict[str, Any]:
     out = {"path": path, "client_state": {**state, "data": state["data"].tolist()}, "steps": engine.global_steps}
     engine.destroy()
     return out
+
+
+def reshard(setup: Setup, folder: str, out: str) -> None:
+    """Loads the tag `trained` and saves it again on this mesh as the tag `again`."""
+    engine = make_engine(setup)
+    ucp.load(engine, folder, tag="trained")
+    engine.save_checkpoint(out, tag="again")
+    engine.destroy()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.conftest import Sources, without_manifest
 from tests.engines.model import Setup
+from tests.engines.sources import Sources, without_manifest
 
 pytestmark = pytest.mark.ranks
 TARGET = Setup(1, "bf16", seed=9)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import Sources
 from tests.engines.model import Setup
+from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
 
 pytestmark = pytest.mark.ranks
@@ -52,7 +52,7 @@ def test_s4_s5_frozen_parameters_and_buffers(sources: Sources, stage: int) -> No
 @pytest.mark.parametrize("what", ["a master", "a moment"])
 def test_s9_a_state_that_was_lost(sources: Sources, broken: Any, what: str) -> None:
     """Stock leaves the parameter at its random values."""
-    from tests.engines.conftest import drop_record
+    from tests.engines.sources import drop_record
     folder = broken()
     drop_record(folder / "filled" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", -1 if what == "a master" else 0)
     for path in folder.rglob("ucp_manifest.json"):

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import Sources
 from tests.engines.model import Setup
+from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
 
 pytestmark = pytest.mark.ranks
@@ -117,3 +117,13 @@ def test_a_legacy_file_is_refused_by_name(sources: Sources, tmp_path: Any) -> No
     sources.ranks.run(2, "tests.engines.jobs:save", setup, str(tmp_path), attach=False, more=0)
     for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", Setup(1, "bf16"), str(tmp_path)):
         assert rank["error"] == "DamagedFileError" and "zip" in rank["message"] and rank["unchanged"]
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 3), (3, 0), (2, 0)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_from_before_the_first_step(sources: Sources, source: int, target: int, dtype: str) -> None:
+    """No optimizer state is a state too. (In low precision stage 0 steps once while it is built.)"""
+    folder = sources.get(2, Setup(source, dtype), steps=0, more=0, filled=False)
+    found = sources.ranks.run(2, "tests.engines.jobs:resume", Setup(target, dtype, seed=9), folder, tags=("trained",))
+    for rank in found:
+        assert rank["differences"] == {"trained": []} and len(rank["before"]["trained"]) >= 8

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import Sources
 from tests.engines.model import Setup
+from tests.engines.sources import Sources
 
 MESHES = [(dp, zero, dtype) for dtype in ("fp32", "bf16", "fp16") for dp in (1, 2, 4) for zero in (0, 1, 2, 3)]
 Mesh = tuple[int, int, str]

@@ -1,13 +1,9 @@
-"""Checkpoints that the engine tests share."""
+"""Checkpoints that several tests share: each source mesh is saved once."""
 
-import shutil
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.engines.model import Setup
 from tests.ranks import RankPool
@@ -32,22 +28,6 @@ class Sources:
                 path.rename(self.folder / f"failed_{key}")  # or the next test takes it for whole
                 raise
         return str(path)
-
-
-@pytest.fixture(scope="session")
-def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
-    return Sources(ranks, tmp_checkpoints)
-
-
-@pytest.fixture
-def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a good checkpoint, to be damaged."""
-    def copy(dp: int = 2, setup: Setup = PLAIN, **kwargs: Any) -> Path:
-        folder = tmp_path / "checkpoint"
-        shutil.copytree(sources.get(dp, setup, **kwargs), folder)
-        (folder / "oracle.pt").unlink()
-        return folder
-    return copy
 
 
 def without_manifest(folder: Path) -> Path:
