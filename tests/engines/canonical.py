@@ -162,7 +162,15 @@ def canonical(engine: Any) -> dict[str, Any]:
     return {"full": {k: v.reshape(size[k[0]]) for k, v in full.items()}, "scalars": scalars, "hyper": hyper,
             "weights": weights(engine), "values": values(engine), "scheduler": engine.lr_scheduler.state_dict(),
             "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
-            "scale": getattr(engine.optimizer, "loss_scale", None) if engine.fp16_enabled() else None}
+            "scale": loss_scale(engine)}
+
+
+def loss_scale(engine: Any) -> dict[str, Any]:
+    """What the dynamic loss scale is made of, where every wrapper has it."""
+    if not engine.fp16_enabled():
+        return {}
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+    return {key: getattr(scaler, key) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")}
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:

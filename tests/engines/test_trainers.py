@@ -93,6 +93,18 @@ def test_accelerate_resumes_on_another_mesh(ranks: RankPool, tmp_checkpoints: Pa
     check_losses(reference["losses"], found[0]["losses"])
 
 
+def test_the_section_is_found_in_a_config_file_with_comments(tmp_path: Path) -> None:
+    """DeepSpeed reads its config files as Hjson."""
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  // comment\n  "train_batch_size": 4,\n  "universal_checkpoint": {"enabled": true},\n}')
+    assert options_of(str(path)) == {}
+
+
+def test_a_section_that_is_no_section_is_a_named_error() -> None:
+    with pytest.raises(UsageError, match="found: True"):
+        options_of({"universal_checkpoint": True})
+
+
 @pytest.mark.parametrize(("section", "found"), [({"enable": True}, "enable"), ({"enabled": "yes"}, "enabled"),
                                                 ({"enabled": True, "checksum": False}, "checksum")])
 def test_an_unknown_key_in_the_section_is_a_named_error(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any],
