@@ -6,11 +6,11 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UcpError
 
-__all__ = ["Manifest", "Mesh", "UcpError", "attach", "describe", "diff", "initialize", "install", "load"]
+__all__ = ["Manifest", "Mesh", "UcpError", "attach", "describe", "diff", "initialize", "install", "load", "register_family"]
 __version__ = "0.1.0"
 
 _HOMES = {"attach": "engines.attach", "initialize": "engines.attach", "install": "engines.attach",
-          "load": "engines.load", "describe": "reshard.describe", "diff": "reshard.diff"}
+          "load": "engines.load", "register_family": "families", "describe": "reshard.describe", "diff": "reshard.diff"}
 
 
 def __getattr__(name: str) -> Any:

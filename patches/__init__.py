@@ -5,9 +5,11 @@
 
 A module `patches/NAME.py` holds one `PATCH`. It states the upstream function, the versions that it is for, why it is
 needed and when it can go, and has a test that fails without it. `apply` refuses a version that the patch does not know.
+A patch for machines without a GPU does nothing where there is one.
 """
 
 import importlib
+import logging
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +28,10 @@ class Patch:
     why: str
     until: str
     change: Callable[[], None]
+    only_without_gpu: bool = False  # the defect is that there is no GPU
 
 
+logger = logging.getLogger(__name__)
 _applied: set[str] = set()
 
 
@@ -43,14 +47,18 @@ def find(name: str) -> Patch:
     return importlib.import_module(f"{__name__}.{name}").PATCH
 
 
-def apply(name: str) -> None:
-    """Applies a patch to this process. Twice is once.
+def apply(name: str) -> bool:
+    """Applies a patch to this process. Twice is once. Returns whether it is in force; False, with a line in the log, where
+    a patch for machines without a GPU meets one.
 
     Raises UsageError for an unknown name, UnsupportedError for a version of the package that the patch does not know.
     """
     patch = find(name)
     if name in _applied:
-        return
+        return True
+    if patch.only_without_gpu and has_gpu():
+        logger.info("the patch %s does nothing here: it is for machines without a GPU", name)
+        return False
     try:
         found = version(patch.package)
     except PackageNotFoundError:
@@ -61,3 +69,10 @@ def apply(name: str) -> None:
                                fix=f"check whether {patch.upstream} still has the defect: {patch.why}")
     patch.change()
     _applied.add(name)
+    return True
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch sees a GPU."""
+    import torch
+    return torch.cuda.is_available()

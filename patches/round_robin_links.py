@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_ucp_patches import Patch
+from . import Patch
 
 
 def change() -> None:

@@ -26,9 +26,9 @@ def test_an_unknown_patch_and_an_unknown_version(monkeypatch: pytest.MonkeyPatch
 def wrong_reads(patched: bool) -> list[str]:
     """Parameters that DeepSpeed's accessor returns wrong under round robin."""
     import torch
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from tests.engines.model import Setup, make_engine, train
 
     stock = DeepSpeedZeroOptimizer._link_all_hp_params

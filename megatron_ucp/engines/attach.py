@@ -10,11 +10,13 @@ from typing import Any
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
 from megatron_ucp.engines import agree
+from megatron_ucp.engines.family import model_of
 from megatron_ucp.engines.live import Live
 from megatron_ucp.engines.load import Report, load
 from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
+from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed_paths import scan
 from megatron_ucp.formats.pt_file import PtFile
 
@@ -26,16 +28,16 @@ _ATTACHED = "_ucp_attached"
 def attach(engine: Any, family: Any = None, **options: Any) -> Any:
     """Makes an engine's `save_checkpoint` write a manifest and its `load_checkpoint` take any mesh; returns the engine.
 
+    `family` ("gpt", "llama" or a Family) declares the layouts of a megatron-core model, which tensor parallelism needs.
     `options` are `hyper`, `checksums` and `allow` of `load`. Raises UnsupportedError for an engine that can't be loaded
     exactly, on every rank. Twice is once.
     """
-    if family is not None:
-        raise UsageError("families are not part of this version", found=family, fix="leave family=None")
     if _ATTACHED in engine.__dict__:
         return engine
     check_versions()
     with agree.together():
-        refuse_engine(engine)
+        model = model_of(engine, family)
+        refuse_engine(engine, model)
         refuse_writer(engine)
     engine.__dict__[_ATTACHED] = True
     stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint
@@ -46,7 +48,7 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         stock_save(save_dir, tag=tag, client_state=client_state or {}, save_latest=False,
                    exclude_frozen_parameters=exclude_frozen_parameters)
-        write_manifest(engine, Path(save_dir), tag, save_latest, exclude_frozen_parameters)
+        write_manifest(engine, model, Path(save_dir), tag, save_latest, exclude_frozen_parameters)
         return True
 
     @functools.wraps(stock_load)
@@ -60,7 +62,7 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
         if not load_module_strict:
             chosen["allow"] = {*chosen.get("allow", ()), "missing", "extra"}
         report = load(engine, load_dir, tag, load_optimizer_states=load_optimizer_states,
-                      load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only, **chosen)
+                      load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only, family=family, **chosen)
         _log(report)
         engine.ucp_report = report
         return report.path, report.client_state
@@ -77,9 +79,10 @@ def _log(report: Report) -> None:
         log_dist(f"megatron_ucp: {note}", ranks=[0])
 
 
-def write_manifest(engine: Any, folder: Path, tag: str, save_latest: bool, exclude_frozen: bool = False) -> None:
+def write_manifest(engine: Any, model: Model | None, folder: Path, tag: str, save_latest: bool,
+                   exclude_frozen: bool = False) -> None:
     """After all ranks wrote their files: the manifest, then `latest`, each replaced by rename. Collective."""
-    live = Live(engine)
+    live = Live(engine, model)
     manifest = live.manifest(live.present_states)
     live.wrapper.restore()
     with agree.together():
@@ -131,10 +134,13 @@ def options_of(config: Any) -> dict[str, Any] | None:
     The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an unknown key.
     """
     if isinstance(config, str | os.PathLike):
-        config = json.loads(Path(config).read_text())
+        import hjson
+        config = hjson.loads(Path(config).read_text())  # as DeepSpeed reads it: with comments and trailing commas
     if not isinstance(config, Mapping):
         return None
     section = config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise UsageError(f'"{SECTION}" of the DeepSpeed config is a section', expected='{"enabled": true}', found=repr(section))
     unknown = sorted(key for key, value in section.items() if key not in _KEYS or not isinstance(value, _KEYS[key]))
     if unknown:
         raise UsageError(f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.layout import Extent
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import ELEMENT, MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.engines.wrappers import LiveBuffer, rank_in, wrapper_of
-from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.families.base import Model
 from megatron_ucp.formats.optimizer_files import STRUCTURE
 
 # How an optimizer is run on some hardware; not what it computes.
@@ -24,8 +26,11 @@ class Live:
     `buffers` are in the manifest's order: the optimizer's first, then one per frozen parameter and module buffer.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, model: Model | None = None) -> None:
         self.engine = engine
+        self.model = model
+        self.tp = (int(engine.mp_world_size), _tensor_rank(engine))
+        self.cut = (("tp", self.tp[1]),)
         self.wrapper = wrapper_of(engine)
         self.wrapper.prepare()
         self.buffers = self.wrapper.buffers()
@@ -78,23 +83,43 @@ class Live:
             members: list[Member] = []
             for param, start in zip(live.params, live.starts, strict=True):
                 shape = tuple(getattr(param, "ds_shape", param.shape))
-                name = self.names[param]
-                params.append(ParamSpec(name, shape, _dtype_name(param.dtype)))
-                members.append(Member(name, start, int(torch.Size(shape).numel())))
+                params.append(self._spec(self.names[param], shape, param, "trainable"))
+                members.append(Member(self.names[param], start, int(torch.Size(shape).numel())))
             buffers.append(FlatBuffer(tuple(members), live.length, live.partitions, live.rule,
                                       ((MASTER, _dtype_name(live.master.dtype)), *states(live)), live.group))
         for name, (kind, shape, tensor, partitions, _) in self.values.items():
             size = int(torch.Size(shape).numel())
-            params.append(ParamSpec(name, shape, _dtype_name(tensor.dtype), kind))
+            params.append(self._spec(name, shape, tensor, kind))
             each = partitions > 1 or (self.wrapper.zero == 3 and kind == "frozen")
             buffers.append(FlatBuffer((Member(name, 0, size),), -(-size // partitions), partitions,
                                       "each" if each else "whole", ((VALUE, _dtype_name(tensor.dtype)),)))
         return Manifest(self.wrapper.engine_name, self.mesh(), tuple(params), tuple(buffers), self.groups(),
                         (*(self.scalars(live) for live in self.buffers), *({},) * len(self.values)), self.ties(),
-                        optimizer=self.optimizer_name())
+                        optimizer=self.optimizer_name(), family=self.model.family.name if self.model else "")
+
+    def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
+        """A parameter as its family declares it, after the live one was compared with the declaration."""
+        dtype = _dtype_name(tensor.dtype)
+        if self.model is None or kind == "buffer":
+            return ParamSpec(name, local, dtype, kind)
+        declared = self.model.find(name)
+        share = declared.layout.local_shape(name, declared.shape, {"tp": self.tp})
+        if share != local:
+            raise LayoutError("a live parameter has another shape than its family declares", parameter=name, found=local,
+                              expected=f"{share} of {declared.shape} at tp={self.tp[0]}",
+                              fix=f"check that the model is a {self.model.family.name} with the sizes of its config")
+        for attribute, value in declared.attributes.items():
+            found = getattr(tensor, attribute, value)  # absent where the layer spec sets none: the shape was checked
+            if found != value:
+                raise LayoutError(f"a live parameter's attribute {attribute} contradicts its family", parameter=name,
+                                  expected=value, found=found, fix=f"check {self.model.family.source}")
+        rows = self.model.sizes.vocab
+        padded = declared.shape[0] == rows and ("word_embeddings" in name or "output_layer" in name)
+        extent = Extent(self.model.sizes.true_vocab, rows) if padded else None
+        return ParamSpec(name, declared.shape, dtype, kind, declared.layout, extent)
 
     def mesh(self) -> Mesh:
-        return Mesh(dp=int(self.engine.seq_dp_world_size), zero=self.wrapper.zero)
+        return Mesh(tp=self.tp[0], dp=int(self.engine.seq_dp_world_size), zero=self.wrapper.zero)
 
     def groups(self) -> tuple[Mapping[str, Any], ...]:
         groups = getattr(self.wrapper.base, "param_groups", [])
@@ -135,6 +160,10 @@ class Live:
             live = self.buffers[slot.buffer]
             found = live.master if slot.state == MASTER else self.wrapper.base.state[live.master][slot.state]
         return _flat(found.detach())
+
+
+def _tensor_rank(engine: Any) -> int:
+    return int(engine.mpu.get_model_parallel_rank()) if int(engine.mp_world_size) > 1 else 0
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from megatron_ucp.core.plan import Plan, Slot, Want, make_plan, prove
 from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
 from megatron_ucp.engines import agree
+from megatron_ucp.engines.family import model_of
 from megatron_ucp.engines.live import IMPLEMENTATION, Live
 from megatron_ucp.engines.refuse import refuse_engine
 from megatron_ucp.engines.restore import Extras, restore_extras, set_scaler
@@ -62,9 +63,10 @@ class _Job:
 
 def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimizer_states: bool = True,
          load_lr_scheduler_states: bool = True, load_module_only: bool = False, hyper: str = "checkpoint",
-         checksums: bool = True, allow: Collection[str] = ()) -> Report:
+         family: Any = None, checksums: bool = True, allow: Collection[str] = ()) -> Report:
     """Fills a DeepSpeed engine from a native checkpoint that any ZeRO stage on any number of ranks wrote. Collective.
 
+    `family` names the model's family, which tensor parallelism needs (`attach` remembers it).
     `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums` compares the
     CRC-32 of every record that the ranks read as a whole. `allow` names what else may happen (see `ALLOWANCES`); all of
     it is listed in the report. Raises a UcpError on every rank; the engine is unchanged where metadata could show the
@@ -74,12 +76,14 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
     _check_arguments(hyper, allow)
     optimizer = load_optimizer_states and not load_module_only
     with agree.together():
-        refuse_engine(engine)
-        live = Live(engine)
+        model = model_of(engine, family)
+        refuse_engine(engine, model)
+        live = Live(engine, model)
     with ExitStack() as opened:
         try:
             with agree.together():
-                source = opened.enter_context(NativeCheckpoint(path, tag, live.order()))
+                declared = live.manifest(lambda _: ()).by_name if model else None
+                source = opened.enter_context(NativeCheckpoint(path, tag, live.order(), specs=declared))
             with agree.together():
                 job = _prepare(live, source, optimizer, hyper, frozenset(allow))
                 extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only)
@@ -160,7 +164,7 @@ def _states(live: Live, source: NativeCheckpoint, optimizer: bool,
 
 def _wants(live: Live, target: Any, fit: Fit, states: list[tuple[str, ...]]) -> list[Want]:
     """Every slot of this rank, and the source state that fills it."""
-    cut = (("tp", 0),)
+    cut = live.cut
     wants: list[Want] = []
     for number, part in live.parts():
         if number < len(live.buffers):

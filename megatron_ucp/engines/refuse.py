@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.families.base import Model
 
 
 def _offload(section: str, device: str) -> Callable[[Any], bool]:
@@ -44,7 +45,6 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
      lambda e: bool(e._config.zero_config.zero_quantized_weights), "switch it off"),
     ("node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of other nodes",
      lambda e: bool(e.use_node_local_storage()), "save to storage that every rank sees"),
-    ("tensor parallelism without a family", lambda e: int(e.mp_world_size) > 1, "give a family"),
 ]
 
 
@@ -64,8 +64,11 @@ def refuse_writer(engine: Any) -> None:
     _refuse(engine, _REFUSED_WRITERS)
 
 
-def refuse_engine(engine: Any) -> None:
+def refuse_engine(engine: Any, model: Model | None) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be exact."""
+    if model is None and int(engine.mp_world_size) > 1:
+        raise UnsupportedError("this engine uses tensor parallelism without a family, which is not supported",
+                               found=f"mp_world_size {engine.mp_world_size}", fix='give family="gpt" or family="llama"')
     _refuse(engine, _REFUSED)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
     if offloaded:

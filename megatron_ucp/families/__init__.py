@@ -1,0 +1,20 @@
+"""Model families: tables of names, shapes and layouts."""
+
+from megatron_ucp.errors import UsageError
+from megatron_ucp.families import gpt, llama
+from megatron_ucp.families.base import Family
+
+_FAMILIES: dict[str, Family] = {family.name: family for family in (gpt.FAMILY, llama.FAMILY)}
+
+
+def register_family(family: Family) -> None:
+    """Makes a family known by its name; a second one of the same name replaces the first."""
+    _FAMILIES[family.name] = family
+
+
+def find_family(name: str) -> Family:
+    """A family by name. Raises UsageError."""
+    if name not in _FAMILIES:
+        raise UsageError("there is no such family", expected=", ".join(sorted(_FAMILIES)), found=name,
+                         fix="choose one of these, or register your own with megatron_ucp.register_family")
+    return _FAMILIES[name]

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer, Member
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError, NotFoundError, RuleError, UnsupportedError
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
 from megatron_ucp.formats.evidence import compare, group_order
@@ -39,16 +40,18 @@ _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "boo
 
 class NativeCheckpoint:
     """One opened tag folder. `order` names the parameters of each group for stage-0 files that have no manifest; with
-    `positions_too` such a file is read without its optimizer, whose states it keeps by position only.
+    `positions_too` such a file is read without its optimizer, whose states it keeps by position only. `specs` declare
+    whole shapes and layouts; a tensor-parallel checkpoint without a manifest needs them.
 
     Raises a UcpError for anything that its directories and pickles can show: a missing, truncated, foreign or hostile
     file. Tensor bytes are not read. Usable as a context manager; closes its files.
     """
 
     def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None,
-                 positions_too: bool = False) -> None:
+                 positions_too: bool = False, specs: Mapping[str, ParamSpec] | None = None) -> None:
         self.folder = resolve(path, tag)
         self.names: TagFiles = scan(self.folder)
+        self._specs = specs
         self._open: dict[str, PtFile] = {}
         self._trees: dict[str, Any] = {}
         with ExitStack() as undo:
@@ -74,9 +77,13 @@ class NativeCheckpoint:
         self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
         self.partitions = self._partitions()
-        if int(self.meta.get("mp_world_size") or 1) > 1 and recorded is None:
-            raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family or rules",
-                                   file=self.folder / self.model_name, found=f"mp_world_size {self.meta['mp_world_size']}")
+        self.tensor_parallel = self._tensor_parallel()
+        if recorded is not None:
+            self._specs = recorded.by_name
+        if self.tensor_parallel > 1 and self._specs is None:
+            raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family",
+                                   file=self.folder / self.model_name, found=f"mp_world_size {self.tensor_parallel}",
+                                   fix="load it into an engine that was attached with family=")
         if recorded is not None and order is None:
             order = group_order(recorded)
         tree, file = self._first_optimizer()
@@ -120,14 +127,25 @@ class NativeCheckpoint:
         if len(self.names.prefixes) > 1:
             raise ForeignFileError("optimizer files of two precisions lie in one folder", file=self.folder,
                                    expected="one prefix", found=" and ".join(repr(p) for p in self.names.prefixes))
-        have = {dp for dp, _ in self.names.optimizer}
-        missing = sorted(set(range(said)) - have)
+        have, want = set(self.names.optimizer), set(product(range(said), range(int(self.meta.get("mp_world_size") or 1))))
+        missing = sorted(want - have)
         if missing:
             raise NotFoundError("an optimizer file is missing", file=self.folder, expected=f"{said} partitions",
-                                found=f"no file of partition {missing[0]}", fix="restore it, or load another tag")
-        if len(have) != said:
+                                found=f"no file of partition {missing[0][0]}, model-parallel rank {missing[0][1]}",
+                                fix="restore it, or load another tag")
+        if have != want:
             raise ForeignFileError("there are more optimizer files than the run had partitions", file=self.folder,
-                                   expected=said, found=len(have))
+                                   expected=len(want), found=len(have))
+        return said
+
+    def _tensor_parallel(self) -> int:
+        """Number of model-parallel ranks: as the model file says, and as many model files must be there."""
+        said = int(self.meta.get("mp_world_size") or 1)
+        have = {mp for _, mp in self.names.model}
+        if have != set(range(said)):
+            raise NotFoundError("a model file is missing, or there is one too many", file=self.folder,
+                                expected=f"model-parallel ranks 0 to {said - 1}", found=", ".join(map(str, sorted(have))),
+                                fix="restore the files of one save, or load another tag")
         return said
 
     def _first_optimizer(self) -> tuple[Any, str]:
@@ -135,9 +153,9 @@ class NativeCheckpoint:
             return self.meta.get("optimizer"), self.full_path(self.model_name)
         return self.optimizer_tree(0), self.full_path(self.names.optimizer[0, 0])
 
-    def optimizer_tree(self, part: int) -> Any:
+    def optimizer_tree(self, part: int, mp: int = 0) -> Any:
         """The optimizer state dict of one partition's file."""
-        name = self.names.optimizer[part, 0]
+        name = self.names.optimizer[part, mp]
         tree = self.tree(name).get("optimizer_state_dict")
         if not isinstance(tree, dict):
             raise DamagedFileError("an optimizer file holds no optimizer", file=self.full_path(name),
@@ -173,11 +191,20 @@ class NativeCheckpoint:
                                    fix="build the model with the configuration that the checkpoint was trained with")
         return ref.shape
 
-    def module(self) -> Mapping[str, Any]:
-        module = self.meta.get("module")
+    def model_of(self, mp: int, part: int = 0) -> str:
+        """Name of the model file of a model-parallel rank (at ZeRO-3 of one partition)."""
+        found = self.names.model.get((None, mp)) or self.names.model.get((part, mp))
+        if found is None:
+            raise NotFoundError("a model file is missing", file=self.folder, found="no file",
+                                expected=f"partition {part}, model-parallel rank {mp}", fix="restore it, or load another tag")
+        return found
+
+    def module(self, mp: int = 0) -> Mapping[str, Any]:
+        """Weights and buffers of one model-parallel rank's model file."""
+        module = self.tree(self.model_of(mp)).get("module")
         if not isinstance(module, dict):
             raise UnsupportedError("the model file holds no module weights (a pipeline checkpoint)",
-                                   file=self.full_path(self.model_name))
+                                   file=self.full_path(self.model_of(mp)))
         return cast("Mapping[str, Any]", module)
 
     def _manifest(self, found: Contents) -> Manifest:
@@ -191,7 +218,7 @@ class NativeCheckpoint:
         kept = [name for name in module if name not in flat and name not in aliases]
         buffer_names = set(self.meta.get("buffer_names") or [])
         frozen = self.meta.get("frozen_param_shapes") or {}
-        params = [ParamSpec(name, shapes.get(name) or self._shape(module, name), dtype) for name in
+        params = [self._spec(name, tuple(shapes.get(name) or self._shape(module, name)), dtype, "trainable") for name in
                   dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
         buffers = list(found.buffers)
         split = found.engine == "zero3"
@@ -206,15 +233,34 @@ class NativeCheckpoint:
             if not isinstance(value, TensorRef):
                 raise DamagedFileError("the value of a parameter is missing", file=self.full_path(self.model_name),
                                        parameter=name)
-            params.append(ParamSpec(name, shape, value.storage.dtype, "frozen" if is_frozen else "buffer"))
+            params.append(self._spec(name, shape, value.storage.dtype, "frozen" if is_frozen else "buffer"))
             size, parts = math.prod(shape), self.partitions if cut else 1
             buffers.append(FlatBuffer((Member(name, 0, size),), -(-size // parts) if cut else size, parts,
                                       "each" if cut else "whole", ((VALUE, value.storage.dtype),)))
         zero_stage = self._zero_stage(found)
         world = int(self.meta.get("dp_world_size") or 1)
-        return Manifest(found.engine, Mesh(dp=world, zero=zero_stage), tuple(params), tuple(buffers), found.groups,
-                        (*found.scalars, *({},) * (len(buffers) - len(found.buffers))), ties,
+        mesh = Mesh(tp=self.tensor_parallel, dp=world, zero=zero_stage)
+        scalars = (*found.scalars, *({},) * (len(buffers) - len(found.buffers)))
+        return Manifest(found.engine, mesh, tuple(params), tuple(buffers), found.groups, scalars, ties,
                         run={key: self.meta.get(key) for key in ("global_steps", "skipped_steps", "ds_version")})
+
+    def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
+        """The parameter with the declared layout, whose share of one rank must have the shape in the file."""
+        declared = (self._specs or {}).get(name)
+        if self.tensor_parallel == 1 and (declared is None or declared.shape != local):
+            return ParamSpec(name, local, dtype, kind)  # another shape is an error of the comparison with the target
+        if declared is None and kind == "buffer":
+            return ParamSpec(name, local, dtype, kind)
+        if declared is None:
+            raise RuleError("a tensor-parallel parameter of the checkpoint is not declared", parameter=name,
+                            file=self.full_path(self.model_name), expected="a parameter of the family", found="none",
+                            fix="build the model as the run that wrote the checkpoint did")
+        share = declared.layout.local_shape(name, declared.shape, {"tp": (self.tensor_parallel, 0)})
+        if share != local:
+            raise ModelMismatchError("the checkpoint's share of a parameter is not what its layout says", parameter=name,
+                                     file=self.full_path(self.model_name), found=local,
+                                     expected=f"{share} of {declared.shape} at tp={self.tensor_parallel}")
+        return replace(declared, dtype=dtype, kind=kind)
 
     def _zero_stage(self, found: Contents) -> int:
         if found.engine == "zero3":
@@ -287,21 +333,14 @@ class NativeCheckpoint:
         opened.read_into(opened.record(ref.storage), ref.offset_elems * len(data), memoryview(data))
         return float(struct.unpack(layout, data)[0])
 
-    def _frozen_ref(self, name: str, part: int) -> Any:
-        held = self.tree(self._model_of(part)).get("frozen_param_fragments") or {}
+    def _frozen_ref(self, name: str, part: int, mp: int = 0) -> Any:
+        held = self.tree(self.model_of(mp, part)).get("frozen_param_fragments") or {}
         return held.get(name)
-
-    def _model_of(self, part: int) -> str:
-        found = self.names.model.get((part, 0))
-        if found is None:
-            raise NotFoundError("a model file is missing", file=self.folder, expected=f"partition {part}", found="no file",
-                                fix="restore it, or load another tag")
-        return found
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees with the structure."""
         buffer = self.manifest.buffers[slot.buffer]
-        ref, name = self._ref(slot, buffer)
+        ref, name = self._ref(slot, buffer, dict(slot.cut).get("tp", 0))
         if not isinstance(ref, TensorRef):
             raise ForeignFileError(f"a file lacks the state {slot.state} that the first file has", file=self.full_path(name),
                                    parameter=buffer.members[0].param if buffer.members else None,
@@ -316,15 +355,17 @@ class NativeCheckpoint:
         file = self.file(name)
         return Where(file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
 
-    def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
+    def _ref(self, slot: Slot, buffer: FlatBuffer, mp: int) -> tuple[Any, str]:
         if slot.state == VALUE:
             param = buffer.members[0].param
             if buffer.partitions > 1 or (self.contents.engine == "zero3" and buffer.rule == "each"):
-                return self._frozen_ref(param, slot.part), self._model_of(slot.part)
-            return self.module().get(param), self.model_name
+                return self._frozen_ref(param, slot.part, mp), self.model_of(mp, slot.part)
+            return self.module(mp).get(param), self.model_of(mp)
         index = self.contents.indices[slot.buffer]
         if not self.names.optimizer:
+            name = self.model_of(mp)
             if slot.state == MASTER and isinstance(self._format, Plain):
-                return self.module().get(buffer.members[0].param), self.model_name
-            return self._format.element(self.meta["optimizer"], index, slot.state), self.model_name
-        return self._format.element(self.optimizer_tree(slot.part), index, slot.state), self.names.optimizer[slot.part, 0]
+                return self.module(mp).get(buffer.members[0].param), name
+            return self._format.element(self.tree(name)["optimizer"], index, slot.state), name
+        name = self.names.optimizer[slot.part, mp]
+        return self._format.element(self.optimizer_tree(slot.part, mp), index, slot.state), name

@@ -19,15 +19,15 @@ def check_file(checkpoint: NativeCheckpoint, name: str, stale: bool = False) -> 
     `stale` lets masters differ from the weights in the model file.
     """
     if name in checkpoint.names.optimizer.values():
-        part = next(dp for (dp, _), n in checkpoint.names.optimizer.items() if n == name)
-        found = checkpoint.read_contents(checkpoint.optimizer_tree(part), checkpoint.full_path(name), None)
+        part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
+        found = checkpoint.read_contents(checkpoint.optimizer_tree(part, mp), checkpoint.full_path(name), None)
         for what in ("engine", "buffers", "groups", "scalars", "scaler"):
             ours, theirs = getattr(checkpoint.contents, what), getattr(found, what)
             if ours != theirs:
                 raise ForeignFileError(f"an optimizer file differs from the first one in its {what}",
                                        file=checkpoint.full_path(name), **difference(ours, theirs))
         if not stale and found.engine in ("zero12", "bf16"):
-            _check_weights(checkpoint, part)
+            _check_weights(checkpoint, part, mp)
     elif name in checkpoint.names.model.values():
         tree = checkpoint.tree(name)
         for key in ("global_steps", "skipped_steps", "dp_world_size", "ds_version", "param_shapes"):
@@ -38,10 +38,10 @@ def check_file(checkpoint: NativeCheckpoint, name: str, stale: bool = False) -> 
         checkpoint.file(name)
 
 
-def _check_weights(checkpoint: NativeCheckpoint, part: int) -> None:
+def _check_weights(checkpoint: NativeCheckpoint, part: int, mp: int) -> None:
     """Samples a partition: its masters, rounded, are the weights of the model file, or it is of another run."""
     import torch  # inspecting a checkpoint must not need it
-    module = checkpoint.module()
+    module = checkpoint.module(mp)
     for number, buffer in enumerate(checkpoint.contents.buffers):
         fragments = list(buffer.fragments(part))
         for fragment in fragments[::max(1, len(fragments) // SAMPLES)]:
@@ -49,17 +49,17 @@ def _check_weights(checkpoint: NativeCheckpoint, part: int) -> None:
             weight = module.get(name)
             if not isinstance(weight, TensorRef) or not weight.is_contiguous:
                 continue
-            where = checkpoint.where(Slot(number, (("tp", 0),), part, MASTER))
+            where = checkpoint.where(Slot(number, (("tp", mp),), part, MASTER))
             middle = (fragment.high - fragment.low) // 2
             ours = _element(where.file, where.record, where.dtype,
                                  where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + middle)
-            model = checkpoint.file(checkpoint.model_name)
+            model = checkpoint.file(checkpoint.model_of(mp))
             theirs = _element(model, model.record(weight.storage), weight.storage.dtype,
                                    weight.offset_elems + fragment.low + middle)
             if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
                 raise ForeignFileError(
                     "the master weights are not those of the model file", file=where.file.path, parameter=name,
-                    expected=f"{theirs.item()} as in {checkpoint.model_name}", found=f"{ours.item()}",
+                    expected=f"{theirs.item()} as in {checkpoint.model_of(mp)}", found=f"{ours.item()}",
                     fix="put the files of one save into the folder; if masters were changed on purpose, load with "
                         'allow={"stale"}')
 

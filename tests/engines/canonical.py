@@ -17,10 +17,10 @@ POSITIVE = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "exp_inf"}
 def provenance(number: int, state: str, shape: torch.Size) -> torch.Tensor:
     """Values that differ from those of every other (parameter number, state, index); exponents 2**-7 to 2**0."""
     count = shape.numel()
-    index = torch.arange(count, dtype=torch.int64) + ((number * 8 + (STATES.index(state) + 1 if state != "fp32" else 0)) << 12)
-    if count >= 1 << 12 or number >= 1 << 10:
+    index = torch.arange(count, dtype=torch.int64) + ((number * 8 + (STATES.index(state) + 1 if state != "fp32" else 0)) << 15)
+    if count > 1 << 15 or number >= 1 << 7:
         raise ValueError("too large for a collision-free pattern")
-    mixed = (index * 0x2545F4914F6CDD1D) & ((1 << 26) - 1)  # odd factor: a bijection of 26 bits, for up to 2**11 tensors
+    mixed = (index * 0x2545F4914F6CDD1D) & ((1 << 26) - 1)  # odd factor: a bijection of 26 bits
     bits = (120 << 23) + mixed
     if state not in POSITIVE:
         bits = torch.where(index % 2 == 1, bits - (1 << 31), bits)
@@ -95,13 +95,23 @@ def shapes(engine: Any) -> dict[str, torch.Size]:
 def fill(engine: Any) -> None:
     """Overwrites every master and every element-wise state of this rank with provenance values, then the weights."""
     numbers = {n: i for i, n in enumerate(sorted(shapes(engine)))}
-    state = base_of(engine).state
+    state, params = base_of(engine).state, dict(engine.module.named_parameters())
     for name, first, count, master, offset, _ in _runs(engine):
         for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
-            values = provenance(numbers[name], key, shapes(engine)[name]).reshape(-1)[first:first + count]
+            values = share(engine, params[name], numbers[name], key, shapes(engine)[name]).reshape(-1)[first:first + count]
             flat = master.data if key == "fp32" else state[master][key]
             flat.view(-1)[offset:offset + count] = values
     write_weights(engine)
+
+
+def share(engine: Any, param: Any, number: int, key: str, local: torch.Size) -> torch.Tensor:
+    """This rank's share of a whole tensor of provenance values, cut by megatron-core's own attributes."""
+    size, rank = tensor_size(engine), tensor_rank(engine)
+    if size == 1 or not getattr(param, "tensor_model_parallel", False):
+        return provenance(number, key, local)
+    dim, stride = param.partition_dim, param.partition_stride
+    whole = provenance(number, key, torch.Size([n * size if d == dim else n for d, n in enumerate(local)]))
+    return torch.cat([part.chunk(size, dim)[rank] for part in whole.chunk(stride, dim)], dim)
 
 
 def write_weights(engine: Any) -> None:
@@ -130,7 +140,8 @@ def canonical(engine: Any) -> dict[str, Any]:
 
     Collective; the same dict on every rank.
     """
-    full: dict[tuple[str, str], torch.Tensor] = {}
+    full: dict[tuple[str, str, int], torch.Tensor] = {}
+    tp = tensor_rank(engine)
     scalars: dict[tuple[str, str], float] = {}
     hyper: dict[str, dict[str, Any]] = {}
     state, groups = base_of(engine).state, base_of(engine).param_groups
@@ -140,26 +151,29 @@ def canonical(engine: Any) -> dict[str, Any]:
         held = state.get(master, {})
         for key in ("fp32", *(k for k in held if isinstance(held[k], torch.Tensor) and held[k].dim())):
             flat = master.data if key == "fp32" else held[key]
-            pieces.append((name, key, first, flat.detach().view(-1)[offset:offset + count].clone().cpu()))
+            pieces.append((name, key, tp, first, flat.detach().view(-1)[offset:offset + count].clone().cpu()))
         group = groups[min(g, len(groups) - 1)]
         meta = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()
                 if k in ("lr", "weight_decay", "betas", "eps", "momentum", "initial_lr", "amsgrad", "alpha", "lr_decay")}
-        pieces.append((name, None, {k: float(v) for k, v in held.items() if not isinstance(v, torch.Tensor) or not v.dim()},
+        pieces.append((name, None, tp, {k: float(v) for k, v in held.items() if not isinstance(v, torch.Tensor) or not v.dim()},
                        meta))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, pieces)
     for piece in [p for rank in gathered for p in rank]:
         name, key = piece[0], piece[1]
         if key is None:
-            for k, v in piece[2].items():
+            for k, v in piece[3].items():
                 if scalars.setdefault((name, k), v) != v:
                     raise AssertionError(f"ranks disagree on {k} of {name}")
-            if hyper.setdefault(name, piece[3]) != piece[3]:
+            if hyper.setdefault(name, piece[4]) != piece[4]:
                 raise AssertionError(f"ranks disagree on the hyper-parameters of {name}")
             continue
-        whole = full.setdefault((name, key), torch.full(size[name], float("nan")).reshape(-1))
-        whole[piece[2]:piece[2] + len(piece[3])] = piece[3]
-    return {"full": {k: v.reshape(size[k[0]]) for k, v in full.items()}, "scalars": scalars, "hyper": hyper,
+        whole = full.setdefault((name, key, piece[2]), torch.full(size[name], float("nan")).reshape(-1))
+        whole[piece[3]:piece[3] + len(piece[4])] = piece[4]
+    params = dict(engine.module.named_parameters())
+    joined = {(name, key): join([full[name, key, t].reshape(size[name]) for t in range(tensor_size(engine))], params[name])
+              for name, key, t in full if t == 0}
+    return {"full": joined, "scalars": scalars, "hyper": hyper,
             "weights": weights(engine), "values": values(engine), "scheduler": engine.lr_scheduler.state_dict(),
             "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
             "scale": loss_scale(engine)}
@@ -177,8 +191,31 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     """The training copies, as the forward pass sees them."""
     import deepspeed
     params = dict(engine.module.named_parameters())
+    held: list[Any] = [None] * dist.get_world_size()
     with deepspeed.zero.GatheredParameters(list(params.values()), enabled=engine.zero_optimization_stage() == 3):
-        return {n: p.detach().clone().cpu() for n, p in params.items()}
+        dist.all_gather_object(held, (tensor_rank(engine), {n: p.detach().clone().cpu() for n, p in params.items()}))
+    by_rank = {tp: weights for tp, weights in reversed(held)}
+    return {n: join([by_rank[t][n] for t in range(tensor_size(engine))], params[n]) for n in params}
+
+
+def tensor_size(engine: Any) -> int:
+    return int(engine.mp_world_size)
+
+
+def tensor_rank(engine: Any) -> int:
+    return engine.mpu.get_tensor_model_parallel_rank() if tensor_size(engine) > 1 else 0
+
+
+def join(parts: list[torch.Tensor], param: Any) -> torch.Tensor:
+    """One parameter from its shares, by megatron-core's own attributes (not by the package's tables)."""
+    if len(parts) == 1:
+        return parts[0]
+    if not getattr(param, "tensor_model_parallel", False):
+        if not all(torch.equal(bits(parts[0]), bits(p)) for p in parts):
+            raise AssertionError("copies of a replicated parameter differ")
+        return parts[0]
+    dim, stride = param.partition_dim, param.partition_stride
+    return torch.cat([torch.cat([p.chunk(stride, dim)[i] for p in parts], dim) for i in range(stride)], dim)
 
 
 def values(engine: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,97 @@
+"""The whole optimizer state of a live engine, gathered by DeepSpeed's own accessors, to check what a load restored.
+
+Nothing here uses megatron_ucp: a check by the code that it checks would show nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+States = dict[str, Any]
+
+
+def base_optimizer(engine: Any) -> torch.optim.Optimizer:
+    """The torch optimizer, inside DeepSpeed's wrapper or alone (ZeRO-0 in fp32)."""
+    return engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
+
+
+def masters(engine: Any) -> list[tuple[int, torch.Tensor]]:
+    """(group, master) for the tensors that this rank's optimizer steps; from ZeRO-1 on flat pieces of many parameters."""
+    stage, wrapper = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 3:
+        return [(wrapper.sub_group_to_group_id[i], m) for i, m in enumerate(wrapper.fp32_partitioned_groups_flat)]
+    if stage:
+        return list(enumerate(wrapper.single_partition_of_fp32_groups))
+    return [(g, p) for g, group in enumerate(wrapper.param_groups) for p in group["params"]]
+
+
+def gather(engine: Any) -> States:
+    """Every fp32 master, moment and weight in full, each group's steps and hyper-parameters, scheduler, counters.
+
+    Collective; the same on every rank. Moments and steps are left out before the first step, when there are none.
+    """
+    stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
+    if stage in (1, 2) and base.state:
+        # DeepSpeed links moments to parameters after the first group's first step, and never again: the accessor then
+        # misses those of other groups, and of every group after a load. Link them now.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found: States = {}
+    for name, param in engine.module.named_parameters():
+        found[f"master of {name}"] = safe_get_full_fp32_param(param) if stage else param
+        for key in MOMENTS if base.state else ():
+            found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
+        with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+            found[f"weight of {name}"] = param.detach().clone()
+    found = {key: value.detach().clone() for key, value in found.items()}
+    for number, group in enumerate(base.param_groups):
+        found[f"hyper-parameters of group {number}"] = {k: v for k, v in group.items() if k != "params"}
+        mine = {float(base.state[m]["step"]) for g, m in masters(engine) if g == number and base.state}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        found[f"steps of group {number}"] = sorted(set().union(*ranks))
+    found["scheduler"] = engine.lr_scheduler.state_dict()
+    found["counters"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
+    return found
+
+
+def save(path: Path, found: States) -> None:
+    if dist.get_rank() == 0:
+        torch.save(found, path)
+
+
+def compare(path: Path, found: States, fresh: States) -> dict[str, Any]:
+    """What differs from the states in the file, bit by bit; `fresh` are those before the load, which have to differ."""
+    want = torch.load(path, weights_only=True)
+    different = sorted(want.keys() ^ found.keys())
+    different += [key for key in want.keys() & found.keys() if not equal(want[key], found[key])]
+    different += [f"{key}: the same before the load" for key in fresh
+                  if key.startswith("master of") and equal(want.get(key), fresh[key])]
+    sizes = {key: value.numel() for key, value in want.items() if isinstance(value, torch.Tensor)}
+    return {"different": different, "compared": sum(sizes.values()),
+            "parameters": sum(size for key, size in sizes.items() if key.startswith("master of"))}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal bits for tensors, so that 0.0 and -0.0 differ; equal values for the rest."""
+    if not isinstance(a, torch.Tensor):
+        return a == b
+    return a.dtype == b.dtype == torch.float32 and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def plant_fault(engine: Any) -> None:
+    """Flips the lowest bit of one master's first element on the last rank."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        masters(engine)[0][1].data.view(-1).view(torch.int32)[0] ^= 1
+
+
+def total(number: int) -> int:
+    """The sum over all ranks."""
+    value = torch.tensor(number)
+    dist.all_reduce(value)
+    return int(value)

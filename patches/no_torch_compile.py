@@ -1,0 +1,36 @@
+"""A machine without a GPU: megatron-core's `jit_fuser` leaves functions as they are instead of compiling them."""
+
+import sys
+from typing import Any
+
+from . import Patch
+
+
+def change() -> None:
+    import megatron.core.jit
+
+    megatron.core.jit.disable_jit_fuser()
+    # The import above has already run the decorator in the modules that megatron.core itself imports.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core"):
+            unwrap(module)
+            for thing in list(vars(module).values()):
+                if isinstance(thing, type) and thing.__module__.startswith("megatron.core"):
+                    unwrap(thing)
+
+
+def unwrap(holder: Any) -> None:
+    """Puts the original functions back into a module or a class."""
+    for name, thing in list(vars(holder).items()):
+        original = getattr(thing, "_torchdynamo_orig_callable", None)
+        if original is not None:
+            setattr(holder, name, original)
+
+
+PATCH = Patch(
+    package="megatron-core", versions=("0.16.1",), only_without_gpu=True,
+    upstream="megatron.core.jit.jit_fuser",
+    why="the first call of each of some forty small functions starts a C++ compiler, about 20 s and more than a test takes, "
+        "and fails where there is none",
+    until="upstream asks before it compiles, as torch.compile's own switches can",
+    change=change)
