@@ -12,16 +12,16 @@ from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
 from megatron_ucp.engines import agree
 from megatron_ucp.engines.family import model_of
 from megatron_ucp.engines.live import Live
-from megatron_ucp.engines.load import Report, load
+from megatron_ucp.engines.load import Report, check_options, load
 from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed_paths import scan
+from megatron_ucp.formats.deepspeed_paths import nothing_there, scan
 from megatron_ucp.formats.pt_file import PtFile
 
 SECTION = "universal_checkpoint"
-_KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list}
+_KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list, "family": str}
 _ATTACHED = "_ucp_attached"
 
 
@@ -34,6 +34,7 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
     """
     if _ATTACHED in engine.__dict__:
         return engine
+    check_options(**options)
     check_versions()
     with agree.together():
         model = model_of(engine, family)
@@ -54,10 +55,13 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
     @functools.wraps(stock_load)
     def load_checkpoint(load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
                         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
-                        native: bool = False) -> tuple[str, Mapping[str, Any]]:
+                        native: bool = False) -> tuple[str | None, Mapping[str, Any] | None]:
         if native or custom_load_fn is not None:
             return stock_load(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                               load_module_only, custom_load_fn)
+        if tag is None and nothing_there(load_dir):
+            _warn(f"megatron_ucp: no checkpoint in {load_dir}, starting from the beginning")  # as DeepSpeed does
+            return None, None
         chosen = dict(options)
         if not load_module_strict:
             chosen["allow"] = {*chosen.get("allow", ()), "missing", "extra"}
@@ -69,6 +73,11 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     return engine
+
+
+def _warn(text: str) -> None:
+    from deepspeed.utils import logger
+    logger.warning(text)
 
 
 def _log(report: Report) -> None:
@@ -129,15 +138,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def options_of(config: Any) -> dict[str, Any] | None:
-    """Options of the section "universal_checkpoint" of a DeepSpeed config (dict or path); None where it is not enabled.
+    """Options of the section "universal_checkpoint" of a parsed DeepSpeed config; None where it is not enabled.
 
-    The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an unknown key.
+    The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an unknown key or value.
     """
-    if isinstance(config, str | os.PathLike):
-        import hjson
-        config = hjson.loads(Path(config).read_text())  # as DeepSpeed reads it: with comments and trailing commas
-    if not isinstance(config, Mapping):
-        return None
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
         raise UsageError(f'"{SECTION}" of the DeepSpeed config is a section', expected='{"enabled": true}', found=repr(section))
@@ -146,19 +150,19 @@ def options_of(config: Any) -> dict[str, Any] | None:
         raise UsageError(f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
                          expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
                          found=", ".join(f"{k}: {section[k]!r}" for k in unknown))
+    options = {key: value for key, value in section.items() if key != "enabled"}
+    check_options(**{key: value for key, value in options.items() if key != "family"})
     stock = bool((config.get("checkpoint") or {}).get("load_universal"))
-    if not section.get("enabled", stock):
-        return None
-    return {key: value for key, value in section.items() if key != "enabled"}
+    return options if section.get("enabled", stock) else None
 
 
-def initialize(*args: Any, config: Any = None, family: Any = None, **kwargs: Any) -> Any:
+def initialize(*args: Any, family: Any = None, **kwargs: Any) -> Any:
     """`deepspeed.initialize`, with the engine attached. Takes and returns what that does."""
     import deepspeed
-    options = options_of(_config_of(args, config, kwargs)) or {}
     stock = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
-    made = stock(*args, config=config, **kwargs)
-    attach(made[0], family, **options)
+    made: Any = stock(*args, **kwargs)
+    options = options_of(made[0]._config._param_dict) or {}
+    attach(made[0], **{**options, "family": family or options.get("family")})
     return made
 
 
@@ -172,17 +176,11 @@ def install() -> None:
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        options = options_of(_config_of(args, kwargs.get("config"), kwargs))
-        made = stock(*args, **kwargs)
+        made: Any = stock(*args, **kwargs)
+        options = options_of(made[0]._config._param_dict)
         if options is not None:
             attach(made[0], **options)
         return made
 
     setattr(wrapped, _ATTACHED, True)
     deepspeed.initialize = wrapped
-
-
-def _config_of(args: tuple[Any, ...], config: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The config as `deepspeed.initialize` finds it: config, config_params, or args.deepspeed_config."""
-    namespace = args[0] if args else kwargs.get("args")
-    return config or kwargs.get("config_params") or getattr(namespace, "deepspeed_config", None)

@@ -73,7 +73,7 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
     reason, and refuses to step and to save where it could not.
     """
     started = time.perf_counter()
-    _check_arguments(hyper, allow)
+    check_options(hyper=hyper, allow=allow)
     optimizer = load_optimizer_states and not load_module_only
     with agree.together():
         model = model_of(engine, family)
@@ -103,12 +103,15 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
                   time.perf_counter() - started, client_state, tuple(job.notes), int(engine.global_steps))
 
 
-def _check_arguments(hyper: str, allow: Collection[str]) -> None:
+def check_options(hyper: str = "checkpoint", checksums: bool = True, allow: Collection[str] = (), **unknown: Any) -> None:
+    """Raises UsageError for an option of `load` that is not known, before anybody trains for hours with it."""
+    if unknown:
+        raise UsageError("an option is not known", expected="hyper, checksums, allow", found=", ".join(sorted(unknown)))
     if hyper not in ("checkpoint", "config"):
         raise UsageError("hyper says where hyper-parameters come from", expected="checkpoint or config", found=hyper)
-    unknown = sorted(set(allow) - set(ALLOWANCES)) if not isinstance(allow, str) else [allow]
-    if unknown:
-        raise UsageError("allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(unknown))
+    wrong = sorted(set(allow) - set(ALLOWANCES)) if not isinstance(allow, str) else [allow]
+    if wrong:
+        raise UsageError("allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(wrong))
 
 
 def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, allow: frozenset[str]) -> _Job:

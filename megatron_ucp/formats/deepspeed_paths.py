@@ -75,6 +75,15 @@ def _tags(path: Path) -> str:
     return "tags: " + ", ".join(found) if found else "no tag folder with state files"
 
 
+def nothing_there(path: str | Path) -> bool:
+    """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a run's first start."""
+    path = Path(path)
+    if not path.exists():
+        return True
+    return path.is_dir() and not (path / "latest").exists() and not (path / "latest_universal").exists() and \
+        not _state_files(path) and not any(p.is_dir() and _state_files(p) for p in path.iterdir())
+
+
 def _state_files(path: Path) -> bool:
     return any(p.name.endswith("_states.pt") for p in path.iterdir())
 

@@ -55,12 +55,32 @@ def make_engine(run: Run) -> Any:
     return engine
 
 
+def record_norms(engine: Any) -> list[float]:
+    """Gradient norms before clipping, filled step by step. Without ZeRO in fp32 the engine throws its norm away."""
+    import deepspeed.runtime.engine as module
+
+    norms: list[float] = []
+    step = engine._take_model_step
+
+    def clip_and_record() -> None:
+        norms.append(float(module.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu)))
+
+    def step_and_record(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        if engine.get_global_grad_norm() is not None:
+            norms.append(float(engine.get_global_grad_norm()))
+
+    engine.clip_fp32_gradients, engine._take_model_step = clip_and_record, step_and_record
+    return norms
+
+
 def train(run: Run, steps: int = 20) -> dict[str, list[float]]:
     """The global batch's mean loss and the gradient norm before clipping, by step."""
     engine = make_engine(run)
     mesh = models.mpu()
+    norms = record_norms(engine)
     dp, index = mesh.get_data_parallel_world_size(), mesh.get_data_parallel_rank()
-    losses, norms = [], []
+    losses = []
     for step in range(steps):
         total = torch.zeros(1, dtype=torch.float64)
         for part in batch(step).chunk(dp)[index].chunk(run.accumulate):
@@ -70,7 +90,6 @@ def train(run: Run, steps: int = 20) -> dict[str, list[float]]:
             total += value.detach().double() / run.accumulate
         dist.all_reduce(total, group=mesh.get_data_parallel_group())
         losses.append(float(total) / dp)
-        norms.append(float(engine.get_global_grad_norm() or 0.0))
     engine.destroy()
     models.stop()
     return {"losses": losses, "norms": norms}

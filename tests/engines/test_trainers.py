@@ -1,9 +1,12 @@
 """Trainers that call `deepspeed.initialize` themselves: HF Trainer, Accelerate, and scripts under the module runner."""
 
+import base64
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,30 +96,36 @@ def test_accelerate_resumes_on_another_mesh(ranks: RankPool, tmp_checkpoints: Pa
     check_losses(reference["losses"], found[0]["losses"])
 
 
-def test_the_section_is_found_in_a_config_file_with_comments(tmp_path: Path) -> None:
-    """DeepSpeed reads its config files as Hjson."""
-    path = tmp_path / "ds_config.json"
-    path.write_text('{\n  // comment\n  "train_batch_size": 4,\n  "universal_checkpoint": {"enabled": true},\n}')
-    assert options_of(str(path)) == {}
+@pytest.mark.parametrize("form", ["dict", "file with comments", "base64"])
+def test_the_section_is_found_wherever_deepspeed_finds_its_config(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    config: Any = {"train_batch_size": 1, "universal_checkpoint": {"enabled": True, "hyper": "config"}}
+    if form == "file with comments":
+        (tmp_path / "ds.json").write_text("{\n  // mine\n" + json.dumps(config)[1:-1] + ",\n}")
+        config = str(tmp_path / "ds.json")
+    elif form == "base64":
+        config = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert ranks.run(1, "tests.engines.trainer_jobs:installed", config) == [True]
 
 
-def test_a_section_that_is_no_section_is_a_named_error() -> None:
-    with pytest.raises(UsageError, match="found: True"):
-        options_of({"universal_checkpoint": True})
-
-
-@pytest.mark.parametrize(("section", "found"), [({"enable": True}, "enable"), ({"enabled": "yes"}, "enabled"),
-                                                ({"enabled": True, "checksum": False}, "checksum")])
-def test_an_unknown_key_in_the_section_is_a_named_error(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any],
-                                                        found: str) -> None:
+@pytest.mark.parametrize(("section", "found"), [
+    ({"enable": True}, "enable"), ({"enabled": "yes"}, "enabled"), ({"enabled": True, "checksum": False}, "checksum"),
+    (True, "True"), ({"enabled": True, "hyper": "both"}, "both"), ({"enabled": True, "allow": ["all"]}, "all")])
+def test_an_unknown_key_or_value_in_the_section_is_a_named_error(ranks: RankPool, section: Any, found: str) -> None:
+    with pytest.raises(UsageError, match=f"found: .*{found}"):
+        options_of({"train_batch_size": 1, "universal_checkpoint": section})
     config = {"train_batch_size": 1, "universal_checkpoint": section}
-    with pytest.raises(UsageError, match=f"(?s)universal_checkpoint.*found: {found}: "):
-        options_of(config)
-    import deepspeed
-    monkeypatch.setattr(deepspeed, "initialize", lambda **_: pytest.fail("the engine was built"))
-    ucp.install()
-    with pytest.raises(UsageError, match=found):
-        deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
+    assert found in ranks.run(1, "tests.engines.trainer_jobs:installed", config)[0]
+
+
+def test_an_unknown_option_of_attach_is_a_named_error() -> None:
+    with pytest.raises(UsageError, match="hypr"):
+        ucp.attach(SimpleNamespace(), hypr="config")
+
+
+def test_a_folder_without_any_checkpoint_is_a_fresh_start(ranks: RankPool, tmp_path: Path) -> None:
+    """As in DeepSpeed, through the engine's own method and without a tag; a tag that is not there is an error."""
+    found = ranks.run(1, "tests.engines.trainer_jobs:first_start", str(tmp_path))[0]
+    assert found == [(None, None), (None, None), "NotFoundError", "NotFoundError"]
 
 
 def torchrun(world: int, *command: str) -> "subprocess.CompletedProcess[str]":

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,3 +149,34 @@ def refused(installed: bool, config: Mapping[str, Any], **arguments: Any) -> str
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "it was not refused"
+
+
+def installed(config: Any) -> bool | str:
+    """Whether `install` attaches an engine with this config and its options; what it says where it refuses."""
+    import deepspeed
+
+    stock = deepspeed.initialize
+    ucp.install()
+    try:
+        engine = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config, dist_init_required=False)[0]
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        deepspeed.initialize = stock
+    return "_ucp_attached" in engine.__dict__
+
+
+def first_start(folder: str) -> list[Any]:
+    """What the engine's own load says to folders without a checkpoint."""
+    from tests.engines.model import Setup, make_engine
+
+    engine = make_engine(Setup(1))
+    out: list[Any] = [engine.load_checkpoint(folder), engine.load_checkpoint(folder + "/not/there")]
+    for tag, path in (("global_step1", folder), (None, folder)):
+        try:
+            if tag is None:
+                (Path(folder) / "latest").write_text("gone")
+            engine.load_checkpoint(path, tag=tag)
+        except ucp.UcpError as error:
+            out.append(type(error).__name__)
+    return out
