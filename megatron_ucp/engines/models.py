@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-CPU_PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu")
+PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu", "unfused_norm")
 
-# The process groups that `start` made, in the order in which they were made: the same on all ranks.
-_groups: list[Any] = []
+# Names of the process groups that `start` made. Not the groups: they would be kept alive after the end of the world.
+_groups: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ModelConfig:
 
 def start(tp: int, seed: int) -> None:
     """Makes megatron-core's process groups for the current world (dp = world / tp, default rank order) and seeds all
-    generators as Megatron does; where there is no GPU, the patches that megatron-core needs are applied.
+    generators as Megatron does. Applies the patches that training needs; those for machines without a GPU only there.
 
     Collective. Raises UsageError when torch.distributed is not initialised, when tp does not divide the world, or when
     the groups of an earlier `start` are still there.
@@ -113,16 +113,17 @@ def start(tp: int, seed: int) -> None:
                          expected=f"a divisor of {world}", found=tp)
     import megatron_ucp_patches as patches
 
-    for name in CPU_PATCHES:
+    for name in PATCHES:
         patches.apply(name)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if parallel_state.model_parallel_is_initialized():
         raise UsageError("megatron-core's process groups are there already", fix="call models.stop() first")
-    before = set(_all_groups())
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    _groups[:] = [group for group in _all_groups() if group not in before]
+    before = set(_open_groups())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
+    _groups.clear()
+    _groups.update(set(_open_groups()) - before)
     torch.manual_seed(seed)  # dropout outside of the tensor-parallel regions: the same on all tensor-parallel ranks
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
@@ -136,18 +137,17 @@ def stop() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    left = set(_all_groups())
-    for group in _groups:
-        if group in left:
+    for name, group in _open_groups().items():
+        if name in _groups:
             dist.destroy_process_group(group)
     _groups.clear()
 
 
-def _all_groups() -> list[Any]:
-    """All process groups that this rank belongs to."""
+def _open_groups() -> dict[str, Any]:
+    """All process groups that this rank belongs to, by name."""
     from torch.distributed import distributed_c10d
 
-    return list(distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return {name: group for group, name in distributed_c10d._world.pg_names.items()} if dist.is_initialized() else {}
 
 
 class _Mpu:
@@ -197,8 +197,9 @@ def build(config: ModelConfig) -> "GPTModel":
     for name, param in model.named_parameters():
         set_defaults(param)  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
         _initialise(name, param, config, tp, rank)
-        if getattr(param, "sequence_parallel", False) and tp > 1:
+        if getattr(param, "sequence_parallel", False):
             param.register_hook(_sum_over_tensor_parallel)
+    model.ucp_true_vocab = config.true_vocab  # read by engines/family
     return model
 
 

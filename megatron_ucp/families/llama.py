@@ -8,7 +8,8 @@ from megatron_ucp.families.base import Declared, Family, Sizes
 def table(sizes: Sizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes that are no LLaMA."""
     if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated:
-        raise UsageError("these sizes are no LLaMA", expected="a gated MLP, no biases, no learned positions", found=str(sizes))
+        raise UsageError("these sizes are no LLaMA", expected="a gated MLP, no biases, no learned positions", found=str(sizes),
+                         fix="give the family that the model was built with")
     return gpt.table(sizes)
 
 

@@ -215,7 +215,8 @@ class NativeCheckpoint:
             shapes.update(named)
         ties = self._ties(module, flat)
         aliases = {alias for tie in ties for alias in tie.aliases}
-        kept = [name for name in module if name not in flat and name not in aliases]
+        # `_extra_state` is None for every module of megatron-core's local layer spec
+        kept = [name for name, value in module.items() if name not in flat and name not in aliases and value is not None]
         buffer_names = set(self.meta.get("buffer_names") or [])
         frozen = self.meta.get("frozen_param_shapes") or {}
         params = [self._spec(name, tuple(shapes.get(name) or self._shape(module, name)), dtype, "trainable") for name in

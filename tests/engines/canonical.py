@@ -237,7 +237,7 @@ def differences(want: dict[str, Any], have: dict[str, Any], same_dtype: bool = T
                   for n in side["hyper"]} for side in (want, have)]
         want, have = {**want, "hyper": hyper[0]}, {**have, "hyper": hyper[1]}
     for part in ("full", "values", *(["weights"] if same_dtype else [])):
-        if want[part].keys() != have[part].keys() or not want[part]:
+        if want[part].keys() != have[part].keys() or (part == "full" and not want[part]):
             out.append(f"{part}: keys {sorted(map(str, want[part].keys() ^ have[part].keys()))}")
         out += [f"{part} {key}" for key in want[part].keys() & have[part].keys()
                 if want[part][key].dtype != have[part][key].dtype or not torch.equal(bits(want[part][key]),

@@ -1,12 +1,16 @@
 """What the ranks do in the tests of the megatron-core models."""
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
 from megatron_ucp.engines import models
+from megatron_ucp.errors import UcpError
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
 GPT = models.ModelConfig("gpt", layers=2, hidden=32, ffn=48, heads=4, groups=4, vocab=64, true_vocab=61, positions=SEQUENCE,
@@ -24,7 +28,7 @@ class Run:
     zero: int = 0
     dtype: str = "fp32"
     accumulate: int = 1
-    hooks: bool = True  # sums of sequence-parallel gradients; off for the negative control
+    plant: str = ""  # what is undone in a negative control
 
 
 def batch(step: int) -> torch.Tensor:
@@ -39,9 +43,11 @@ def make_engine(run: Run) -> Any:
     config = replace(run.model, dtype=run.dtype)
     models.start(run.tp, config.seed)
     model = models.build(config)
-    if not run.hooks:
-        for param in model.parameters():
+    for param in model.parameters():
+        if run.plant == "no sums over the sequence":
             param._backward_hooks = None
+        if run.plant == "no attributes":
+            param.tensor_model_parallel = False  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1))
     dp = dist.get_world_size() // run.tp
     settings: dict[str, Any] = {
@@ -52,6 +58,10 @@ def make_engine(run: Run) -> Any:
         settings["bf16"] = {"enabled": True}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=models.mpu(),
                                       dist_init_required=False)
+    if run.plant == "unpatched norm":
+        from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params as stock
+        from deepspeed.runtime.fp16 import unfused_optimizer
+        unfused_optimizer.split_params_grads_into_shared_and_expert_params = stock
     return engine
 
 
@@ -92,4 +102,94 @@ def train(run: Run, steps: int = 20) -> dict[str, list[float]]:
         losses.append(float(total) / dp)
     engine.destroy()
     models.stop()
+    if run.plant == "unpatched norm":
+        patches.find("unfused_norm").change()  # back to what the other jobs of this process expect
     return {"losses": losses, "norms": norms}
+
+
+def live(configs: Sequence[models.ModelConfig], tp: int) -> list[dict[str, Any]]:
+    """Each model's parameters as megatron-core holds them on this rank: values and the attributes that are there."""
+    found = []
+    models.start(tp, seed=1)
+    for config in configs:
+        model = models.build(config)
+        found.append({name: (param.detach().clone(), dict(param.__dict__)) for name, param in model.named_parameters()})
+    models.stop()
+    return found
+
+
+def groups_and_steps(config: models.ModelConfig) -> dict[str, Any]:
+    """What param_groups makes of a model, one of whose layers is frozen."""
+    models.start(1, seed=1)
+    model = models.build(config)
+    model.decoder.layers[0].requires_grad_(False)
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = models.param_groups(model, lr=0.5, weight_decay=0.25)
+    models.stop()
+    return {"frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
+            "groups": [([names[id(p)] for p in g["params"]], g["lr"], g["weight_decay"]) for g in groups]}
+
+
+def masked(config: models.ModelConfig, tp: int) -> dict[str, float]:
+    """Losses of one batch: of all tokens, of the first half, of the second half, of none; each part on its own."""
+    models.start(tp, seed=1)
+    model = models.build(config)
+    tokens = batch(0)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    first = torch.zeros(inputs.shape)
+    first[:, : SEQUENCE // 2] = 1
+    masks = {"all": None, "ones": torch.ones(inputs.shape), "first": first, "second": 1 - first, "none": torch.zeros(inputs.shape)}
+    out = {name: float(models.loss(model, inputs, labels, mask)) for name, mask in masks.items()}
+    out["short"] = float(models.loss(model, inputs[:, : SEQUENCE // 2], labels[:, : SEQUENCE // 2]))
+    models.stop()
+    return out
+
+
+def generators(config: models.ModelConfig, tp: int) -> list[bytes]:
+    """After a step with dropout: the default generator, and the one of the tensor-parallel regions."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    models.start(tp, seed=3)
+    model = models.build(config)
+    before = torch.get_rng_state()
+    tokens = batch(0)
+    models.loss(model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+    states = [before, torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]]
+    models.stop()
+    return [state.numpy().tobytes() for state in states]
+
+
+def restarts(times: int) -> list[tuple[int, int]]:
+    """Open files and threads after each start and stop."""
+    out = []
+    for index in range(times):
+        models.start(1 + index % 2, seed=1)
+        models.stop()
+        out.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return out
+
+
+def refusals() -> dict[str, str]:
+    """On two ranks: what each wrong call raises."""
+    short = torch.zeros(1, 5, dtype=torch.int64)
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except UcpError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    attempt("not started", lambda: models.build(GPT))
+    attempt("world", lambda: models.start(3, 1))
+    models.start(2, 1)
+    attempt("twice", lambda: models.start(2, 1))
+    attempt("heads", lambda: models.build(replace(LLAMA, heads=3, groups=3, head_dim=8)))
+    attempt("vocabulary", lambda: models.build(replace(GPT, vocab=63)))
+    attempt("groups", lambda: models.build(replace(LLAMA, heads=6, groups=3, hidden=48)))
+    model = models.build(replace(LLAMA, sequence_parallel=True))
+    attempt("odd", lambda: models.loss(model, short, short))
+    attempt("long", lambda: models.loss(model, short.repeat(1, 4), short.repeat(1, 4)))
+    models.stop()
+    return found

@@ -17,13 +17,13 @@ class Sources:
     def __init__(self, ranks: RankPool, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
 
-    def get(self, dp: int, setup: Setup, **kwargs: Any) -> str:
+    def get(self, dp: int, setup: Any, job: str = "tests.engines.jobs:save", **kwargs: Any) -> str:
         key = f"{dp}_{zlib.crc32(repr((setup, sorted(kwargs.items()))).encode()):08x}"
         path = self.folder / key
         if not path.exists():
             path.mkdir()
             try:
-                self.ranks.run(dp, "tests.engines.jobs:save", setup, str(path), timeout_s=200, **kwargs)
+                self.ranks.run(dp, job, setup, str(path), timeout_s=200, **kwargs)
             except BaseException:
                 path.rename(self.folder / f"failed_{key}")  # or the next test takes it for whole
                 raise

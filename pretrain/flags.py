@@ -1,0 +1,163 @@
+"""Every flag of `pretrain_gpt.py`: one row each. `arguments` parses and checks them, docs/pretrain.md prints them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag, its other spellings and its default. `kind` converts one value; bool is a switch without a value, and
+    `value` is what the switch stores; `many` takes several values. `dest` is the attribute (None: from the name)."""
+
+    name: str
+    kind: Callable[[str], Any] | type = str
+    default: Any = None
+    help: str = ""
+    aliases: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
+    many: bool = False
+    dest: str | None = None
+    value: Any = True
+
+    @property
+    def attribute(self) -> str:
+        return self.dest or self.name.lstrip("-").replace("-", "_")
+
+
+MODEL = (
+    Flag("--model-family", choices=("gpt", "llama"), default="gpt", help="sets norm, MLP, biases, positions and tying"),
+    Flag("--num-layers", int, help="required"),
+    Flag("--hidden-size", int, help="required"),
+    Flag("--num-attention-heads", int, help="required"),
+    Flag("--ffn-hidden-size", int, help="default 4 x hidden; LLaMA: 8/3 x hidden, rounded down to 64"),
+    Flag("--kv-channels", int, help="head size; default hidden / heads"),
+    Flag("--group-query-attention", bool, False, "needs --num-query-groups"),
+    Flag("--num-query-groups", int, help="default: one per head", aliases=("--num-key-value-heads",)),
+    Flag("--seq-length", int, help="required"),
+    Flag("--max-position-embeddings", int, help="default --seq-length"),
+    Flag("--position-embedding-type", choices=("learned_absolute", "rope"), help="must be the family's"),
+    Flag("--use-rotary-position-embeddings", dest="position_embedding_type", kind=bool, value="rope", help="as type rope"),
+    Flag("--rotary-base", int, 10000, aliases=("--rotary-position-embeddings-theta",)),
+    Flag("--normalization", choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"), help="must be the family's"),
+    Flag("--norm-epsilon", float, 1e-5, aliases=("--layernorm-epsilon",)),
+    Flag("--swiglu", bool, help="must be the family's"),
+    Flag("--disable-bias-linear", bool, help="must be the family's"),
+    Flag("--untie-embeddings-and-output-weights", bool, help="default for LLaMA"),
+    Flag("--tie-embeddings-and-output-weights", bool, dest="untie_embeddings_and_output_weights", value=False,
+         help="default for GPT"),
+    Flag("--attention-dropout", float, 0.1, "default 0.1, LLaMA 0"),
+    Flag("--hidden-dropout", float, 0.1, "default 0.1, LLaMA 0"),
+    Flag("--init-method-std", float, 0.02),
+    Flag("--make-vocab-size-divisible-by", int, 128, "first run only: a resumed run keeps the checkpoint's vocabulary"),
+)
+MESH = (
+    Flag("--tensor-model-parallel-size", int, 1),
+    Flag("--sequence-parallel", bool, False),
+    Flag("--zero-stage", int, choices=(0, 1, 2, 3), help="default 1"),
+    Flag("--deepspeed_config", help="JSON file, merged with the flags; a contradiction is an error", aliases=("--deepspeed-config",)),
+    Flag("--distributed-timeout-minutes", int, 30),
+)
+DATA = (
+    Flag("--data-path", many=True, help="prefixes of .bin/.idx, text files or folders; each may have a weight before it"),
+    Flag("--mock-data", bool, False),
+    Flag("--split", default="969,30,1", help="weights of train, validation, test"),
+    Flag("--tokenizer-type", choices=("NullTokenizer", "ByteTokenizer", "HuggingFaceTokenizer", "HFTokenizer"),
+         default="ByteTokenizer"),
+    Flag("--tokenizer-model", help="folder of a Hugging Face tokenizer; read locally only"),
+    Flag("--vocab-size", int, help="NullTokenizer: number of ids without the end-of-document id (default 256)"),
+)
+TRAINING = (
+    Flag("--micro-batch-size", int, help="required"),
+    Flag("--global-batch-size", int, help="default --micro-batch-size x dp"),
+    Flag("--train-iters", int, help="one of these three is required"),
+    Flag("--train-samples", int),
+    Flag("--train-tokens", int, help="as --train-samples times --seq-length"),
+    Flag("--lr", float, help="required"),
+    Flag("--min-lr", float, 0.0),
+    Flag("--lr-decay-style", default="linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")),
+    Flag("--lr-decay-iters", int, help="default --train-iters"),
+    Flag("--lr-decay-samples", int),
+    Flag("--lr-warmup-iters", int),
+    Flag("--lr-warmup-samples", int),
+    Flag("--lr-warmup-fraction", float, help="of the decay"),
+    Flag("--lr-warmup-init", float, 0.0),
+    Flag("--lr-wsd-decay-style", default="exponential", choices=("linear", "cosine", "exponential", "minus_sqrt")),
+    Flag("--lr-wsd-decay-iters", int),
+    Flag("--lr-wsd-decay-samples", int),
+    Flag("--weight-decay", float, 0.01),
+    Flag("--clip-grad", float, help="default 1.0; 0 does not clip"),
+    Flag("--adam-beta1", float, 0.9),
+    Flag("--adam-beta2", float, 0.999),
+    Flag("--adam-eps", float, 1e-8),
+    Flag("--bf16", bool),
+    Flag("--fp16", bool),
+    Flag("--loss-scale", float, help="fp16: a fixed scale; default dynamic"),
+    Flag("--initial-loss-scale", float, 2.0**32),
+    Flag("--min-loss-scale", float, 1.0),
+    Flag("--loss-scale-window", int, 1000),
+    Flag("--hysteresis", int, 2),
+    Flag("--seed", int, 1234, "of weights, dropout and sample order"),
+)
+CHECKPOINT = (
+    Flag("--save", help="folder; one tag global_step{iteration} per save"),
+    Flag("--save-interval", int, help="iterations; the end and SIGTERM save too"),
+    Flag("--no-save-rng", bool, False),
+    Flag("--load", help="folder; a run starts afresh where it is empty"),
+    Flag("--ckpt-step", int, help="iteration to load; default the newest"),
+    Flag("--load-tag", help="as --ckpt-step, by the name of the tag"),
+    Flag("--universal-checkpoint", bool, False, "load whatever is there on whatever mesh this is"),
+    Flag("--exit-on-missing-checkpoint", bool, False),
+    Flag("--finetune", bool, False, "weights only: no optimizer, no scheduler, no random states, from iteration 0"),
+    Flag("--no-load-optim", bool, False, "neither optimizer states nor scheduler"),
+    Flag("--no-load-rng", bool, False),
+    Flag("--use-checkpoint-args", bool, False, "the model's sizes come from the checkpoint"),
+    Flag("--override-opt_param-scheduler", bool, False, "changed settings of the schedule win over the checkpoint's"),
+    Flag("--use-checkpoint-opt_param-scheduler", bool, False, "the checkpoint's settings of the schedule win"),
+)
+LOGGING = (
+    Flag("--log-interval", int, 100),
+    Flag("--eval-interval", int, 1000),
+    Flag("--eval-iters", int, 100, "0: no evaluation"),
+    Flag("--exit-interval", int, help="save and exit when the iteration is a multiple of it"),
+    Flag("--exit-duration-in-mins", float, help="save and exit after this time"),
+    Flag("--tensorboard-dir", help="needs the package tensorboard"),
+    Flag("--log-json", help="file; one JSON object per iteration, with the loss in full"),
+)
+GROUPS = {"Model": MODEL, "Mesh": MESH, "Data": DATA, "Training": TRAINING, "Checkpoint": CHECKPOINT, "Logging": LOGGING}
+FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in group)
+
+# Accepted without effect: what they ask for is what happens here, or a matter of speed alone. The number of values.
+IGNORED = {
+    "--deepspeed": 0, "--no-pipeline-parallel": 0, "--local_rank": 1, "--local-rank": 1, "--data-impl": 1, "--data-cache-path": 1,
+    "--no-bias-gelu-fusion": 0, "--no-bias-swiglu-fusion": 0, "--no-bias-dropout-fusion": 0, "--no-masked-softmax-fusion": 0,
+    "--no-rope-fusion": 0, "--no-gradient-accumulation-fusion": 0, "--no-persist-layer-norm": 0, "--no-query-key-layer-scaling": 0,
+    "--use-mcore-models": 0, "--use-cpu-initialization": 0, "--num-workers": 1, "--distributed-backend": 1, "--no-async-tensor-model-parallel-allreduce": 0,
+}
+
+# Known elsewhere, refused here by name: the number of values (None: any), the only value that is the same as leaving it out, and why.
+REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
+    "--pipeline-model-parallel-size": (1, ("1",), "pipeline stages are not supported"),
+    "--num-layers-per-virtual-pipeline-stage": (1, (), "pipeline stages are not supported"),
+    "--expert-model-parallel-size": (1, ("1",), "experts are not supported"),
+    "--moe-expert-parallel-size": (1, ("1",), "experts are not supported"),
+    "--expert-tensor-parallel-size": (1, ("1",), "experts are not supported"),
+    "--num-experts": (None, ("1",), "experts are not supported"),
+    "--context-parallel-size": (1, ("1",), "context parallelism is not supported"),
+    "--ds-sequence-parallel-size": (1, ("1",), "Ulysses sequence parallelism is not supported"),
+    "--rotary-percent": (1, ("1", "1.0"), "partial rotary embeddings are not supported"),
+    "--use-rope-scaling": (0, (), "scaled rotary embeddings are not supported"),
+    "--rope-scaling-factor": (1, (), "scaled rotary embeddings are not supported"),
+    "--no-position-embedding": (0, (), "a model without position embeddings is in neither family"),
+    "--apply-query-key-layer-scaling": (0, (), "query-key layer scaling is not supported (it cancels out)"),
+    "--transformer-impl": (1, ("local",), "Transformer Engine is not supported"),
+    "--deepspeed-activation-checkpointing": (0, (), "recomputation is not supported"),
+    "--recompute-granularity": (1, (), "recomputation is not supported"),
+    "--recompute-activations": (0, (), "recomputation is not supported"),
+    "--rampup-batch-size": (None, (), "a global batch that grows is not supported"),
+    "--use-distributed-optimizer": (0, (), "Megatron's own optimizer is not used under DeepSpeed; its counterpart is --zero-stage 1"),
+    "--no-save-optim": (0, (), "DeepSpeed always writes its optimizer's files"),
+    "--vocab-file": (1, (), "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local folder"),
+    "--merge-file": (1, (), "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local folder"),
+    "--async-save": (0, (), "saves are synchronous"),
+}

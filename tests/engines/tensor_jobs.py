@@ -1,0 +1,165 @@
+"""What the ranks do in the tensor-parallel tests: megatron-core models under DeepSpeed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.engines import models
+from tests.engines.canonical import canonical, differences, fill
+
+SEQUENCE, BATCH, VOCAB = 8, 4, 48
+
+
+@dataclass(frozen=True)
+class Mega:
+    """A tiny megatron-core model on a mesh. Weights are drawn large: small ones hide a wrong cut."""
+
+    family: str
+    tp: int
+    zero: int
+    dtype: str = "fp32"
+    tied: bool = False
+    groups: int = 2
+    heads: int = 4
+    ffn: int = 24
+    seed: int = 1
+    sequence_parallel: bool = False
+    true_vocab: int = VOCAB
+    layers: int = 2
+
+
+def make(setup: Mega, attach: bool = True) -> Any:
+    """An attached engine with two groups and LambdaLR."""
+    import deepspeed
+
+    if setup.dtype == "fp16":
+        from deepspeed.accelerator import get_accelerator
+        type(get_accelerator()).is_fp16_supported = lambda self: True
+    models.start(setup.tp, seed=7)
+    config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
+                                groups=setup.groups,
+                                vocab=VOCAB, true_vocab=setup.true_vocab, positions=SEQUENCE, tied=setup.tied, init_std=0.15,
+                                sequence_parallel=setup.sequence_parallel, dtype=setup.dtype, seed=setup.seed)
+    model = models.build(config)
+    optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    dp = dist.get_world_size() // setup.tp
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // dp, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0}}
+    if setup.dtype != "fp32":
+        settings[setup.dtype] = {"enabled": True} | ({"initial_scale_power": 8} if setup.dtype == "fp16" else {})
+    made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings, mpu=models.mpu(),
+                                dist_init_required=False)[0]
+    return ucp.attach(made, family=setup.family) if attach else made
+
+
+def close(engine: Any) -> None:
+    engine.destroy()
+    models.stop()
+
+
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
+    mpu = models.mpu()
+    rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    losses = []
+    for step in range(first, first + steps):
+        drawn = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step))
+        mine = drawn.chunk(world)[rank]
+        loss = models.loss(engine, mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().double().reshape(1)
+        dist.all_reduce(total, group=mpu.get_data_parallel_group())
+        losses.append(float(total) / world)
+    return losses
+
+
+def save(setup: Mega, folder: str, steps: int = 3, attach: bool = True, more: int = 20) -> None:
+    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them."""
+    engine = make(setup, attach)
+    train(engine, steps)
+    engine.save_checkpoint(folder, tag="trained")
+    states = {"trained": canonical(engine)}
+    fill(engine)
+    engine.save_checkpoint(folder, tag="filled")
+    states["filled"] = canonical(engine)
+    close(engine)
+    losses = []
+    if more:
+        engine = make(setup, attach=False)
+        train(engine, steps)
+        losses = train(engine, more, first=steps)
+        close(engine)
+    if dist.get_rank() == 0:
+        torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
+
+
+def resume(setup: Mega, folder: str, more: int = 0, plant: str | None = None, **options: Any) -> dict[str, Any]:
+    """Loads each tag into a fresh engine and compares; trains on after the last one."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    engine = make(setup)
+    before = canonical(engine)
+    found: dict[str, Any] = {"differences": {}, "before": {}}
+    for tag in ("filled", "trained") if not plant else ("filled",):
+        ucp.load(engine, folder, tag=tag, **options)
+        if plant:
+            plant_fault(engine, plant)
+        found["before"][tag] = differences(oracle["states"][tag], before)
+        found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
+    if more:
+        found["loss"] = max(abs(a - b) for a, b in zip(train(engine, more, first=oracle["steps"]), oracle["losses"][:more],
+                                                       strict=True))
+    close(engine)
+    return found
+
+
+def plant_fault(engine: Any, fault: str) -> None:
+    """A fault of the kind that a wrong layout makes, at ZeRO-0 on one rank, in weights that are large."""
+    from tests.engines.canonical import base_of
+    base, params = base_of(engine), dict(engine.module.named_parameters())
+    weight = params["decoder.layers.1.mlp.linear_fc1.weight"].data
+    qkv = params["decoder.layers.0.self_attention.linear_qkv.weight"].data
+    if fault == "gate and up swapped":
+        weight.copy_(weight.roll(weight.shape[0] // 2, 0))
+    elif fault == "two key-value groups swapped":
+        qkv.copy_(qkv.roll(qkv.shape[0] // 2, 0))
+    elif fault == "one group's weight decay":
+        base.param_groups[1]["weight_decay"] = 0.1
+    elif fault == "one step":
+        next(iter(base.state.values()))["step"] += 1
+    else:
+        raise ValueError(fault)
+
+
+def attempt(setup: Mega, folder: str, change: str = "", **options: Any) -> dict[str, Any]:
+    """A build or a load that should fail: the error, and whether the engine is as before."""
+    out: dict[str, Any] = {"error": None, "message": "", "unchanged": True}
+    engine = None
+    try:
+        engine = make(setup, attach=False)
+        params = dict(engine.module.named_parameters())
+        before = canonical(engine)
+        if change == "attribute":
+            params["decoder.layers.0.mlp.linear_fc2.weight"].partition_dim = 0
+        elif change == "unknown parameter":
+            engine.module.surprise = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+            engine.param_names[engine.module.surprise] = "surprise"
+        ucp.load(engine, folder, tag="trained", **{"family": setup.family, **options})
+    except ucp.UcpError as error:
+        out |= {"error": type(error).__name__, "message": str(error)}
+        if engine is not None:
+            if change == "attribute":
+                params["decoder.layers.0.mlp.linear_fc2.weight"].partition_dim = 1
+            engine.module.__dict__["_parameters"].pop("surprise", None)
+            out["unchanged"] = differences(before, canonical(engine)) == []
+    if engine is not None:
+        engine.destroy()
+    models.stop()
+    return out

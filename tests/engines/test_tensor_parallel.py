@@ -1,0 +1,193 @@
+"""GPT and LLaMA of megatron-core under DeepSpeed: any tensor-parallel size, number of ranks and ZeRO stage to any other.
+
+The oracle joins and cuts by megatron-core's own parameter attributes, not by the package's tables.
+"""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Mega
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.tensor_jobs:"
+MESHES = [(tp, dp, zero) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4 for zero in (0, 1, 2, 3)]
+Mesh = tuple[int, int, int]
+SOURCES: list[Mesh] = [(2, 2, 1), (1, 2, 3), (4, 1, 2), (2, 1, 0), (2, 2, 3), (1, 4, 1)]
+
+
+def source(sources: Sources, mesh: Mesh, family: str, **kwargs: Any) -> str:
+    more = {key: kwargs.pop(key) for key in ("attach", "more") if key in kwargs}
+    return sources.get(mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), JOBS + "save", **more)
+
+
+def resume(sources: Sources, mesh: Mesh, family: str, folder: str, more: int = 0, **kwargs: Any) -> list[dict]:
+    options = {key: kwargs.pop(key) for key in ("plant",) if key in kwargs}
+    return sources.ranks.run(mesh[0] * mesh[1], JOBS + "resume", Mega(family, mesh[0], mesh[2], seed=9, **kwargs), folder, more,
+                             timeout_s=180, **options)
+
+
+def check(found: list[dict]) -> None:
+    for rank in found:
+        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank["differences"]
+        assert all(len(d) > 20 for d in rank["before"].values()), "the engine was equal before the load"
+
+
+def sampled() -> list[tuple[str, Mesh, Mesh]]:
+    """Every mesh is a target once, alternating between the families; every crossing of tensor-parallel sizes occurs."""
+    rng = random.Random(3)
+    pairs = []
+    for index, target in enumerate(rng.sample(MESHES, len(MESHES))):
+        others = [s for s in SOURCES if s != target]
+        pairs.append((("llama", "gpt")[index % 2], others[index % len(others)], target))
+    crossed = {(a[0], b[0]) for _, a, b in pairs}
+    for a, b in itertools.product((1, 2, 4), repeat=2):
+        if (a, b) not in crossed:
+            pairs.append(("llama", next(s for s in SOURCES if s[0] == a), next(m for m in MESHES if m[0] == b)))
+    return pairs
+
+
+PAIRS = sampled()
+
+
+def show(value: object) -> str:
+    return "tp{}dp{}z{}".format(*value) if isinstance(value, tuple) else str(value)
+
+
+def test_the_sample_is_what_it_says() -> None:
+    assert len(PAIRS) >= 24 and {b for _, _, b in PAIRS} == set(MESHES)
+    assert {(a[0], b[0]) for _, a, b in PAIRS} == set(itertools.product((1, 2, 4), repeat=2))
+
+
+@pytest.mark.parametrize(("family", "origin", "target"), PAIRS, ids=show)
+def test_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
+    tied = family == "gpt"
+    losses = 20 if target[0] * target[1] <= 2 else 5
+    found = resume(sources, target, family, source(sources, origin, family, tied=tied), more=losses, tied=tied)
+    check(found)
+    assert found[0]["loss"] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "origin", "target"),
+                         [(f, a, b) for f in ("gpt", "llama") for a in MESHES for b in MESHES], ids=show)
+def test_every_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
+    tied = family == "gpt"
+    check(resume(sources, target, family, source(sources, origin, family, tied=tied, more=0), tied=tied))
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(1, 4), (2, 4), (4, 4), (2, 8)])
+@pytest.mark.parametrize(("origin", "target"), [((4, 1, 1), (1, 1, 0)), ((1, 1, 0), (4, 1, 3))], ids=show)
+def test_key_value_groups_fewer_than_equal_to_and_more_than_tp(sources: Sources, groups: int, heads: int, origin: Mesh,
+                                                               target: Mesh) -> None:
+    folder = source(sources, origin, "llama", groups=groups, heads=heads, more=0)
+    check(resume(sources, target, "llama", folder, groups=groups, heads=heads))
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt", False)])
+def test_tied_and_untied(sources: Sources, family: str, tied: bool) -> None:
+    check(resume(sources, (1, 2, 2), family, source(sources, (2, 2, 3), family, tied=tied, more=0), tied=tied))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("origin", "target"), [((2, 2, 1), (4, 1, 3)), ((2, 2, 3), (1, 2, 0))], ids=show)
+def test_low_precision(sources: Sources, dtype: str, origin: Mesh, target: Mesh) -> None:
+    check(resume(sources, target, "llama", source(sources, origin, "llama", dtype=dtype, more=0), dtype=dtype))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sequence_parallelism(sources: Sources, zero: int) -> None:
+    """Saved with it, resumed without it, and the losses of the run go on: its norm gradients were right."""
+    folder = source(sources, (2, 2, zero), "llama", sequence_parallel=True)
+    found = resume(sources, (1, 2, 1), "llama", folder, more=20)
+    check(found)
+    assert found[0]["loss"] <= 1e-5
+
+
+@pytest.mark.parametrize("fault", ["gate and up swapped", "two key-value groups swapped", "one group's weight decay", "one step"])
+def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> None:
+    found = resume(sources, (1, 1, 0), "llama", source(sources, (2, 2, 1), "llama"), plant=fault)
+    assert found[0]["differences"]["filled"] != []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize(("origin", "target"), [((2, 2, 1), (1, 2, 3)), ((2, 2, 3), (4, 1, 1)), ((2, 1, 0), (1, 1, 2)),
+                                                ((1, 2, 1), (2, 1, 1))], ids=show)
+def test_s6_s7_stock_checkpoints_with_a_family(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
+    """S6: a forgotten row-parallel pattern joins on the wrong dim. S7, and the fork: a tp=1 source without patterns is cut
+    wrongly at tp=2. Here layouts come from the family on both sides, whatever the source wrote."""
+    folder = source(sources, origin, family, attach=False, more=0)
+    assert not list(Path(folder).rglob("ucp_manifest.json"))
+    check(resume(sources, target, family, folder))
+
+
+def attempt(sources: Sources, mesh: Mesh, setup: Mega, folder: str, **kwargs: Any) -> list[dict]:
+    return sources.ranks.run(mesh[0] * mesh[1], JOBS + "attempt", setup, folder, timeout_s=120, **kwargs)
+
+
+def expect(found: list[dict], kind: str, *words: str) -> None:
+    for rank in found:
+        assert rank["error"] == kind, rank["message"]
+        assert all(word in rank["message"] for word in (*words, "what to do:")), rank["message"]
+        assert rank["unchanged"]
+
+
+def test_tensor_parallel_files_without_family_and_manifest(sources: Sources) -> None:
+    folder = source(sources, (2, 2, 1), "llama", attach=False, more=0)
+    expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family=None), "UnsupportedError", "family")
+
+
+def test_a_family_that_does_not_fit(sources: Sources) -> None:
+    folder = source(sources, (2, 2, 1), "llama")
+    expect(attempt(sources, (2, 1, 1), Mega("gpt", 2, 1), folder, family="llama"), "UsageError", "no LLaMA")
+    expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family="mamba"), "UsageError", "no such family", "gpt, llama")
+
+
+def test_a_parameter_that_no_rule_matches(sources: Sources) -> None:
+    found = attempt(sources, (2, 1, 1), Mega("llama", 2, 1), source(sources, (2, 2, 1), "llama"), change="unknown parameter")
+    expect(found, "RuleError", "surprise", "nearest", "families/llama.py")
+
+
+def test_attributes_that_disagree(sources: Sources) -> None:
+    found = attempt(sources, (2, 1, 1), Mega("llama", 2, 1), source(sources, (2, 2, 1), "llama"), change="attribute")
+    expect(found, "LayoutError", "partition_dim", "decoder.layers.0.mlp.linear_fc2.weight", "expected: 1", "found: 0")
+
+
+@pytest.mark.parametrize(("change", "word"), [({"heads": 6, "groups": 6}, "attention heads"), ({"ffn": 26}, "ffn_hidden_size"),
+                                              ({"heads": 12, "groups": 3}, "key-value groups")])
+def test_a_tp_that_does_not_divide(sources: Sources, change: dict, word: str) -> None:
+    folder = source(sources, (2, 2, 1), "llama")
+    expect(attempt(sources, (4, 1, 1), Mega("llama", 4, 1, **change), folder), "LayoutError", word, "use a tensor-parallel size")
+
+
+def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
+    for name in ("mp_rank_01_model_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states.pt"):
+        folder = Path(source(sources, (2, 2, 1), "llama", attach=False, more=0))
+        path = folder / "trained" / name
+        kept = path.read_bytes()
+        path.unlink()
+        try:
+            expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1), str(folder)), "NotFoundError", "missing")
+        finally:
+            path.write_bytes(kept)
+
+
+def test_another_model_size(sources: Sources) -> None:
+    folder = source(sources, (2, 2, 1), "llama")
+    for change in ({"ffn": 32}, {"layers": 3}, {"layers": 1}, {"tied": True}):
+        expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1, **change), folder), "ModelMismatchError", "parameter:")
+
+
+def test_the_manifest_names_family_layouts_and_padding(sources: Sources) -> None:
+    from megatron_ucp import describe
+    from megatron_ucp.core.layout import Shard, ShardNC
+    found = describe(Path(source(sources, (2, 2, 1), "llama", true_vocab=45, more=0)) / "trained")
+    assert found.family == "llama" and (found.mesh.tp, found.mesh.dp, found.mesh.zero) == (2, 2, 1)
+    spec = found.by_name["embedding.word_embeddings.weight"]
+    assert spec.extent is not None and (spec.extent.true, spec.extent.stored) == (45, 48)
+    assert spec.shape == (48, 16) and spec.layout == Shard("tp", 0)
+    assert found.by_name["decoder.layers.1.mlp.linear_fc1.weight"].layout == ShardNC("tp", 0, (24, 24))
