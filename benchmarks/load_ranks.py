@@ -68,7 +68,7 @@ class Loads:
         path = next(Path(self.folder, f"z{stage}").glob(f"*zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"))
         memory = torch.empty(path.stat().st_size, dtype=torch.uint8)
         with path.open("rb", buffering=0) as file:
-            view, at = memoryview(memory.numpy()), 0
+            view, at = memory.numpy().data, 0
             while count := file.readinto(view[at:at + 2**28]):
                 at += count
 

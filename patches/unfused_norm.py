@@ -26,6 +26,7 @@ PATCH = Patch(
     package="deepspeed", versions=("0.19.8",),
     upstream="deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.step",
     why="it hands gradients, which carry no attributes, to get_weight_norm, which looks for tensor_model_parallel on them and so "
-        "takes all gradients of tensor-parallel ranks above 0 for copies: a norm too small by a quarter at tp=2, and clipping with it",
+        "takes all gradients of tensor-parallel ranks above 0 for copies: a norm too small by a quarter at tp=2, and the clipping "
+        "that follows it",
     until="upstream passes the parameters beside their gradients, as FP16_Optimizer does",
     change=change)

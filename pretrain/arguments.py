@@ -42,11 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
                                  "ranks and ZeRO stage.")
     for flag in FLAGS:
         _add(parser, flag)
-    for name, values in IGNORED.items():
-        parser.add_argument(*spellings(name), dest="_ignored", nargs=values, help=argparse.SUPPRESS)
-    for name, (values, _, _) in REFUSED.items():
-        parser.add_argument(*spellings(name), dest=f"_refused {name}", nargs="*" if values is None else values,
-                            help=argparse.SUPPRESS)
+    hidden = {name: (values, "_ignored") for name, values in IGNORED.items()}
+    hidden |= {name: (values, f"_refused {name}") for name, (values, _, _) in REFUSED.items()}
+    for name, (values, dest) in hidden.items():
+        if values == 0:
+            parser.add_argument(*spellings(name), dest=dest, action="store_const", const=[], help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(*spellings(name), dest=dest, nargs=values or "*", help=argparse.SUPPRESS)
     return parser
 
 

@@ -8,6 +8,7 @@ order. Here each epoch is a GPTDataset of its own.
 import argparse
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,7 +63,9 @@ class IndexedSamples:
 
     def __init__(self, low_level: Any, prefix: str, documents: np.ndarray, sequence: int, seed: int, tokenizer: Tokenizer) -> None:
         self._low_level, self._prefix, self._documents = low_level, prefix, documents
-        self._sequence, self._seed, self._tokenizer = sequence, seed, tokenizer
+        self._sequence, self._seed = sequence, seed
+        # what GPTDataset asks of a tokenizer; the last goes into the name of an index that is not written
+        self._stand_in = SimpleNamespace(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, unique_identifiers={})
         tokens = int(low_level.sequence_lengths[documents].sum()) if len(documents) else 0
         self.epoch = max(0, (tokens - 1) // sequence)
         self._dataset = lru_cache(maxsize=2)(self._build)
@@ -74,7 +77,7 @@ class IndexedSamples:
         # writes it beside the data, from rank 0, while the other ranks must not read it yet.
         config = GPTDatasetConfig(random_seed=self._seed + epoch, sequence_length=self._sequence, reset_position_ids=False,
                                   reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
-                                  tokenizer=self._tokenizer)  # type: ignore[arg-type]
+                                  tokenizer=self._stand_in)  # type: ignore[arg-type]
         return GPTDataset(self._low_level, self._prefix, self._documents, None, Split.train, config)
 
     def __getitem__(self, number: int) -> np.ndarray:

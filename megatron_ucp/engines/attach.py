@@ -14,6 +14,7 @@ from megatron_ucp.engines.family import model_of
 from megatron_ucp.engines.live import Live
 from megatron_ucp.engines.load import Report, check_options, load
 from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
+from megatron_ucp.engines.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
@@ -23,6 +24,7 @@ from megatron_ucp.formats.pt_file import PtFile
 SECTION = "universal_checkpoint"
 _KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list, "family": str}
 _ATTACHED = "_ucp_attached"
+INFO = "universal_checkpoint_info"  # DeepSpeed writes this attribute of the module into its model files
 
 
 def attach(engine: Any, family: Any = None, **options: Any) -> Any:
@@ -40,6 +42,9 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
         model = model_of(engine, family)
         refuse_engine(engine, model)
         refuse_writer(engine)
+    if model is not None and not hasattr(engine.module, INFO):
+        setattr(engine.module, INFO, info_of(model, int(engine.mp_world_size)))
+        engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
     stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint
 

@@ -136,6 +136,7 @@ def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, 
     for name in source.names.names[rank::world]:  # the ranks share the work
         check_file(source, name, stale="stale" in allow)
     job = _Job(live, source, fit, plan, optimizer, wanted if hyper == "checkpoint" else [], steps, kept, states)
+    job.notes += source.notes
     _describe(job, target)
     return job
 

@@ -10,7 +10,7 @@
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,10 @@ _groups: set[str] = set()
 class Family:
     """What the families differ in, as arguments of megatron-core."""
 
-    normalization: str
+    normalization: Literal["LayerNorm", "RMSNorm"]
     gated: bool
     biases: bool
-    position_embedding_type: str
+    position_embedding_type: Literal["learned_absolute", "rope"]
 
 
 FAMILIES = {"gpt": Family("LayerNorm", gated=False, biases=True, position_embedding_type="learned_absolute"),
@@ -111,7 +111,7 @@ def start(tp: int, seed: int) -> None:
     if tp < 1 or world % tp:
         raise UsageError("the tensor-parallel size does not divide the number of ranks",
                          expected=f"a divisor of {world}", found=tp)
-    import megatron_ucp_patches as patches
+    import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
 
     for name in PATCHES:
         patches.apply(name)
@@ -191,15 +191,16 @@ def build(config: ModelConfig) -> "GPTModel":
     tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     Model(find_family(config.family), config.sizes()).check_cut(tp)
     transformer = _transformer_config(config, tp)
-    model = GPTModel(transformer, _layers(transformer), vocab_size=config.vocab, max_sequence_length=config.positions,
-                     position_embedding_type=FAMILIES[config.family].position_embedding_type,  # type: ignore[arg-type]
+    layers: Any = _layers(transformer)  # taken as well as the ModuleSpec that megatron-core declares
+    model = GPTModel(transformer, layers, vocab_size=config.vocab, max_sequence_length=config.positions,
+                     position_embedding_type=FAMILIES[config.family].position_embedding_type,
                      rotary_base=config.rotary_base, share_embeddings_and_output_weights=config.tied)
     for name, param in model.named_parameters():
         set_defaults(param)  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
         _initialise(name, param, config, tp, rank)
         if getattr(param, "sequence_parallel", False):
             param.register_hook(_sum_over_tensor_parallel)
-    model.ucp_true_vocab = config.true_vocab  # read by engines/family
+    model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
     return model
 
 
@@ -263,7 +264,8 @@ def _initialise(name: str, param: torch.Tensor, config: ModelConfig, tp: int, ra
         shape[dim] *= tp
     if name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
         std /= (2 * config.layers) ** 0.5
-    generator = torch.Generator().manual_seed(config.seed * 2**32 + zlib.crc32(name.encode()))
+    # a CPU generator takes the low 32 bits of its seed only: seed and name must meet in them
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
     whole = torch.empty(shape).normal_(0.0, std, generator=generator)
     if param.tensor_model_parallel:  # type: ignore[attr-defined]
         # a gated MLP's fc1 is two stacked tensors (stride 2), each one cut

@@ -20,6 +20,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError, NotFoundError, RuleError, UnsupportedError
+from megatron_ucp.formats import stock_info
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
 from megatron_ucp.formats.evidence import compare, group_order
@@ -52,6 +53,7 @@ class NativeCheckpoint:
         self.folder = resolve(path, tag)
         self.names: TagFiles = scan(self.folder)
         self._specs = specs
+        self.notes: list[str] = []
         self._open: dict[str, PtFile] = {}
         self._trees: dict[str, Any] = {}
         with ExitStack() as undo:
@@ -80,6 +82,8 @@ class NativeCheckpoint:
         self.tensor_parallel = self._tensor_parallel()
         if recorded is not None:
             self._specs = recorded.by_name
+        if self.tensor_parallel > 1 and self._specs is None and self.meta.get("universal_checkpoint_info"):
+            self._declare_by_stock(self.meta["universal_checkpoint_info"])
         if self.tensor_parallel > 1 and self._specs is None:
             raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family",
                                    file=self.folder / self.model_name, found=f"mp_world_size {self.tensor_parallel}",
@@ -101,6 +105,18 @@ class NativeCheckpoint:
         # An elastic file holds no hyper-parameters: there the manifest is the only evidence.
         self.manifest: Manifest = derived if recorded is None else replace(
             recorded, groups=derived.groups if any(derived.groups) else recorded.groups)
+
+    def _declare_by_stock(self, info: Any) -> None:
+        """Layouts as stock DeepSpeed's converter would take them; `notes` says where only its default spoke."""
+        shapes: dict[str, Ints] = {name: value.shape for name, value in self.module().items() if isinstance(value, TensorRef)}
+        for named in self.meta.get("param_shapes") or []:
+            shapes.update(named)
+        buffers = set(self.meta.get("buffer_names") or [])
+        shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
+        self._specs = stock_info.declared(info, shapes, self.tensor_parallel, self.full_path(self.model_name))
+        if names := stock_info.by_default(info, list(shapes)):
+            self.notes.append("cut on dim 0 by stock DeepSpeed's default, as no pattern of universal_checkpoint_info matches: "
+                              + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
 
     def _recorded(self) -> Manifest | None:
         path = self.folder / FILE_NAME
@@ -215,8 +231,8 @@ class NativeCheckpoint:
             shapes.update(named)
         ties = self._ties(module, flat)
         aliases = {alias for tie in ties for alias in tie.aliases}
-        # `_extra_state` is None for every module of megatron-core's local layer spec
-        kept = [name for name, value in module.items() if name not in flat and name not in aliases and value is not None]
+        kept = [name for name, value in module.items() if name not in flat and name not in aliases and
+                not _no_extra_state(name, value)]
         buffer_names = set(self.meta.get("buffer_names") or [])
         frozen = self.meta.get("frozen_param_shapes") or {}
         params = [self._spec(name, tuple(shapes.get(name) or self._shape(module, name)), dtype, "trainable") for name in
@@ -370,3 +386,8 @@ class NativeCheckpoint:
             return self._format.element(self.tree(name)["optimizer"], index, slot.state), name
         name = self.names.optimizer[slot.part, mp]
         return self._format.element(self.optimizer_tree(slot.part, mp), index, slot.state), name
+
+
+def _no_extra_state(name: str, value: Any) -> bool:
+    """megatron-core's local layer spec has an `_extra_state` per linear layer that says nothing: None, or empty."""
+    return name.endswith("_extra_state") and (value is None or (isinstance(value, TensorRef) and not value.numel))

@@ -163,3 +163,33 @@ def attempt(setup: Mega, folder: str, change: str = "", **options: Any) -> dict[
         engine.destroy()
     models.stop()
     return out
+
+
+def stock_universal(setup: Mega, folder: str) -> list[str]:
+    """Loads a universal folder with stock DeepSpeed alone and compares with the canonical state of the run."""
+    import deepspeed
+
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    plain = deepspeed.initialize
+
+    def initialize(config: dict[str, Any], **kwargs: Any) -> Any:
+        return plain(config={**config, "checkpoint": {"load_universal": True}}, **kwargs)
+    deepspeed.initialize = initialize
+    try:
+        engine = make(setup, attach=False)
+    finally:
+        deepspeed.initialize = plain
+    engine.load_checkpoint(folder + "/universal", tag="trained_universal")
+    found = [d for d in differences(oracle, canonical(engine)) if not d.startswith(("counters", "scheduler"))]
+    close(engine)
+    return found
+
+
+def resume_plain(setup: Mega, folder: str) -> dict[str, Any]:
+    """A tp=1 engine that knows no family loads by what the checkpoint itself declares."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    engine = make(setup, attach=False)
+    report = ucp.load(engine, folder, tag="trained")
+    out = {"differences": differences(oracle, canonical(engine)), "notes": report.notes}
+    close(engine)
+    return out

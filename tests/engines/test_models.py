@@ -1,5 +1,6 @@
 """megatron-core's GPTModel under DeepSpeed: every tensor-parallel size and ZeRO stage trains the same model."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -58,8 +59,8 @@ def test_any_cut_trains_the_same_model(ranks: RankPool, truth: dict[ModelConfig,
     (GPT, 2, 0, 1), (GPT, 2, 1, 1), (GPT, 2, 2, 2), (GPT, 2, 3, 1), (GPT, 4, 0, 1), (GPT, 4, 1, 1), (GPT, 4, 2, 1), (GPT, 4, 3, 1),
     (LLAMA, 2, 0, 2), (LLAMA, 4, 1, 1), (LLAMA, 2, 2, 1), (LLAMA, 4, 3, 1)],
     ids=lambda value: getattr(value, "family", None))
-def test_sequence_parallelism_trains_the_same_model(ranks: RankPool, truth: dict[ModelConfig, Truth], model: ModelConfig, world: int,
-                                                    zero: int, accumulate: int) -> None:
+def test_sequence_parallelism_trains_the_same(ranks: RankPool, truth: dict[ModelConfig, Truth], model: ModelConfig, world: int,
+                                              zero: int, accumulate: int) -> None:
     run = Run(replace(model, sequence_parallel=True), tp=2, zero=zero, accumulate=accumulate)
     losses, norms = differences(ranks.run(world, f"{JOBS}:train", run), truth[model])
     assert losses < TOLERANCE and norms < TOLERANCE
@@ -77,14 +78,6 @@ def test_without_the_attributes_the_gradient_norm_is_wrong(ranks: RankPool, trut
     run = Run(LLAMA, tp=2, zero=zero, plant="no attributes")
     _, norms = differences(ranks.run(2, f"{JOBS}:train", run), truth[LLAMA])
     assert norms > 0.05
-
-
-def test_bf16_without_zero_has_the_same_gradient_norm(ranks: RankPool) -> None:
-    """DeepSpeed's own counts rank 0's gradients only: the patch unfused_norm."""
-    whole = ranks.run(1, f"{JOBS}:train", Run(GPT, dtype="bf16"))[0]
-    _, patched = differences(ranks.run(2, f"{JOBS}:train", Run(GPT, tp=2, dtype="bf16")), whole)
-    _, stock = differences(ranks.run(2, f"{JOBS}:train", Run(GPT, tp=2, dtype="bf16", plant="unpatched norm")), whole)
-    assert patched < 0.01 < 0.1 < stock, "the defect is gone: drop the patch"
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +117,8 @@ def test_the_initial_weights_are_megatrons(whole: dict[str, dict[str, Any]]) -> 
                 continue
             residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             std = config.init_std / (2 * config.layers) ** 0.5 if residual else config.init_std
-            assert abs(float(value.std()) / std - 1) < 0.15 and abs(float(value.mean())) < 0.15 * std, name
+            few = 5 / value.numel() ** 0.5  # five standard errors of a mean
+            assert abs(float(value.std()) / std - 1) < few and abs(float(value.mean())) < few * std, name
             drawn.add(float(value[0, 0]))
         assert len(drawn) == sum(value.dim() > 1 for value, _ in whole[label].values()), "two tensors start alike"
 
@@ -164,8 +158,8 @@ def test_dropout_draws_alike_outside_and_apart_inside(ranks: RankPool, sequence_
 
 
 def test_start_and_stop_leave_nothing_open(ranks: RankPool) -> None:
-    for found in ranks.run(2, f"{JOBS}:restarts", 6):
-        assert found[4] == found[2] and found[5] == found[3]
+    for (files, threads), *_, (last_files, last_threads) in ranks.run(2, f"{JOBS}:restarts", 8):
+        assert last_files < files + 10 and last_threads < threads + 5, "megatron-core leaves dozens open each time"
 
 
 def test_refusals(ranks: RankPool) -> None:
@@ -174,7 +168,6 @@ def test_refusals(ranks: RankPool) -> None:
         "twice": "UsageError: megatron-core's process groups are there already", "heads": "LayoutError: .* attention heads",
         "vocabulary": "LayoutError: .* padded vocabulary", "groups": "LayoutError: key-value groups",
         "odd": "UsageError: the sequence length.*multiple of 2", "long": "UsageError: the sequence length.*at most 16"}
-    import re
     for found in ranks.run(2, f"{JOBS}:refusals"):
         assert set(found) == set(expected)
         for name, text in found.items():

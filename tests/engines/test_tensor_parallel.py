@@ -191,3 +191,46 @@ def test_the_manifest_names_family_layouts_and_padding(sources: Sources) -> None
     assert spec.extent is not None and (spec.extent.true, spec.extent.stored) == (45, 48)
     assert spec.shape == (48, 16) and spec.layout == Shard("tp", 0)
     assert found.by_name["decoder.layers.1.mlp.linear_fc1.weight"].layout == ShardNC("tp", 0, (24, 24))
+
+
+def convert_with_stock(folder: str) -> None:
+    """Runs stock DeepSpeed's converter on the tag `trained`."""
+    from deepspeed.checkpoint import ds_to_universal
+    args = ["--input_folder", f"{folder}/trained", "--output_folder", f"{folder}/universal/trained_universal",
+            "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    import sys
+    from unittest import mock
+    with mock.patch.object(sys, "argv", ["ds_to_universal", *args]):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("keep", ["affine map", "patterns"])
+def test_stock_tools_keep_working_on_our_saves(sources: Sources, tmp_path: Path, family: str, keep: str) -> None:
+    """Stock converter and stock load, TP2 to TP1: bit-equal, by the affine map and by the patterns alone."""
+    import shutil
+
+    import torch
+    folder = tmp_path / "save"
+    shutil.copytree(source(sources, (2, 1, 1), family), folder)
+    if keep == "patterns":
+        for path in (folder / "trained").glob("*_model_states.pt"):
+            state = torch.load(path, weights_only=False)
+            del state["universal_checkpoint_info"]["affine_map"]
+            torch.save(state, path)
+    convert_with_stock(str(folder))
+    assert sources.ranks.run(1, JOBS + "stock_universal", Mega(family, 1, 1, seed=9), str(folder)) == [[]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_stock_checkpoint_with_patterns_and_no_family(sources: Sources, tmp_path: Path, family: str) -> None:
+    """Our own save without its manifest is what a stock run with universal_checkpoint_info writes."""
+    import shutil
+    folder = tmp_path / "save"
+    shutil.copytree(source(sources, (2, 2, 3), family), folder)
+    for path in folder.rglob("ucp_manifest.json"):
+        path.unlink()
+    found = sources.ranks.run(2, JOBS + "resume_plain", Mega(family, 1, 1, seed=9), str(folder))
+    for rank in found:
+        assert rank["differences"] == []
+        assert any("stock DeepSpeed's default" in note and "linear_qkv" in note for note in rank["notes"])

@@ -1,0 +1,37 @@
+"""Trains megatron-core's GPTModel under DeepSpeed; resumes on any tensor-parallel size, number of ranks and ZeRO stage.
+
+    torchrun --nproc_per_node 4 pretrain/pretrain_gpt.py --model-family llama --tensor-model-parallel-size 2 ...
+
+docs/pretrain.md lists the flags. Exit code 0: done, also after SIGTERM; 2: the input can't be used.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script: `pretrain` is not installed
+
+
+def run() -> int:
+    from megatron_ucp.errors import UcpError
+    from pretrain.arguments import make_parser
+    from pretrain.log import complain
+
+    if {"-h", "--help"} & set(sys.argv[1:]):  # before the imports that take seconds
+        make_parser().print_help()
+        return 0
+    import torch.distributed as dist
+
+    from pretrain.training import main
+    try:
+        main(sys.argv[1:])
+        return 0
+    except UcpError as error:
+        complain(str(error))
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,213 @@
+"""The run: set up, load, train, evaluate, save, stop."""
+
+import argparse
+import math
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.engines import agree, models
+from pretrain import checkpoint, setup
+from pretrain.arguments import complete, parse
+from pretrain.checkpoint import Position
+from pretrain.data import Batches, make_samples
+from pretrain.flags import FLAGS
+from pretrain.log import Progress, say
+from pretrain.tokenizer import make_tokenizer
+
+
+@dataclass
+class Result:
+    """What a run did: where it started and ended, the mean loss of each of its iterations, and why it stopped."""
+
+    first: int
+    position: Position
+    losses: list[float] = field(default_factory=list[float])
+    evaluations: dict[int, float] = field(default_factory=dict[int, float])
+    stopped_by: str = "--train-iters"
+
+
+class Stop:
+    """SIGTERM asks the run to end after the iteration; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> "Stop":
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        signal.signal(signal.SIGTERM, self._before)
+
+
+class Run:
+    """A run on all ranks, from the command line. Collective throughout."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        given = parse(argv)
+        self.started = time.monotonic()
+        setup.start_distributed(given.get("distributed_timeout_minutes", 30))
+        with agree.together():
+            # What finds the checkpoint is known before the model's sizes, which may come from the checkpoint.
+            early = argparse.Namespace(**{flag.attribute: given.get(flag.attribute, flag.default) for flag in reversed(FLAGS)})
+        saved = checkpoint.peek(early)
+        with agree.together():
+            self.args = complete(given, dist.get_world_size(), saved.args if saved and early.use_checkpoint_args else None)
+            if saved is not None:
+                checkpoint.check_saved(saved, self.args)
+            tokenizer = make_tokenizer(self.args)
+            padded = checkpoint.padded_vocab(tokenizer.vocab_size, self.args, saved)
+            setup.schedule(self.args)  # refuses impossible settings before the model is built
+        models.start(self.args.tensor_model_parallel_size, self.args.seed)
+        self._mesh = models.mpu()
+        checkpoint.seed_random(self.args.seed)
+        with agree.together():
+            self._data = [self._batches(tokenizer, split) for split in (0, 1)]
+        self.engine = setup.make_engine(self.args, tokenizer.vocab_size, padded)
+        self._device = setup.device()
+        position = Position()
+        if saved is not None:
+            position = checkpoint.load(self.engine, saved, self.args)
+        elif self.args.load is not None:
+            say(f"no checkpoint in {self.args.load}, starting from the beginning")
+        self.result = Result(position.iteration, position)
+        self._saved_at = position.iteration if saved is not None and self.args.load == self.args.save else -1
+
+    def _batches(self, tokenizer: Any, split: int) -> Batches | None:
+        args = self.args
+        evaluates = args.eval_iters > 0
+        if split == 1 and not evaluates:
+            return None
+        count = args.eval_iters * args.global_batch_size if split else max(args.train_iters * args.global_batch_size, args.train_samples or 0)
+        samples = make_samples(args, tokenizer, split, count)
+        return Batches(samples, tokenizer, args.micro_batch_size, args.data_parallel_size, self._mesh.get_data_parallel_rank())
+
+    # ---------------------------------------------------------------- one iteration
+
+    def _mean(self, total: torch.Tensor) -> float:
+        """Of a per-rank sum over an iteration's micro batches: the mean over the global batch."""
+        dist.all_reduce(total, group=self._mesh.get_data_parallel_group())
+        return float(total) / (self.args.gradient_accumulation * self.args.data_parallel_size)
+
+    def _loss(self, batches: Batches, consumed: int, step: int) -> torch.Tensor:
+        tokens = batches.get(consumed, step).to(self._device)  # [micro, sequence + 1]
+        return models.loss(self.engine, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def _iterate(self) -> float:
+        """One optimizer step; the mean loss of its global batch, before the step."""
+        train = self._data[0]
+        assert train is not None
+        # in float64: the rounding of the sum must not show as a difference between meshes
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for step in range(self.args.gradient_accumulation):
+            loss = self._loss(train, self.result.position.consumed, step)
+            self.engine.backward(loss)
+            self.engine.step(lr_kwargs={"increment": self.args.global_batch_size})
+            total += loss.detach().double()
+        self.result.position.iteration += 1
+        self.result.position.consumed += self.args.global_batch_size
+        return self._mean(total)
+
+    def evaluate(self) -> float:
+        """Mean loss over the first --eval-iters global batches of the validation split, the same at every evaluation."""
+        valid = self._data[1]
+        assert valid is not None
+        self.engine.eval()
+        total = 0.0
+        with torch.no_grad():
+            for iteration in range(self.args.eval_iters):
+                each = torch.zeros((), dtype=torch.float64, device=self._device)
+                for step in range(self.args.gradient_accumulation):
+                    each += self._loss(valid, iteration * self.args.global_batch_size, step).double()
+                total += self._mean(each)
+        self.engine.train()
+        return total / self.args.eval_iters
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> Result:
+        """Until --train-iters, an exit flag or SIGTERM; saves on the way and at the end."""
+        args, result = self.args, self.result
+        progress = Progress(args)
+        self.engine.train()
+        try:
+            with Stop() as stop:
+                while result.position.iteration < args.train_iters:
+                    loss = self._iterate()
+                    result.losses.append(loss)
+                    self._report(progress, loss)
+                    iteration = result.position.iteration
+                    if args.eval_iters and not iteration % args.eval_interval and iteration < args.train_iters:
+                        self._evaluate(progress)
+                    reason = self._reason_to_stop(stop)
+                    if reason:
+                        result.stopped_by = reason
+                        say(f"stopping after iteration {iteration}: {reason}")
+                        break
+                    if args.save_interval and not iteration % args.save_interval:
+                        self._save()
+            if args.save:
+                self._save()
+            if args.eval_iters and result.losses and result.stopped_by == "--train-iters":
+                self._evaluate(progress)
+        finally:
+            progress.close()
+        return result
+
+    def _save(self) -> None:
+        if self._saved_at != self.result.position.iteration:
+            checkpoint.save(self.engine, self.args, self.result.position)
+            self._saved_at = self.result.position.iteration
+
+    def _evaluate(self, progress: Progress) -> None:
+        started = time.perf_counter()
+        loss = self.evaluate()
+        self.result.evaluations[self.result.position.iteration] = loss
+        progress.evaluation(self.result.position.iteration, loss, time.perf_counter() - started)
+
+    def _report(self, progress: Progress, loss: float) -> None:
+        engine, position = self.engine, self.result.position
+        norm = engine.get_global_grad_norm()
+        scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", 1.0) if self.args.fp16 else 1.0
+        # an overflow is a skipped iteration: fp16 steps over it
+        applied = not (self.args.fp16 and bool(getattr(engine.optimizer, "overflow", False)))
+        progress.iteration(position.iteration, position.consumed, loss, engine.lr_scheduler.get_last_lr()[0], float(scale),
+                           None if norm is None or math.isnan(norm) else float(norm), applied)
+
+    def _reason_to_stop(self, stop: Stop) -> str | None:
+        """The same answer on all ranks: a signal may have reached one of them only, and clocks differ."""
+        minutes = (time.monotonic() - self.started) / 60
+        late = self.args.exit_duration_in_mins is not None and minutes > self.args.exit_duration_in_mins
+        flags = torch.tensor([float(stop.asked), float(late)], device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        if flags[0]:
+            return "SIGTERM"
+        if flags[1]:
+            return "--exit-duration-in-mins"
+        if self.args.exit_interval and not self.result.position.iteration % self.args.exit_interval:
+            return "--exit-interval"
+        return None
+
+    def close(self) -> None:
+        """Takes engine and process groups of the run down; torch.distributed stays."""
+        self.engine.destroy()
+        models.stop()
+
+
+def main(argv: Sequence[str]) -> Result:
+    """One run from its command line. Raises a UcpError; leaves torch.distributed initialised."""
+    run = Run(argv)
+    try:
+        return run.train()
+    finally:
+        run.close()

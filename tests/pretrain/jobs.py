@@ -1,0 +1,61 @@
+"""What the ranks do in the tests of the training program."""
+
+import contextlib
+import io
+import os
+import signal
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ucp.errors import UcpError
+
+
+def run(argv: list[str]) -> dict[str, Any]:
+    """One run of the program: what it returned, and what this rank printed; or the error that it ended with."""
+    from pretrain.training import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            result = main(argv)
+        except UcpError as error:
+            return {"error": type(error).__name__, "text": str(error)}
+    return {"first": result.first, "iteration": result.position.iteration, "consumed": result.position.consumed,
+            "losses": result.losses, "evaluations": result.evaluations, "stopped_by": result.stopped_by, "said": said.getvalue()}
+
+
+def run_with_sigterm(argv: list[str], rank: int, iteration: int) -> dict[str, Any]:
+    """As `run`; one rank gets a SIGTERM while that iteration runs."""
+    from pretrain import training
+
+    iterate = training.Run._iterate
+
+    def iterate_and_signal(self: Any) -> float:
+        if dist.get_rank() == rank and self.result.position.iteration + 1 == iteration:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return iterate(self)
+
+    training.Run._iterate = iterate_and_signal  # type: ignore[method-assign]
+    try:
+        return run(argv)
+    finally:
+        training.Run._iterate = iterate  # type: ignore[method-assign]
+
+
+def random_numbers(argv: list[str]) -> dict[str, Any]:
+    """Numbers from each generator right after a run's set-up and load."""
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from pretrain.training import Run
+
+    one = Run(argv)
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(1).item()
+    drawn = {"torch": torch.rand(1).item(), "tracker": inside, "numpy": float(np.random.rand()), "python": random.random()}
+    one.close()
+    return drawn
