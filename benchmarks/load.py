@@ -178,11 +178,12 @@ def run(folder: Path, size: dict[str, int], repetitions: int) -> dict[str, Any]:
 def table(out: dict[str, Any]) -> str:
     lines = [f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} repetitions, load "
              f"average {out['machine_before']['load_average'][0]:.1f} before, "
-             f"{out['machine_after']['load_average'][0]:.1f} after", "", f"{'seconds':54}{'median':>8}{'min':>8}{'max':>8}"]
+             f"{out['machine_after']['load_average'][0]:.1f} after", "", f"{'seconds':54}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
     for name, each in out["seconds"].items():
         sums = out["bytes_checked_unchecked"].get(name)
         note = f"  checked {sums[0] / 1e6:.0f} MB, unchecked {sums[1] / 1e6:.0f} MB" if sums else ""
-        lines.append(f"{name:54}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{note}")
+        cpu = f"{statistics.median(out['cpu_seconds'][name]):8.3f}" if name in out["cpu_seconds"] else " " * 8
+        lines.append(f"{name:54}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}")
     lines += ["", f"{'ratio':54}{'median':>8}{'min':>8}{'max':>8}  target"]
     for row in out["ratios"]:
         target = "" if row["limit"] is None else f"  {row['kind']} {row['limit']}: {'met' if row['met'] else 'MISSED'}"

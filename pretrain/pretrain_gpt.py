@@ -6,6 +6,7 @@ docs/pretrain.md lists the flags. Exit code 0: done, also after SIGTERM; 2: the 
 """
 
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script: `pretrain` is not installed
@@ -19,6 +20,8 @@ def run() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):  # before the imports that take seconds
         make_parser().print_help()
         return 0
+    # megatron-core says at import, on every rank, that Transformer Engine and Apex are not there: neither is used
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
     import torch.distributed as dist
 
     from pretrain.training import main

@@ -77,18 +77,19 @@ class Settings:
 class Scheduler:
     """Sets the rates of an optimizer's groups. DeepSpeed steps, saves and loads it as the engine's scheduler.
 
-    Groups that were made without weight decay stay without. At a load, settings that differ from the checkpoint's are a
+    `decays` says which groups have weight decay (None: those that have it now). At a load, settings that differ from the checkpoint's are a
     StateMismatchError, unless `override` (these win) or `use_checkpoint` (the checkpoint's win).
     """
 
-    def __init__(self, optimizer: Any, settings: Settings, override: bool = False, use_checkpoint: bool = False) -> None:
+    def __init__(self, optimizer: Any, settings: Settings, override: bool = False, use_checkpoint: bool = False,
+                 decays: list[bool] | None = None) -> None:
         if override and use_checkpoint:
             raise UsageError("the settings of the schedule come from one place",
                              expected="one flag", found="--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler")
         self.optimizer, self.settings = optimizer, settings
         self.override, self.use_checkpoint = override, use_checkpoint
         self.num_steps = 0
-        self._decays = [group["weight_decay"] != 0.0 for group in optimizer.param_groups]
+        self._decays = decays or [group["weight_decay"] != 0.0 for group in optimizer.param_groups]
         self.step(0)
 
     def step(self, increment: int) -> None:

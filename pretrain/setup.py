@@ -80,7 +80,8 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
     groups = models.param_groups(model, args.lr, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
     scheduler = Scheduler(optimizer, settings, override=args.override_opt_param_scheduler,
-                          use_checkpoint=args.use_checkpoint_opt_param_scheduler)
+                          use_checkpoint=args.use_checkpoint_opt_param_scheduler,
+                          decays=[group["params"][0].dim() > 1 for group in groups])  # also where --weight-decay is 0 for now
     engine, *_ = ucp.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(args),
                                 mpu=models.mpu(), dist_init_required=False, family=args.model_family)
     return engine

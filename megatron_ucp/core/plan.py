@@ -67,7 +67,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Zeros in the padding [start, stop) of a slot."""
+    """Zeros in [start, stop) of a slot: its padding, or vocabulary rows that the source does not have."""
 
     slot: Slot
     start: int
@@ -117,7 +117,8 @@ def make_plan(source: Manifest, target: Manifest, wants: Sequence[Want], allow: 
     ops: list[Op] = []
     fills: list[Fill] = []
     for slot, state in wants:
-        ops += planner.fill(slot, state)
+        for step in planner.fill(slot, state):
+            (fills if isinstance(step, Fill) else ops).append(step)  # type: ignore[arg-type]
         fills += padding(target.buffers[slot.buffer], slot)
     return Plan(tuple(wants), tuple(ops), tuple(fills))
 
@@ -138,7 +139,7 @@ class _Planner:
         self.source, self.target, self.allow = source, target, allow
         self._held: dict[tuple[str, int], list[tuple[Cut, tuple[Piece, ...]]]] = {}
 
-    def fill(self, slot: Slot, state: str) -> Iterator[Op]:
+    def fill(self, slot: Slot, state: str) -> Iterator[Op | Fill]:
         buffer = self.target.buffers[slot.buffer]
         for fragment in buffer.fragments(slot.part):
             member = buffer.members[fragment.member]
@@ -148,7 +149,19 @@ class _Planner:
                 for piece in pieces:
                     part = piece.clip_local(box)
                     if part is not None:
+                        yield from self._new_rows(slot, member, part)
                         yield from self._supply(slot, state, fragment.member, member, part)
+
+    def _new_rows(self, slot: Slot, member: Member, want: Piece) -> Iterator[Fill]:
+        """Zeros for rows of a vocabulary that is larger than the source's; `match_params` let that pass by name."""
+        source = self.source.by_name.get(member.param)
+        target = self.target.by_name[member.param]
+        if source is None or not target.shape or source.shape[0] >= target.shape[0]:
+            return
+        new = want.clip_full(Box((source.shape[0], *(0,) * (len(target.shape) - 1)), target.shape))
+        if new is not None:
+            start = self.target.buffers[slot.buffer].offset(member, slot.part, new.flat_start)
+            yield Fill(slot, start, start + new.flat_stop - new.flat_start)
 
     def _supply(self, slot: Slot, state: str, index: int, member: Member, want: Piece) -> Iterator[Op]:
         """The ops that produce one box of the target, from the first holder that the source has."""
@@ -263,10 +276,13 @@ def _prove_slot(slot: Slot, members: dict[int, list[Op]], fills: Iterable[Fill],
     buffer = target.buffers[slot.buffer]
     runs = [(fill.start, fill.stop) for fill in fills]
     for fragment in buffer.fragments(slot.part):
-        runs.append((fragment.offset, fragment.offset + fragment.high - fragment.low))
         param = buffer.members[fragment.member].param
         view = target.by_name[param].pieces(_place(target, slot.cut))[0].view
         left = flat_boxes(view, fragment.low, fragment.high)
+        for start, stop in [run for run in runs if fragment.offset <= run[0] < fragment.offset + fragment.high - fragment.low]:
+            runs.remove((start, stop))
+            for box in flat_boxes(view, start - fragment.offset + fragment.low, stop - fragment.offset + fragment.low):
+                left = _subtract(left, box, param, slot)
         for op in sorted(members.pop(fragment.member, []), key=lambda op: op.box.start):
             left = _subtract(left, op.box, param, slot)
             start = fragment.offset + flat_index(op.box.start, view) - fragment.low
@@ -274,6 +290,7 @@ def _prove_slot(slot: Slot, members: dict[int, list[Op]], fills: Iterable[Fill],
             if start != op.target.offset or sorted(_runs(extents)) != sorted(
                     _runs(list(zip(op.shape, op.target.strides, strict=True)))):
                 raise PlanError("an address of the plan disagrees with its box", parameter=param, found=op.target)
+        runs.append((fragment.offset, fragment.offset + fragment.high - fragment.low))
         if left:
             raise PlanError("an element of the target has no source", parameter=param, found=f"{left[0]} of {slot}")
     if members:

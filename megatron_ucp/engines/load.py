@@ -184,7 +184,7 @@ def _describe(job: _Job, target: Any) -> None:
     rounded = sorted({target.buffers[op.target.slot.buffer].members[op.member].param for op in job.plan.ops
                       if getattr(op, "lossless", True) is False})
     for what, names in (("rounded to a narrower dtype", rounded), ("kept from the engine: not in the checkpoint",
-                        job.fit.skipped), ("dropped: not in the model", job.fit.dropped)):
+                        job.fit.skipped), ("dropped: not in the model", job.fit.dropped), ("vocabulary resized", job.fit.resized)):
         if names:
             job.notes.append(f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
@@ -12,6 +12,7 @@ from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 ALLOWANCES = {
     "narrow": "values may be rounded to a narrower dtype",
     "mean": "copies of a Partial parameter may be averaged",
+    "vocab": "rows of a padded vocabulary may be dropped, or added as zeros",
     "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
     "stale": "masters may differ from the weights beside them; the masters are loaded",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
@@ -25,6 +26,7 @@ class Fit:
     master: str = MASTER
     skipped: list[str] = field(default_factory=list[str])
     dropped: list[str] = field(default_factory=list[str])
+    resized: list[str] = field(default_factory=list[str])
 
 
 def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
@@ -37,6 +39,13 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             continue
         if have is None:
             _missing(spec.name, spec.kind, source, target, file)
+        elif have.shape != spec.shape and _vocabulary(have, spec):
+            if "vocab" not in allow:
+                raise ModelMismatchError("the padded vocabulary has another size in the checkpoint", file=file, parameter=spec.name,
+                                         expected=f"{have.shape[0]} rows", found=f"{spec.shape[0]} rows in the model",
+                                         fix=_keep_vocabulary(have.shape[0]))
+            change = spec.shape[0] - have.shape[0]
+            fit.resized.append(f"{spec.name}: {abs(change)} rows {'added as zeros' if change > 0 else 'dropped'}")
         elif have.shape != spec.shape:
             raise ModelMismatchError("a parameter has another shape in the checkpoint", file=file, parameter=spec.name,
                                      expected=f"{spec.shape} as in the model", found=have.shape)
@@ -55,6 +64,18 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
                                  expected=f"{len(wanted)} parameters", found=f"{len(extra)} more in the checkpoint" + (
                                      f"; the model ties it to {tied}" if tied else ""))
     return fit
+
+
+def _vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
+    """Whether two shapes of a vocabulary parameter differ in padding alone: both hold the tokenizer's rows."""
+    return spec.extent is not None and have.shape[1:] == spec.shape[1:] and have.shape[0] >= spec.extent.true and (
+        have.extent is None or have.extent.true == spec.extent.true)
+
+
+def _keep_vocabulary(rows: int) -> str:
+    works = [n for n in range(1, 129) if rows % n == 0]
+    return (f"build the model with {rows} rows, at a tensor-parallel size of {', '.join(map(str, works))}; or drop rows or add "
+            'zero rows with allow={"vocab"} (--allow-vocab-resize), which shifts the loss')
 
 
 def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str) -> None:

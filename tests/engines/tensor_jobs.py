@@ -29,6 +29,7 @@ class Mega:
     seed: int = 1
     sequence_parallel: bool = False
     true_vocab: int = VOCAB
+    vocab: int = VOCAB
     layers: int = 2
 
 
@@ -42,7 +43,7 @@ def make(setup: Mega, attach: bool = True) -> Any:
     models.start(setup.tp, seed=7)
     config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
                                 groups=setup.groups,
-                                vocab=VOCAB, true_vocab=setup.true_vocab, positions=SEQUENCE, tied=setup.tied, init_std=0.15,
+                                vocab=setup.vocab, true_vocab=min(setup.true_vocab, setup.vocab), positions=SEQUENCE, tied=setup.tied, init_std=0.15,
                                 sequence_parallel=setup.sequence_parallel, dtype=setup.dtype, seed=setup.seed)
     model = models.build(config)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
@@ -70,7 +71,7 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     losses = []
     for step in range(first, first + steps):
-        drawn = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step))
+        drawn = torch.randint(40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step))
         mine = drawn.chunk(world)[rank]
         loss = models.loss(engine, mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
         engine.backward(loss)
@@ -191,5 +192,26 @@ def resume_plain(setup: Mega, folder: str) -> dict[str, Any]:
     engine = make(setup, attach=False)
     report = ucp.load(engine, folder, tag="trained")
     out = {"differences": differences(oracle, canonical(engine)), "notes": report.notes}
+    close(engine)
+    return out
+
+
+def resize_vocabulary(setup: Mega, folder: str) -> dict[str, Any]:
+    """Refused without the argument; with it, the rows that both sides have are equal and new ones are zero."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]["full"]
+    engine = make(setup)
+    out: dict[str, Any] = {"refusal": ""}
+    try:
+        ucp.load(engine, folder, tag="filled")
+    except ucp.UcpError as error:
+        out["refusal"] = f"{type(error).__name__}: {error}"
+    out["notes"] = ucp.load(engine, folder, tag="filled", allow={"vocab"}).notes
+    have = canonical(engine)["full"]
+    wrong = []
+    for key, want in oracle.items():
+        rows = min(len(want), len(have[key])) if want.dim() else None
+        if not torch.equal(want[:rows], have[key][:rows]) or (rows is not None and have[key][rows:].count_nonzero()):
+            wrong.append(key)
+    out |= {"wrong": wrong, "compared": len(oracle)}
     close(engine)
     return out

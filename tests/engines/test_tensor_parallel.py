@@ -234,3 +234,14 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(sources: Sources, tmp_pa
     for rank in found:
         assert rank["differences"] == []
         assert any("stock DeepSpeed's default" in note and "linear_qkv" in note for note in rank["notes"])
+
+
+@pytest.mark.parametrize(("rows", "note"), [(52, "4 rows added as zeros"), (44, "4 rows dropped")])
+@pytest.mark.parametrize("target", [(2, 1, 1), (1, 2, 3), (1, 1, 0)], ids=show)
+def test_another_padding_of_the_vocabulary(sources: Sources, target: Mesh, rows: int, note: str) -> None:
+    folder = source(sources, (2, 2, 1), "llama", true_vocab=41, more=0)
+    setup = Mega("llama", target[0], target[2], seed=9, true_vocab=41, vocab=rows)
+    for rank in sources.ranks.run(target[0] * target[1], JOBS + "resize_vocabulary", setup, folder):
+        assert "ModelMismatchError" in rank["refusal"] and "tensor-parallel size of 1, 2, 3, 4" in rank["refusal"]
+        assert rank["wrong"] == [] and rank["compared"] > 30
+        assert any("vocabulary resized" in n and note in n for n in rank["notes"])
