@@ -78,7 +78,8 @@ def parse(argv: Sequence[str]) -> Given:
         if name in REFUSED:
             _, harmless, why = REFUSED[name]
             if not values or any(value not in harmless for value in values):
-                raise UsageError(f"{name}: {why}", expected=f"{harmless[0]}, or the flag left out" if harmless else "the flag left out",
+                raise UsageError(f"{name}: {why}",
+                                 expected=f"{harmless[0]}, or the flag left out" if harmless else "the flag left out",
                                  found=" ".join([name, *values]), fix=f"leave {name} out")
     return given
 
@@ -176,7 +177,8 @@ def _exclusive(problem: str, args: argparse.Namespace, *names: str) -> None:
 def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
     args.world_size, tp = world, args.tensor_model_parallel_size
     if world % tp:
-        raise UsageError("--tensor-model-parallel-size does not divide the number of ranks", expected=f"a divisor of {world}", found=tp)
+        raise UsageError("--tensor-model-parallel-size does not divide the number of ranks", expected=f"a divisor of {world}",
+                         found=tp)
     args.data_parallel_size = world // tp
     args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
     args.clip_grad = 1.0 if args.clip_grad is None else args.clip_grad
@@ -185,11 +187,13 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
         args.global_batch_size = once
     if args.global_batch_size % once:
         raise UsageError("--global-batch-size is not a multiple of --micro-batch-size x data-parallel size",
-                         expected=f"a multiple of {args.micro_batch_size} x {args.data_parallel_size}", found=args.global_batch_size)
+                         expected=f"a multiple of {args.micro_batch_size} x {args.data_parallel_size}",
+                         found=args.global_batch_size)
     args.gradient_accumulation = args.global_batch_size // once
     said = args.ds_config.pop("gradient_accumulation_steps", args.gradient_accumulation)
     if said != args.gradient_accumulation:
-        raise UsageError("gradient_accumulation_steps of the DeepSpeed config contradicts the batch sizes", file=args.deepspeed_config,
+        raise UsageError("gradient_accumulation_steps of the DeepSpeed config contradicts the batch sizes",
+                         file=args.deepspeed_config,
                          expected=args.gradient_accumulation, found=said, fix="leave it out: the batch sizes and dp give it")
 
 
@@ -202,7 +206,8 @@ def _lengths(args: argparse.Namespace) -> None:
         args.train_samples = args.train_tokens // args.seq_length
     _exclusive("the length of the run is given once", args, "train_iters", "train_samples")
     if args.train_iters is None and args.train_samples is None:
-        raise UsageError("the length of the run is not given", expected="--train-iters, --train-samples or --train-tokens", found="none")
+        raise UsageError("the length of the run is not given", expected="--train-iters, --train-samples or --train-tokens",
+                         found="none")
     args.train_iters = args.train_iters or args.train_samples // batch
     args.lr_decay_steps = _samples(args, "lr_decay", batch) or args.train_samples or args.train_iters * batch
     warmup = _samples(args, "lr_warmup", batch)

@@ -66,7 +66,8 @@ def _peek(args: argparse.Namespace) -> Saved | None:
         manifest, meta = checkpoint.manifest, checkpoint.meta
         spec = manifest.by_name.get(EMBEDDING)
         if spec is None:
-            raise ModelMismatchError("the checkpoint is not of a model that this program builds", file=checkpoint.folder, parameter=EMBEDDING,
+            raise ModelMismatchError("the checkpoint is not of a model that this program builds", file=checkpoint.folder,
+                                     parameter=EMBEDDING,
                                      expected="megatron-core's GPTModel", found="no such parameter")
         return Saved(str(checkpoint.folder), tag, manifest.mesh, spec.extent.stored if spec.extent else spec.shape[0],
                      dict(meta.get("args") or {}), int(meta.get("iteration") or meta.get("global_steps") or 0),
@@ -82,7 +83,8 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     wrong = {name: (saved.args[name], getattr(args, name)) for name in MODEL_ARGUMENTS
              if saved.args.get(name) is not None and saved.args[name] != getattr(args, name)}
     if wrong:
-        raise UsageError("flags contradict the checkpoint: " + ", ".join(f"--{name.replace('_', '-')}" for name in wrong), file=saved.path,
+        raise UsageError("flags contradict the checkpoint: " + ", ".join(f"--{name.replace('_', '-')}" for name in wrong),
+                         file=saved.path,
                          expected=", ".join(f"{name}={old}" for name, (old, _) in wrong.items()),
                          found=", ".join(f"{name}={new}" for name, (_, new) in wrong.items()),
                          fix="give the model's flags as they were, or --use-checkpoint-args")
@@ -119,7 +121,7 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> Position:
         return Position()
     for name in _DATA_ARGUMENTS:
         if name in saved.args and saved.args[name] != getattr(args, name):
-            say(f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: other samples follow than in the first run")
+            say(f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: other samples follow")
     position = Position(saved.iteration, saved.consumed)
     if not args.no_load_rng:
         restore_random(Path(saved.path), saved.mesh, args, position)
@@ -153,16 +155,22 @@ def _random_file(folder: Path) -> Path:
     return folder / f"ucp_rng_{dist.get_rank():05d}.safetensors"
 
 
-def _random_states() -> dict[str, torch.Tensor]:
+def _tracker() -> Any:
+    """megatron-core's generators for tensor-parallel regions."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    return get_cuda_rng_tracker()
+
+
+def _random_states() -> dict[str, torch.Tensor]:
     _, keys, place, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
               "numpy_place": torch.tensor([place, has_gauss]), "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-              "python": torch.tensor([version, *internal]), "python_gauss": torch.tensor([gauss_next or math.nan], dtype=torch.float64)}
+              "python": torch.tensor([version, *internal]), "python_gauss": torch.tensor([gauss_next or math.nan],
+                                                                                         dtype=torch.float64)}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    for name, state in _tracker().get_states().items():
         states[f"tracker.{name}"] = state if isinstance(state, torch.Tensor) else state.get_state()
     return {name: state.cpu().contiguous().clone() for name, state in states.items()}
 
@@ -176,7 +184,6 @@ def restore_random(folder: Path, mesh: Mesh, args: argparse.Namespace, position:
         if args.hidden_dropout or args.attention_dropout:
             say("  random states were derived from seed, iteration and rank: they were saved on another mesh, or not at all")
         return
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
     with agree.together():
         states = load_file(_random_file(folder))
         torch.set_rng_state(states["torch"])
@@ -188,7 +195,7 @@ def restore_random(folder: Path, mesh: Mesh, args: argparse.Namespace, position:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
         tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
-        tracker = get_cuda_rng_tracker()
+        tracker = _tracker()
         if set(tracked) == set(tracker.get_states()):
             tracker.set_states(tracked)
 

@@ -94,7 +94,8 @@ class Blend:
         weights = np.array([weight for weight, _ in parts], dtype=np.float64)
         self.epoch = sum(part.epoch for part in self._parts)
         self._which, self._number = np.zeros(samples, dtype=np.int16), np.zeros(samples, dtype=np.int64)
-        helpers.build_blending_indices(self._which, self._number, weights / weights.sum(), len(parts), samples, False)
+        helpers.build_blending_indices(  # type: ignore[attr-defined]
+            self._which, self._number, weights / weights.sum(), len(parts), samples, False)
 
     def __getitem__(self, number: int) -> np.ndarray:
         return self._parts[self._which[number]][int(self._number[number])]
@@ -115,7 +116,8 @@ class Batches:
         """(micro, sequence + 1) int64. Raises UsageError for an id that the vocabulary lacks."""
         rows = np.stack([self._samples[number] for number in self.numbers(consumed, step)])
         if rows.min() < 0 or rows.max() >= self._ids:
-            raise UsageError("the data holds an id that the vocabulary lacks", expected=f"ids below {self._ids}", found=int(rows.max()),
+            raise UsageError("the data holds an id that the vocabulary lacks", expected=f"ids below {self._ids}",
+                             found=int(rows.max()),
                              fix="use the tokenizer that made the data; for NullTokenizer, a larger --vocab-size")
         return torch.from_numpy(rows.astype(np.int64))
 
@@ -128,11 +130,13 @@ def make_samples(args: argparse.Namespace, tokenizer: Tokenizer, split: int, sam
         return MockSamples(tokenizer.vocab_size - 1, args.seq_length, args.seed, split)
     parts: list[tuple[float, Samples]] = []
     for weight, path in parse_blend(args.data_path):
-        source = _open_indexed(path, args, tokenizer, low, high) if is_indexed(path) else _open_text(path, args, tokenizer, low, high)
+        open_one = _open_indexed if is_indexed(path) else _open_text
+        source = open_one(path, args, tokenizer, low, high)
         if not source.epoch:
-            raise UsageError(f"the {SPLITS[split]} part of the data holds no whole sequence", file=path, found=f"--split {args.split}",
-                             expected=f"more than {args.seq_length} tokens",
-                             fix="give that part a larger share in --split, or more data" + ("" if split == 0 else ", or --eval-iters 0"))
+            raise UsageError(f"the {SPLITS[split]} part of the data holds no whole sequence", file=path,
+                             expected=f"more than {args.seq_length} tokens", found=f"--split {args.split}",
+                             fix="give that part a larger share in --split, or more data"
+                                 + ("" if split == 0 else ", or --eval-iters 0"))
         parts.append((source.epoch if weight is None else weight, source))
     return parts[0][1] if len(parts) == 1 else Blend(parts, samples)
 
@@ -186,8 +190,10 @@ def _tokens(path: str, tokenizer: Tokenizer) -> np.ndarray:
     place = Path(path)
     files = sorted(p for p in place.iterdir() if p.is_file() and not p.name.startswith(".")) if place.is_dir() else [place]
     if not place.exists() or not files:
-        raise NotFoundError("--data-path names no data", file=path, expected="PREFIX with PREFIX.bin and PREFIX.idx, a text file, or a "
-                            "folder of them", found="an empty folder" if place.exists() else "nothing")
+        raise NotFoundError("--data-path names no data", file=path,
+                            expected="PREFIX with PREFIX.bin and PREFIX.idx, a text file, or a folder of them",
+                            found="an empty folder" if place.exists() else "nothing")
     if place.suffix in (".bin", ".idx"):
-        raise UsageError("--data-path takes indexed data without the ending", file=path, expected=str(place.with_suffix("")), found=path)
+        raise UsageError("--data-path takes indexed data without the ending", file=path, expected=str(place.with_suffix("")),
+                         found=path)
     return np.concatenate([np.append(tokenizer.encode(file.read_bytes()), np.int32(tokenizer.eod)) for file in files])

@@ -55,7 +55,8 @@ MESH = (
     Flag("--tensor-model-parallel-size", int, 1),
     Flag("--sequence-parallel", bool, False),
     Flag("--zero-stage", int, choices=(0, 1, 2, 3), help="default 1"),
-    Flag("--deepspeed_config", help="JSON file, merged with the flags; a contradiction is an error", aliases=("--deepspeed-config",)),
+    Flag("--deepspeed_config", help="JSON file, merged with the flags; a contradiction is an error", aliases=("--deepspeed-config",
+                                                                                                              )),
     Flag("--distributed-timeout-minutes", int, 30),
 )
 DATA = (
@@ -132,10 +133,11 @@ IGNORED = {
     "--deepspeed": 0, "--no-pipeline-parallel": 0, "--local_rank": 1, "--data-impl": 1, "--data-cache-path": 1,
     "--no-bias-gelu-fusion": 0, "--no-bias-swiglu-fusion": 0, "--no-bias-dropout-fusion": 0, "--no-masked-softmax-fusion": 0,
     "--no-rope-fusion": 0, "--no-gradient-accumulation-fusion": 0, "--no-persist-layer-norm": 0, "--no-query-key-layer-scaling": 0,
-    "--use-mcore-models": 0, "--use-cpu-initialization": 0, "--num-workers": 1, "--distributed-backend": 1, "--no-async-tensor-model-parallel-allreduce": 0,
+    "--use-mcore-models": 0, "--use-cpu-initialization": 0, "--num-workers": 1, "--distributed-backend": 1,
+    "--no-async-tensor-model-parallel-allreduce": 0,
 }
 
-# Known elsewhere, refused here by name: the number of values (None: any), the only value that is the same as leaving it out, and why.
+# Known elsewhere, refused here by name: the number of values (None: any), those that are the same as leaving it out, why.
 REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--pipeline-model-parallel-size": (1, ("1",), "pipeline stages are not supported"),
     "--num-layers-per-virtual-pipeline-stage": (1, (), "pipeline stages are not supported"),
@@ -155,7 +157,8 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--recompute-granularity": (1, (), "recomputation is not supported"),
     "--recompute-activations": (0, (), "recomputation is not supported"),
     "--rampup-batch-size": (None, (), "a global batch that grows is not supported"),
-    "--use-distributed-optimizer": (0, (), "Megatron's own optimizer is not used under DeepSpeed; its counterpart is --zero-stage 1"),
+    "--use-distributed-optimizer": (0, (),
+                                    "Megatron's own optimizer is not used under DeepSpeed; its counterpart is --zero-stage 1"),
     "--no-save-optim": (0, (), "DeepSpeed always writes its optimizer's files"),
     "--vocab-file": (1, (), "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local folder"),
     "--merge-file": (1, (), "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local folder"),

@@ -56,7 +56,8 @@ class Progress:
             Path(args.log_json).parent.mkdir(parents=True, exist_ok=True)
             self._json = open(args.log_json, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
 
-    def iteration(self, iteration: int, samples: int, loss: float, lr: float, scale: float, norm: float | None, applied: bool) -> None:
+    def iteration(self, iteration: int, samples: int, loss: float, lr: float, scale: float, norm: float | None,
+                  applied: bool) -> None:
         """After an iteration: a line every --log-interval, and after the first one."""
         self._count += 1
         self._skipped += not applied
@@ -75,7 +76,8 @@ class Progress:
             return
         mean = sum(self._losses) / len(self._losses) if self._losses else None
         elapsed_ms = (time.perf_counter() - self._since) * 1000 / self._count
-        say(iteration_line(iteration, self.args.train_iters, samples, elapsed_ms, lr, self.args.global_batch_size, mean, scale, norm,
+        say(iteration_line(iteration, self.args.train_iters, samples, elapsed_ms, lr, self.args.global_batch_size, mean, scale,
+                           norm,
                            self._skipped, self._nans))
         self._first, self._losses, self._skipped, self._nans, self._count = False, [], 0, 0, 0
         self._since = time.perf_counter()

@@ -43,7 +43,8 @@ class Settings:
                              found=self.lr_warmup_steps, fix="shorten --lr-warmup-*, or lengthen --lr-decay-* or --train-*")
         if self.lr_decay_style == "WSD" and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
             raise UsageError("--lr-decay-style WSD needs the length of its decay", found=self.wsd_decay_steps,
-                             expected=f"1 to {self.lr_decay_steps} samples", fix="give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+                             expected=f"1 to {self.lr_decay_steps} samples",
+                             fix="give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
 
     def lr(self, samples: int) -> float:
         """The rate for the batch that starts after `samples` consumed samples."""
@@ -77,7 +78,8 @@ class Settings:
 class Scheduler:
     """Sets the rates of an optimizer's groups. DeepSpeed steps, saves and loads it as the engine's scheduler.
 
-    `decays` says which groups have weight decay (None: those that have it now). At a load, settings that differ from the checkpoint's are a
+    `decays` says which groups have weight decay (None: those that have it now).
+    At a load, settings that differ from the checkpoint's are a
     StateMismatchError, unless `override` (these win) or `use_checkpoint` (the checkpoint's win).
     """
 
@@ -122,4 +124,5 @@ class Scheduler:
             "the schedule differs from the checkpoint's: " + ", ".join(_FLAGS[key] for key in changed),
             expected=", ".join(f"{key}={value}" for key, value in changed.items()),
             found=", ".join(f"{key}={getattr(self.settings, key)}" for key in changed),
-            fix="--override-opt_param-scheduler goes on with these flags, --use-checkpoint-opt_param-scheduler with the checkpoint's")
+            fix="--override-opt_param-scheduler goes on with these flags, --use-checkpoint-opt_param-scheduler with the "
+                "checkpoint's")

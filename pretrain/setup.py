@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import megatron_ucp as ucp
 from megatron_ucp.engines import models
@@ -19,30 +20,34 @@ NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
 def start_distributed(minutes: int) -> None:
     """torch.distributed from the launcher's environment; without a launcher, one rank. Does nothing where it runs already."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
     if dist.is_initialized():
         return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
     deepspeed.utils.logger.setLevel("WARNING")
-    accelerator = get_accelerator()
+    accelerator = _accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
     if os.environ["WORLD_SIZE"] == "1":  # a store in this process: port 0 can't be found by others, and needs not be
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes))
 
 
-def device() -> torch.device:
+def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
-    return torch.device(get_accelerator().current_device_name())
+    return get_accelerator()
+
+
+def device() -> torch.device:
+    return torch.device(_accelerator().current_device_name())
 
 
 def model_config(args: argparse.Namespace, vocab: int, padded: int) -> models.ModelConfig:
     return models.ModelConfig(
-        args.model_family, layers=args.num_layers, hidden=args.hidden_size, ffn=args.ffn_hidden_size, heads=args.num_attention_heads,
+        args.model_family, layers=args.num_layers, hidden=args.hidden_size, ffn=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
         groups=args.num_query_groups, vocab=padded, true_vocab=vocab, positions=args.max_position_embeddings,
         head_dim=args.kv_channels, tied=not args.untie_embeddings_and_output_weights, norm_eps=args.norm_epsilon,
         rotary_base=args.rotary_base, hidden_dropout=args.hidden_dropout, attention_dropout=args.attention_dropout,

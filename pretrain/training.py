@@ -88,7 +88,8 @@ class Run:
         evaluates = args.eval_iters > 0
         if split == 1 and not evaluates:
             return None
-        count = args.eval_iters * args.global_batch_size if split else max(args.train_iters * args.global_batch_size, args.train_samples or 0)
+        count = args.eval_iters * args.global_batch_size if split else max(args.train_iters * args.global_batch_size,
+                                                                           args.train_samples or 0)
         samples = make_samples(args, tokenizer, split, count)
         return Batches(samples, tokenizer, args.micro_batch_size, args.data_parallel_size, self._mesh.get_data_parallel_rank())
 
@@ -178,7 +179,8 @@ class Run:
     def _report(self, progress: Progress, loss: float) -> None:
         engine, position = self.engine, self.result.position
         norm = engine.get_global_grad_norm()
-        scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", 1.0) if self.args.fp16 else 1.0
+        scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale",
+                                                                        1.0) if self.args.fp16 else 1.0
         # an overflow is a skipped iteration: fp16 steps over it
         applied = not (self.args.fp16 and bool(getattr(engine.optimizer, "overflow", False)))
         progress.iteration(position.iteration, position.consumed, loss, engine.lr_scheduler.get_last_lr()[0], float(scale),

@@ -1,7 +1,6 @@
 """Mesh sizes, a rank's coordinates, and the groups of ranks that follow from the rank order."""
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -123,7 +122,3 @@ class Mesh:
                 return tuple(first + i * step for i in range(sizes[axis]))
             step *= sizes[axis]
         return (rank,)
-
-    @property
-    def model_parallel(self) -> int:
-        return math.prod((self.tp, self.pp))

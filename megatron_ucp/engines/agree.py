@@ -1,7 +1,7 @@
 """One fate for all ranks: a failure on one rank is raised on every rank, and nobody waits for ever."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -24,13 +24,6 @@ def gather(value: T) -> list[T]:
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
-
-
-def share(make: Callable[[], T]) -> T:
-    """What rank 0 computes, on every rank; its error too. Collective."""
-    with together():
-        value = make() if world()[0] == 0 else None
-    return gather(value)[0]  # type: ignore[return-value]
 
 
 @contextmanager

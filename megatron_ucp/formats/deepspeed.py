@@ -109,7 +109,7 @@ class NativeCheckpoint:
     def _declare_by_stock(self, info: Any) -> None:
         """Layouts as stock DeepSpeed's converter would take them; `notes` says where only its default spoke."""
         shapes: dict[str, Ints] = {name: value.shape for name, value in self.module().items() if isinstance(value, TensorRef)}
-        for named in self.meta.get("param_shapes") or []:
+        for named in self._shapes_by_group() or []:
             shapes.update(named)
         buffers = set(self.meta.get("buffer_names") or [])
         shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
@@ -179,9 +179,8 @@ class NativeCheckpoint:
         return cast("Any", tree)
 
     def read_contents(self, tree: Any, file: str, order: Order | None) -> Contents:
-        shapes = self.meta.get("param_shapes")
+        shapes = self._shapes_by_group()
         if self.names.optimizer:
-            shapes = [shapes] if isinstance(shapes, dict) else shapes
             if not isinstance(shapes, list):
                 raise DamagedFileError("the model file does not say how parameters are flattened",
                                        file=self.full_path(self.model_name), expected="param_shapes",
@@ -198,6 +197,11 @@ class NativeCheckpoint:
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise DamagedFileError("an optimizer file has another structure than its keys promise", file=file,
                                    found=f"{type(error).__name__}: {error}") from error
+
+    def _shapes_by_group(self) -> Any:
+        """`param_shapes`, which older versions wrote as one dict for all; None at stage 0."""
+        shapes = self.meta.get("param_shapes")
+        return [shapes] if isinstance(shapes, dict) else shapes
 
     def _shape(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
@@ -224,11 +228,12 @@ class NativeCheckpoint:
         return cast("Mapping[str, Any]", module)
 
     def _manifest(self, found: Contents) -> Manifest:
-        module, dtype = self.module(), self._training_dtype()
+        module = self.module()
         flat = {m.param for buffer in found.buffers for m in buffer.members}
         shapes: dict[str, Ints] = {}
-        for named in self.meta.get("param_shapes") or []:
+        for named in self._shapes_by_group() or []:
             shapes.update(named)
+        dtype = self._training_dtype(module, shapes)
         ties = self._ties(module, flat)
         aliases = {alias for tie in ties for alias in tie.aliases}
         kept = [name for name, value in module.items() if name not in flat and name not in aliases and
@@ -238,12 +243,16 @@ class NativeCheckpoint:
         params = [self._spec(name, tuple(shapes.get(name) or self._shape(module, name)), dtype, "trainable") for name in
                   dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
         buffers = list(found.buffers)
-        split = found.engine == "zero3"
+        split, old = found.engine == "zero3", "buffer_names" not in self.meta
         for name in dict.fromkeys([*kept, *frozen]):
             if name in flat or name in aliases:
                 continue
             ref = module.get(name)
-            is_frozen = name not in buffer_names
+            held = isinstance(ref, TensorRef) and ref.numel > 0
+            # Older ZeRO-3 files don't name the buffers, which are all that has bytes there, nor keep frozen parameters.
+            if split and old and not held and name not in frozen:
+                continue
+            is_frozen = name not in buffer_names and not (split and old and held)
             cut = split and is_frozen
             shape = tuple(frozen[name]) if name in frozen else ref.shape if isinstance(ref, TensorRef) else ()
             value = self._frozen_ref(name, 0) if cut else ref
@@ -302,8 +311,12 @@ class NativeCheckpoint:
                 groups[name].append(alias)
         return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)
 
-    def _training_dtype(self) -> str:
-        config = self.meta.get("ds_config") or {}
+    def _training_dtype(self, module: Mapping[str, Any], names: Iterable[str]) -> str:
+        """As the config says; older files have none, but weights."""
+        config = self.meta.get("ds_config")
+        if config is None:
+            found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
+            return found[0] if found else "float32"
         for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
             section = config.get(key) if isinstance(config, dict) else None
             if isinstance(section, dict) and section.get("enabled"):

@@ -4,7 +4,8 @@ import sysconfig
 from pathlib import Path
 
 FILES = ("argparse.py", "ast.py", "inspect.py", "typing.py")
-LLAMA = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "4",
+LLAMA = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads",
+         "4",
          "--num-query-groups", "2", "--seq-length", "32"]
 GPT = ["--model-family", "gpt", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
        "--hidden-dropout", "0", "--attention-dropout", "0"]

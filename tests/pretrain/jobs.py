@@ -54,7 +54,8 @@ def random_numbers(argv: list[str]) -> dict[str, Any]:
     from pretrain.training import Run
 
     one = Run(argv)
-    with get_cuda_rng_tracker().fork():
+    tracker: Any = get_cuda_rng_tracker()
+    with tracker.fork():
         inside = torch.rand(1).item()
     drawn = {"torch": torch.rand(1).item(), "tracker": inside, "numpy": float(np.random.rand()), "python": random.random()}
     one.close()

@@ -25,7 +25,8 @@ def arguments(*more: str, model: list[str] = LLAMA, world: int = 4) -> argparse.
 
 def test_family_defaults() -> None:
     llama, gpt = arguments(), arguments(model=GPT)
-    assert (llama.normalization, llama.swiglu, llama.disable_bias_linear, llama.position_embedding_type) == ("RMSNorm", True, True, "rope")
+    assert (llama.normalization, llama.swiglu, llama.disable_bias_linear, llama.position_embedding_type) == ("RMSNorm", True, True,
+                                                                                                             "rope")
     assert (gpt.normalization, gpt.swiglu, gpt.disable_bias_linear, gpt.position_embedding_type) == ("LayerNorm", False, False,
                                                                                                     "learned_absolute")
     assert llama.untie_embeddings_and_output_weights and not gpt.untie_embeddings_and_output_weights
@@ -38,7 +39,8 @@ def test_family_defaults() -> None:
     ("--num-key-value-heads 4", "num_query_groups", 4), ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
     ("--rotary-position-embeddings-theta 500000", "rotary_base", 500000), ("--normalization rmsnorm", "normalization", "RMSNorm"),
     ("--use-rotary-position-embeddings", "position_embedding_type", "rope"), ("--tokenizer-type NullTokenizer", "vocab_size", None),
-    ("--train-tokens 3200 --train-iters 10", None, None), ("--ckpt_step 3 --load x", "ckpt_step", 3), ("--zero_stage 3", "zero_stage", 3),
+    ("--train-tokens 3200 --train-iters 10", None, None), ("--ckpt_step 3 --load x", "ckpt_step", 3), ("--zero_stage 3",
+                                                                                                       "zero_stage", 3),
     ("--override-opt-param-scheduler", "override_opt_param_scheduler", True), ("--bf16", "bf16", True),
     ("--deepspeed --no-pipeline-parallel --local_rank 0 --data-impl mmap --no-bias-gelu-fusion", "bf16", None),
     ("--pipeline-model-parallel-size 1 --expert-model-parallel-size 1 --num-experts 1", "bf16", None)])
@@ -51,16 +53,22 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
 
 
 @pytest.mark.parametrize(("flags", "says"), [
-    ("--tensor-model-parallel-sise 2", "the nearest is --tensor-model-parallel-size"), ("--univresal-checkpoint", "--universal-checkpoint"),
+    ("--tensor-model-parallel-sise 2", "the nearest is --tensor-model-parallel-size"), ("--univresal-checkpoint",
+                                                                                        "--universal-checkpoint"),
     ("--pipeline-model-parallel-size 2", "pipeline stages are not supported"), ("--num-experts 8", "experts are not supported"),
-    ("--expert-model-parallel-size 2", "experts"), ("--context-parallel-size 2", "context parallelism"), ("--rotary-percent 0.5", "partial"),
+    ("--expert-model-parallel-size 2", "experts"), ("--context-parallel-size 2", "context parallelism"), ("--rotary-percent 0.5",
+                                                                                                          "partial"),
     ("--tensor-model-parallel-size 3", "a divisor of 4"), ("--global-batch-size 12", "a multiple of 2 x 4"),
-    ("--swiglu --model-family gpt --normalization LayerNorm", "--model-family llama"), ("--normalization LayerNorm", "--model-family gpt"),
-    ("--bf16 --fp16", "--bf16 and --fp16"), ("--data-path x", "--mock-data and --data-path"), ("--num-query-groups 3", "a divisor of 4"),
-    ("--num-attention-heads 5 --num-query-groups 5", "--kv-channels"), ("--save-interval 5", "needs --save"), ("--finetune", "needs --load"),
+    ("--swiglu --model-family gpt --normalization LayerNorm", "--model-family llama"), ("--normalization LayerNorm",
+                                                                                        "--model-family gpt"),
+    ("--bf16 --fp16", "--bf16 and --fp16"), ("--data-path x", "--mock-data and --data-path"), ("--num-query-groups 3",
+                                                                                               "a divisor of 4"),
+    ("--num-attention-heads 5 --num-query-groups 5", "--kv-channels"), ("--save-interval 5", "needs --save"), ("--finetune",
+                                                                                                               "needs --load"),
     ("--universal-checkpoint", "needs --load"), ("--vocab-size 100", "NullTokenizer"), ("--train-samples 80", "given once"),
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "given once"), ("--lr-warmup-iters 2 --lr-warmup-samples 9", "given once"),
-    ("--max-position-embeddings 16", "at least 32"), ("--tokenizer-type HFTokenizer", "--tokenizer-model"), ("--num-layers x", "num-layers"),
+    ("--max-position-embeddings 16", "at least 32"), ("--tokenizer-type HFTokenizer", "--tokenizer-model"), ("--num-layers x",
+                                                                                                             "num-layers"),
     ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "one flag"), ("--zero-stage 4", "zero-stage"),
     ("--group-query-attention --num-query-groups 0", "at least 1"), ("--micro-batch-size 0", "--micro-batch-size is too small"),
     ("--no-save-optim", "DeepSpeed always writes"), ("--use-distributed-optimizer", "--zero-stage 1")])

@@ -95,7 +95,8 @@ def test_indexed_data_is_as_megatron_core_reads_it(indexed: str) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
     config = GPTDatasetConfig(random_seed=1234, sequence_length=SEQUENCE, reset_position_ids=False, reset_attention_mask=False,
-                              eod_mask_loss=False, tokenizer=SimpleNamespace(vocab_size=5001, eod=5000, unique_identifiers={}))  # type: ignore[arg-type]
+                              eod_mask_loss=False, tokenizer=SimpleNamespace(vocab_size=5001, eod=5000,
+                                                                             unique_identifiers={}))  # type: ignore[arg-type]
     theirs = GPTDataset(IndexedDataset(indexed), indexed, np.arange(40, dtype=np.int32), None, Split.train, config)
     mine = samples_of("--data-path", indexed, "--tokenizer-type", "NullTokenizer", "--vocab-size", "5000", "--split", "1")
     assert len(theirs) == mine.epoch
@@ -139,7 +140,8 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "a": 2, "line": 3}, unk_token="[UNK]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>",
+                                         unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
     found = HuggingFaceTokenizer(str(tmp_path / "tokenizer"))
     assert (found.vocab_size, found.eod, found.encode(b"a line b").tolist()) == (4, 1, [2, 3, 0])
     (tmp_path / "text.txt").write_text("a line " * 100)

@@ -9,7 +9,8 @@ import pytest
 from megatron_ucp.errors import StateMismatchError, UsageError
 from pretrain.schedule import STYLES, Scheduler, Settings
 
-BASE = Settings(max_lr=1e-3, min_lr=1e-4, init_lr=0.0, lr_warmup_steps=80, lr_decay_steps=800, lr_decay_style="cosine", weight_decay=0.1,
+BASE = Settings(max_lr=1e-3, min_lr=1e-4, init_lr=0.0, lr_warmup_steps=80, lr_decay_steps=800, lr_decay_style="cosine",
+                weight_decay=0.1,
                 wsd_decay_steps=200)
 
 
@@ -91,7 +92,8 @@ def test_changed_settings() -> None:
 
 
 @pytest.mark.parametrize("change", [{"min_lr": 2e-3}, {"lr_warmup_steps": 800}, {"lr_decay_style": "step"}, {"init_lr": 1.0},
-                                    {"lr_decay_style": "WSD", "wsd_decay_steps": None}, {"lr_decay_style": "WSD", "wsd_decay_steps": 801}])
+                                    {"lr_decay_style": "WSD", "wsd_decay_steps": None}, {"lr_decay_style": "WSD",
+                                                                                         "wsd_decay_steps": 801}])
 def test_settings_that_are_no_schedule(change: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         dataclasses.replace(BASE, **change)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from tests.ranks import RankPool
 
 FOLDER = Path(__file__).parent
 MAX_FILE_BYTES = 30_000
+OLD_VERSION = "0.5.10"
 GRADIENTS = (("data_types", {"grad_accum_dtype": "fp32"}),)
 LATER_MODEL_KEYS = ("frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names", "global_samples",
                     "checkpoint_parallel_dimensions", "random_ltd", "data_sampler", "ds_config")
@@ -44,6 +45,7 @@ class Case:
 
 def older(tree: dict[str, Any]) -> None:
     """In place: as before fragments, alignment paddings and the recording of frozen and shared parameters."""
+    tree["ds_version"] = OLD_VERSION
     for key in LATER_MODEL_KEYS:
         tree.pop(key, None)
     if isinstance(tree.get("param_shapes"), list) and len(tree["param_shapes"]) == 1:
@@ -59,7 +61,8 @@ def older(tree: dict[str, Any]) -> None:
     inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
     for state in inner["state"].values():
         state["step"] = int(state["step"])
-    optimizer["ds_version"] = tree["ds_version"] = "0.5.10"
+    if "ds_version" in optimizer:
+        optimizer["ds_version"] = OLD_VERSION
 
 
 def zero(stage: int, **more: Any) -> Setup:
