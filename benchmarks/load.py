@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ CLAIMS = [  # (what, numerator, denominator, "at most" or "at least", limit)
 EXTRA_BYTES = 64 * 2**20
 
 
-def ratios(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Each claim's ratio of medians, and the smallest and largest ratio of one repetition."""
+def ratios(seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Each claim's ratio of medians, the smallest and largest one of one repetition, that of processor seconds."""
     for stage in (1, 3):
         seconds[f"stock both z{stage}"] = [a + b for a, b in zip(
             seconds[f"stock convert z{stage}"], seconds[f"stock universal z{stage}"], strict=True)]
@@ -53,7 +54,9 @@ def ratios(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
         each = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
         value = statistics.median(seconds[top]) / statistics.median(seconds[bottom])
         met = None if limit is None else value <= limit if kind == "at most" else value >= limit
-        out.append({"what": what, "ratio": value, "spread": [min(each), max(each)], "limit": limit, "kind": kind, "met": met})
+        cpu = [statistics.median(cpu_seconds[name]) if name in cpu_seconds else None for name in (top, bottom)]
+        out.append({"what": what, "ratio": value, "spread": [min(each), max(each)], "limit": limit, "kind": kind,
+                    "met": met, "cpu_ratio": cpu[0] / cpu[1] if cpu[0] and cpu[1] else None})
     return out
 
 
@@ -63,7 +66,7 @@ TRACED = "trace=openat,read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file
 CALL = re.compile(r"^\d+ +(?P<call>\w+)\((?P<rest>.*)\) += (?P<result>-?\d+|0x[0-9a-f]+)")
 
 
-def bytes_read(pool: RankPool, run: Any, folder: Path, marker: str) -> list[int | None]:
+def bytes_read(pool: RankPool, run: Callable[[], None], folder: Path, marker: str) -> list[int | None]:
     """Bytes of the files under `folder` that each rank reads between its markers; None without strace."""
     pool.run(RANKS, "benchmarks.load_ranks:status", "VmRSS")  # the workers exist now
     if shutil.which("strace") is None:
@@ -71,7 +74,8 @@ def bytes_read(pool: RankPool, run: Any, folder: Path, marker: str) -> list[int 
         return [None] * RANKS
     logs = [Path(f"{marker}.strace.{rank}") for rank in range(RANKS)]
     watchers = [subprocess.Popen(["strace", "-f", "-y", "-e", TRACED, "-o", str(log), "-p", str(pid)],
-                                 stderr=subprocess.PIPE, text=True) for log, pid in zip(logs, pool.pids(), strict=False)]
+                                 stderr=subprocess.PIPE, text=True)
+                for log, pid in zip(logs, pool.pids(), strict=True)]
     try:
         for watcher in watchers:  # it says so when it has attached
             if watcher.stderr is None or "attached" not in watcher.stderr.readline():
@@ -82,8 +86,8 @@ def bytes_read(pool: RankPool, run: Any, folder: Path, marker: str) -> list[int 
         for watcher in watchers:
             watcher.send_signal(signal.SIGINT)
             watcher.wait()
-    return [count_bytes(log.read_text(errors="replace"), str(folder), f"{marker}.begin.{rank}", f"{marker}.end.{rank}")
-            for rank, log in enumerate(logs)]
+    return [count_bytes(log.read_text(errors="replace"), str(folder), f"{marker}.begin.{rank}",
+                        f"{marker}.end.{rank}") for rank, log in enumerate(logs)]
 
 
 def count_bytes(log: str, folder: str, begin: str, end: str) -> int:
@@ -150,11 +154,13 @@ def volumes(pool: RankPool, folder: Path, size: dict[str, int], way: str) -> lis
     marker, found = str(folder / f"bytes {way}"), []
 
     def run() -> None:
-        found[:] = pool.run(RANKS, "benchmarks.load_ranks:observed", str(folder), size, way, marker, timeout_s=TIMEOUT_S)
+        found[:] = pool.run(RANKS, "benchmarks.load_ranks:observed", str(folder), size, way, marker,
+                            timeout_s=TIMEOUT_S)
 
     counted = bytes_read(pool, run, folder, marker)
     return [{"read_bytes": read, "needed_bytes": one["needed_bytes"], "limit": 1.02,
-             "ratio": None if read is None else read / one["needed_bytes"]} for read, one in zip(counted, found, strict=True)]
+             "ratio": None if read is None else read / one["needed_bytes"]}
+            for read, one in zip(counted, found, strict=True)]
 
 
 # ---- the run ----
@@ -165,7 +171,7 @@ def run(folder: Path, size: dict[str, int], repetitions: int) -> dict[str, Any]:
     try:
         out["parameters"] = pool.run(RANKS, "benchmarks.load_ranks:save", str(folder), size, timeout_s=TIMEOUT_S)[0]
         found = pool.run(RANKS, "benchmarks.load_ranks:measure", str(folder), size, repetitions, timeout_s=TIMEOUT_S)[0]
-        out |= found | {"ratios": ratios(found["seconds"])}
+        out |= found | {"ratios": ratios(found["seconds"], found["cpu_seconds"])}
         ways = [*LOADED, *(f"{way} checked" for way in LOADED), "stock z1", "stock z3"]
         out["bytes"] = {way: volumes(pool, folder, size, way) for way in ways}
         out["memory"] = {way: memory(pool, folder, size, way) for way in ways}
@@ -176,26 +182,29 @@ def run(folder: Path, size: dict[str, int], repetitions: int) -> dict[str, Any]:
 
 
 def table(out: dict[str, Any]) -> str:
-    lines = [f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} repetitions, load "
-             f"average {out['machine_before']['load_average'][0]:.1f} before, "
-             f"{out['machine_after']['load_average'][0]:.1f} after", "", f"{'seconds':54}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
+    load = [out[when]["load_average"][0] for when in ("machine_before", "machine_after")]
+    lines = [f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} repetitions, "
+             f"load average {load[0]:.1f} before, {load[1]:.1f} after", "",
+             f"{'seconds':54}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
     for name, each in out["seconds"].items():
         sums = out["bytes_checked_unchecked"].get(name)
         note = f"  checked {sums[0] / 1e6:.0f} MB, unchecked {sums[1] / 1e6:.0f} MB" if sums else ""
         cpu = f"{statistics.median(out['cpu_seconds'][name]):8.3f}" if name in out["cpu_seconds"] else " " * 8
         lines.append(f"{name:54}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}")
-    lines += ["", f"{'ratio':54}{'median':>8}{'min':>8}{'max':>8}  target"]
+    lines += ["", f"{'ratio':54}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
     for row in out["ratios"]:
         target = "" if row["limit"] is None else f"  {row['kind']} {row['limit']}: {'met' if row['met'] else 'MISSED'}"
-        lines.append(f"{row['what']:54}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{target}")
+        cpu = " " * 8 if row["cpu_ratio"] is None else f"{row['cpu_ratio']:8.2f}"
+        lines.append(f"{row['what']:54}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{cpu}{target}")
     lines += ["", "bytes read / bytes needed, per rank, counted by strace (at most 1.02)"]
     for way, rows in out["bytes"].items():
         shown = "  ".join("not counted: strace is missing" if r["ratio"] is None else f"{r['ratio']:.4f}" for r in rows)
         lines.append(f"{way:54}{shown}")
     lines += ["", "MiB above what is there after the load: RssAnon sampled from outside, and by the kernel's VmHWM"]
     for way, rows in out["memory"].items():
-        shown = "  ".join(f"{r['anonymous_over_after'] / 2**20:.0f} and {r['peak_resident_over_after'] / 2**20:.0f}, at most "
-                          f"{r['limit'] / 2**20:.0f};" for r in rows)
+        mib = [[round(r[key] / 2**20) for key in ("anonymous_over_after", "peak_resident_over_after", "limit")]
+               for r in rows]
+        shown = "  ".join(f"{sampled} and {kept}, at most {limit};" for sampled, kept, limit in mib)
         lines.append(f"{way:54}{shown}")
     return "\n".join(lines)
 

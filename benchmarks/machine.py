@@ -8,7 +8,7 @@ from typing import Any
 
 
 def description() -> dict[str, Any]:
-    """Cores, memory, kernel, versions; load averages of the last minutes, as others may have worked at the same time."""
+    """Cores, memory, kernel, versions; load averages of the last minutes, as others may have worked then."""
     model = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
              if line.startswith("model name")]
     return {"cores": os.cpu_count(), "processor": model[0] if model else platform.processor(),

@@ -17,7 +17,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: batch, positions, width
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS if width % HEADS == 0 else 1, -1).permute(2, 0, 3, 1, 4)
+        heads = HEADS if width % HEADS == 0 else 1
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))

@@ -49,7 +49,9 @@ class Position:
 
 def peek(args: argparse.Namespace) -> Saved | None:
     """The checkpoint that --load names; None where there is none yet. Reads no tensor. Collective: every rank gets rank 0's."""
-    return agree.share(lambda: _peek(args))
+    with agree.together():
+        found = _peek(args) if agree.world()[0] == 0 else None
+    return agree.gather(found)[0]
 
 
 def _peek(args: argparse.Namespace) -> Saved | None:

@@ -22,6 +22,8 @@ def run() -> int:
         return 0
     # megatron-core says at import, on every rank, that Transformer Engine and Apex are not there: neither is used
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # DeepSpeed's collectives under names that torch is about to change
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import torch.distributed as dist
 
     from pretrain.training import main

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 import megatron_ucp as ucp
 from megatron_ucp.engines import models
+from megatron_ucp.errors import UsageError
 from pretrain.schedule import Scheduler, Settings
 
 NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
@@ -80,6 +81,9 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
     """A DeepSpeed engine whose saves carry a manifest. Collective; `models.start` came before."""
+    if args.fp16 and not _accelerator().is_fp16_supported():
+        raise UsageError("--fp16 does not run on this device", expected="a GPU", found=_accelerator().device_name(),
+                         fix="use --bf16")
     settings = schedule(args)
     model = models.build(model_config(args, vocab, padded))
     groups = models.param_groups(model, args.lr, args.weight_decay)

@@ -33,7 +33,8 @@ class Result:
 
 
 class Stop:
-    """SIGTERM asks the run to end after the iteration; a second one ends it at once."""
+    """SIGTERM asks the run to end after the iteration. Further ones change nothing: a scheduler signals all processes, and
+    torchrun, signalled too, hands its own on."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -47,7 +48,6 @@ class Stop:
 
     def _ask(self, *_: object) -> None:
         self.asked = True
-        signal.signal(signal.SIGTERM, self._before)
 
 
 class Run:

@@ -24,7 +24,7 @@ from megatron_ucp.formats import stock_info
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
 from megatron_ucp.formats.evidence import compare, group_order
-from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, reader_for
+from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, reader_for, shapes_by_group, training_dtype
 from megatron_ucp.formats.pt_file import PtFile
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 
@@ -109,7 +109,7 @@ class NativeCheckpoint:
     def _declare_by_stock(self, info: Any) -> None:
         """Layouts as stock DeepSpeed's converter would take them; `notes` says where only its default spoke."""
         shapes: dict[str, Ints] = {name: value.shape for name, value in self.module().items() if isinstance(value, TensorRef)}
-        for named in self._shapes_by_group() or []:
+        for named in shapes_by_group(self.meta) or []:
             shapes.update(named)
         buffers = set(self.meta.get("buffer_names") or [])
         shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
@@ -179,7 +179,7 @@ class NativeCheckpoint:
         return cast("Any", tree)
 
     def read_contents(self, tree: Any, file: str, order: Order | None) -> Contents:
-        shapes = self._shapes_by_group()
+        shapes = shapes_by_group(self.meta)
         if self.names.optimizer:
             if not isinstance(shapes, list):
                 raise DamagedFileError("the model file does not say how parameters are flattened",
@@ -197,11 +197,6 @@ class NativeCheckpoint:
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise DamagedFileError("an optimizer file has another structure than its keys promise", file=file,
                                    found=f"{type(error).__name__}: {error}") from error
-
-    def _shapes_by_group(self) -> Any:
-        """`param_shapes`, which older versions wrote as one dict for all; None at stage 0."""
-        shapes = self.meta.get("param_shapes")
-        return [shapes] if isinstance(shapes, dict) else shapes
 
     def _shape(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
@@ -231,9 +226,9 @@ class NativeCheckpoint:
         module = self.module()
         flat = {m.param for buffer in found.buffers for m in buffer.members}
         shapes: dict[str, Ints] = {}
-        for named in self._shapes_by_group() or []:
+        for named in shapes_by_group(self.meta) or []:
             shapes.update(named)
-        dtype = self._training_dtype(module, shapes)
+        dtype = training_dtype(self.meta, module, shapes)
         ties = self._ties(module, flat)
         aliases = {alias for tie in ties for alias in tie.aliases}
         kept = [name for name, value in module.items() if name not in flat and name not in aliases and
@@ -310,18 +305,6 @@ class NativeCheckpoint:
             if alias not in groups.setdefault(name, []):
                 groups[name].append(alias)
         return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)
-
-    def _training_dtype(self, module: Mapping[str, Any], names: Iterable[str]) -> str:
-        """As the config says; older files have none, but weights."""
-        config = self.meta.get("ds_config")
-        if config is None:
-            found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
-            return found[0] if found else "float32"
-        for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-            section = config.get(key) if isinstance(config, dict) else None
-            if isinstance(section, dict) and section.get("enabled"):
-                return dtype
-        return "float32"
 
     # ---------------------------------------------------------------- bytes
 

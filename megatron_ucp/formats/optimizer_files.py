@@ -5,7 +5,7 @@ DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which b
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +64,25 @@ def reader_for(tree: Tree, file: str) -> OptimizerFiles:
         return Plain()
     raise DamagedFileError("this is no optimizer state of DeepSpeed", file=file, found=", ".join(map(str, tree))[:200],
                            expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state")
+
+
+def shapes_by_group(meta: Tree) -> Any:
+    """`param_shapes` of a model file, which older versions wrote as one dict for all; None at stage 0."""
+    shapes = meta.get("param_shapes")
+    return [shapes] if isinstance(shapes, dict) else shapes
+
+
+def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
+    """Of the weights of a model file: as its config says; older files have none, but weights."""
+    config = meta.get("ds_config")
+    if config is None:
+        found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
+        return found[0] if found else "float32"
+    for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        section = config.get(key) if isinstance(config, dict) else None
+        if isinstance(section, dict) and section.get("enabled"):
+            return dtype
+    return "float32"
 
 
 def hyper(groups: Sequence[Tree], scalar: Scalar) -> tuple[Mapping[str, Any], ...]:

@@ -1,6 +1,7 @@
 """What the ranks do in the tests of the megatron-core models."""
 
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,8 +86,17 @@ def record_norms(engine: Any) -> list[float]:
     return norms
 
 
-def train(run: Run, steps: int = 20) -> dict[str, list[float]]:
-    """The global batch's mean loss and the gradient norm before clipping, by step."""
+def checksum_of_copies(engine: Any) -> int:
+    """Of all parameters that every tensor-parallel rank has a copy of."""
+    import deepspeed
+
+    params = [param for param in engine.module.parameters() if not param.tensor_model_parallel]
+    with deepspeed.zero.GatheredParameters(params):
+        return zlib.crc32(b"".join(param.detach().float().numpy().tobytes() for param in params))
+
+
+def train(run: Run, steps: int = 20) -> dict[str, Any]:
+    """The global batch's mean loss and the gradient norm before clipping, by step; a checksum of the copies at the end."""
     engine = make_engine(run)
     mesh = models.mpu()
     norms = record_norms(engine)
@@ -101,11 +111,12 @@ def train(run: Run, steps: int = 20) -> dict[str, list[float]]:
             total += value.detach().double() / run.accumulate
         dist.all_reduce(total, group=mesh.get_data_parallel_group())
         losses.append(float(total) / dp)
+    copies = checksum_of_copies(engine)
     engine.destroy()
     models.stop()
     if run.plant == "unpatched norm":
         patches.find("unfused_norm").change()  # back to what the other jobs of this process expect
-    return {"losses": losses, "norms": norms}
+    return {"losses": losses, "norms": norms, "copies": copies}
 
 
 def live(configs: Sequence[models.ModelConfig], tp: int) -> list[dict[str, Any]]:

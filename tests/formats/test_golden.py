@@ -77,7 +77,9 @@ def test_steps_and_hyper_parameters(case: str) -> None:
         for spec in checkpoint.manifest.params:
             if spec.kind != "trainable":
                 continue
-            assert checkpoint.manifest.scalars_of(spec.name) == {"step": rest["scalars"][f"{spec.name}|step"]} == {"step": 3.0}
+            step = 4.0 if case == "zero0_bf16" else 3.0  # FP16_UnfusedOptimizer steps once when it is built
+            assert rest["scalars"][f"{spec.name}|step"] == step
+            assert checkpoint.manifest.scalars_of(spec.name) == {"step": step}
             group = checkpoint.manifest.group_of(spec.name)
             want = rest["hyper"][spec.name]
             assert set(want) >= {"lr", "weight_decay", "betas", "eps"}
@@ -119,7 +121,8 @@ def test_the_old_files_are_old() -> None:
             else:
                 assert isinstance(optimizer, dict)
                 assert type(optimizer["zero_stage"]) is int and type(optimizer["partition_count"]) is int
-                assert not {"param_alignment_paddings", "ds_zero_partition_groups", "param_slice_mappings"} & set(optimizer)
+                later = {"param_alignment_paddings", "ds_zero_partition_groups", "param_slice_mappings"}
+                assert not later & set(optimizer)
                 base = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
                 assert {type(state["step"]) for state in base["state"].values()} == {int}
 
@@ -148,9 +151,8 @@ def changed(case: str, tmp_path: Path, name: str, change: Callable[[dict[str, An
 
 def optimizer_states(tree: dict[str, Any]) -> dict[int, Any]:
     inner = tree.get("optimizer_state_dict") or tree["optimizer"]
-    for key in ("base_optimizer_state", "optimizer_state_dict"):
-        inner = inner.get(key, inner)
-    return inner["state"] if isinstance(inner, dict) else dict(enumerate(inner))
+    base = inner.get("base_optimizer_state") or inner.get("optimizer_state_dict") or inner
+    return base["state"] if isinstance(base, dict) else dict(enumerate(base))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,7 +182,7 @@ def test_one_changed_byte_of_a_record_is_an_error(case: str, tmp_path: Path) -> 
         differences(checkpoint, case)
 
 
-@pytest.mark.parametrize("case", ["zero1", "zero2", "zero3", "bf16_optimizer", "zero1_elastic", "zero1_old", "zero3_old"])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zero0")])
 def test_a_swapped_order_is_seen(case: str, tmp_path: Path) -> None:
     """Two parameters of one size that change places: nothing but their values can show it."""
     def swap(tree: dict[str, Any]) -> None:
@@ -190,7 +192,8 @@ def test_a_swapped_order_is_seen(case: str, tmp_path: Path) -> None:
         group.clear()
         group.update(items)
 
-    with opened(case, changed(case, tmp_path, "*rank_0*model_states.pt" if "zero3" in case else "mp_rank_*", swap)) as checkpoint:
+    pattern = "zero_pp_rank_0_*model_states.pt" if "zero3" in case else "mp_rank_*"
+    with opened(case, changed(case, tmp_path, pattern, swap)) as checkpoint:
         found = {name for name, _ in differences(checkpoint, case)}
     assert found == {"norm.weight", "norm.bias"}
 

@@ -131,6 +131,20 @@ def test_tp_that_does_not_divide_the_vocabulary(ranks: RankPool, llama: Source) 
         assert result["error"] == "UsageError" and "512" in result["text"] and "use 1, 2, 4, 8" in result["text"]
 
 
+@pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") != "cpu", reason="there may be a GPU")
+def test_fp16_without_a_gpu_is_refused(ranks: RankPool, llama: Source) -> None:
+    result = ranks.run(1, JOB, llama.argv(mesh(1, 1), "--fp16"))[0]
+    assert result["error"] == "UsageError" and "--fp16" in result["text"]
+
+
+def test_bf16_and_sequence_parallelism(ranks: RankPool, llama: Source) -> None:
+    """The same model to bf16's rounding, and to fp32's."""
+    bf16 = ranks.run(2, JOB, llama.argv(mesh(2, 1), "--bf16"))[-1]
+    parallel = ranks.run(2, JOB, llama.argv(mesh(2, 1), "--sequence-parallel"))[-1]
+    assert bf16["losses"] == pytest.approx(llama.result["losses"], abs=5e-2) != llama.result["losses"]
+    assert parallel["losses"] == pytest.approx(llama.result["losses"], abs=1e-5)
+
+
 def test_changed_schedule(ranks: RankPool, llama: Source) -> None:
     changed = llama.resume(mesh(1, 0), "--universal-checkpoint", "--lr", "1e-3", iterations=SAVED + 1)
     mine = ranks.run(1, JOB, [*changed, "--override-opt_param-scheduler"])[0]

@@ -31,8 +31,8 @@ OLD_VERSION = "0.5.10"
 GRADIENTS = (("data_types", {"grad_accum_dtype": "fp32"}),)
 LATER_MODEL_KEYS = ("frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names", "global_samples",
                     "checkpoint_parallel_dimensions", "random_ltd", "data_sampler", "ds_config")
-LATER_OPTIMIZER_KEYS = ("param_alignment_paddings", "param_slice_mappings", "group_paddings", "ds_zero_partition_groups",
-                        "clip_grad")
+LATER_OPTIMIZER_KEYS = ("param_alignment_paddings", "param_slice_mappings", "group_paddings",
+                        "ds_zero_partition_groups", "clip_grad")
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,13 @@ def zero(stage: int, **more: Any) -> Setup:
     return Setup(stage, "bf16", **more)
 
 
-OLD: dict[str, Any] = {"groups": 1, "net": "Thawed"}  # one group, as its shapes were a dict; nothing frozen: it was not saved
+# one group, as its shapes were a dict; nothing frozen, as that was not saved
+OLD: dict[str, Any] = {"groups": 1, "net": "Thawed"}
 CASES = {
     "zero0_fp32": Case(Setup(0)), "zero0_bf16": Case(zero(0)), "zero1": Case(zero(1)), "zero2": Case(zero(2)),
     "zero3": Case(zero(3)), "bf16_optimizer": Case(zero(1, config=GRADIENTS)),
     "zero1_elastic": Case(zero(1, zero_config=(("elastic_checkpoint", True),))),
-    "zero1_old": Case(zero(1, **OLD), older), "zero2_old": Case(zero(2, **OLD), older), "zero3_old": Case(zero(3, **OLD), older),
+    **{f"zero{stage}_old": Case(zero(stage, **OLD), older) for stage in (1, 2, 3)},
 }
 
 
@@ -105,12 +106,13 @@ def record(held: dict[str, Any], path: Path) -> None:
 
 
 def save_old(tree: Any, path: Path) -> None:
-    """As torch 1.13: protocol 2, the folder `archive`, and none of the records that came later, `byteorder` among them."""
+    """As torch 1.13: protocol 2, and none of the records that came later, `byteorder` among them."""
     buffer = io.BytesIO()
     torch.save(tree, buffer, pickle_protocol=2)
     with zipfile.ZipFile(buffer) as archive:
         kept = [name for name in archive.namelist() if name == "archive/data.pkl" or name.startswith("archive/data/")]
-        path.write_bytes(zip_of([Entry(name, archive.read(name)) for name in kept] + [Entry("archive/version", b"3\n")]))
+        entries = [Entry(name, archive.read(name)) for name in kept]
+    path.write_bytes(zip_of([*entries, Entry("archive/version", b"3\n")]))
 
 
 def make(pool: RankPool, name: str, case: Case) -> None:
