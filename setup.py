@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_ucp", "megatron_ucp.*"]), "megatron_ucp_patches"],
     package_dir={"megatron_ucp_patches": "patches"},
-    install_requires=["torch>=2.6", "numpy>=1.26", "safetensors>=0.4", "tqdm>=4.60"],
+    install_requires=["torch>=2.6", "isal>=1.9", "numpy>=1.26", "safetensors>=0.4", "tqdm>=4.60"],
     extras_require={"deepspeed": DEEPSPEED, "megatron": MEGATRON, "hf": HUGGING_FACE, "dev": DEV},
     entry_points={"console_scripts": ["megatron-ucp = megatron_ucp.cli:main"]},
     zip_safe=False,

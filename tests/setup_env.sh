@@ -41,7 +41,7 @@ fi
 echo "setup: installing $TORCH, DeepSpeed, Megatron-Core, Transformers and the development tools (minutes, the first time)"
 # One call: a second one could replace torch by what another package prefers.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    "$TORCH" deepspeed==0.19.8 megatron-core==0.16.1 'transformers>=5,<6' 'numpy>=1.26' 'safetensors>=0.4' 'tqdm>=4.60' \
+    "$TORCH" deepspeed==0.19.8 megatron-core==0.16.1 'transformers>=5,<6' 'isal>=1.9' 'numpy>=1.26' 'safetensors>=0.4' 'tqdm>=4.60' \
     'setuptools>=68' wheel ninja 'pytest>=8' 'hypothesis>=6.100' ruff==0.17.5 pyright==1.1.414 'pre-commit>=4' \
     'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' ||
     fail "pip could not install the packages (see above). If it did not find $TORCH: add PyTorch's own wheel index," \

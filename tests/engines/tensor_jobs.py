@@ -42,9 +42,9 @@ def make(setup: Mega, attach: bool = True) -> Any:
         type(get_accelerator()).is_fp16_supported = lambda self: True
     models.start(setup.tp, seed=7)
     config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
-                                groups=setup.groups,
-                                vocab=setup.vocab, true_vocab=min(setup.true_vocab, setup.vocab), positions=SEQUENCE, tied=setup.tied, init_std=0.15,
-                                sequence_parallel=setup.sequence_parallel, dtype=setup.dtype, seed=setup.seed)
+                                groups=setup.groups, vocab=setup.vocab, true_vocab=min(setup.true_vocab, setup.vocab),
+                                positions=SEQUENCE, tied=setup.tied, init_std=0.15, dtype=setup.dtype, seed=setup.seed,
+                                sequence_parallel=setup.sequence_parallel)
     model = models.build(config)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
