@@ -116,9 +116,16 @@ def make_plan(source: Manifest, target: Manifest, wants: Sequence[Want], allow: 
     planner = _Planner(source, target, allow)
     ops: list[Op] = []
     fills: list[Fill] = []
+    places: dict[tuple[int, Cut, int], list[_Move | Fill]] = {}
     for slot, state in wants:
-        for step in planner.fill(slot, state):
-            (fills if isinstance(step, Fill) else ops).append(step)  # type: ignore[arg-type]
+        place = slot.buffer, slot.cut, slot.part
+        if place not in places:  # masters and moments of a buffer are cut alike
+            places[place] = list(planner.moves(slot))
+        for move in places[place]:
+            if isinstance(move, Fill):
+                fills.append(Fill(slot, move.start, move.stop))
+            else:
+                ops.append(planner.op(slot, state, move))
         fills += padding(target.buffers[slot.buffer], slot)
     return Plan(tuple(wants), tuple(ops), tuple(fills))
 
@@ -134,12 +141,29 @@ def padding(buffer: FlatBuffer, slot: Slot) -> Iterator[Fill]:
         yield Fill(slot, at, buffer.partition_elems)
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A strided copy before it is said which state: (buffer, cut, partition) and address of the source, of the target."""
+
+    source: tuple[int, Cut, int]
+    offset: int
+    strides: Ints
+    target_offset: int
+    target_strides: Ints
+    shape: Ints
+    member: int
+    param: str
+    box: Box
+    mean: bool
+
+
 class _Planner:
     def __init__(self, source: Manifest, target: Manifest, allow: frozenset[str]) -> None:
         self.source, self.target, self.allow = source, target, allow
         self._held: dict[tuple[str, int], list[tuple[Cut, tuple[Piece, ...]]]] = {}
 
-    def fill(self, slot: Slot, state: str) -> Iterator[Op | Fill]:
+    def moves(self, slot: Slot) -> Iterator[_Move | Fill]:
+        """What fills a place of the target, whatever the state."""
         buffer = self.target.buffers[slot.buffer]
         for fragment in buffer.fragments(slot.part):
             member = buffer.members[fragment.member]
@@ -150,7 +174,7 @@ class _Planner:
                     part = piece.clip_local(box)
                     if part is not None:
                         yield from self._new_rows(slot, member, part)
-                        yield from self._supply(slot, state, fragment.member, member, part)
+                        yield from self._supply(slot, fragment.member, member, part)
 
     def _new_rows(self, slot: Slot, member: Member, want: Piece) -> Iterator[Fill]:
         """Zeros for rows of a vocabulary that is larger than the source's; `match_params` let that pass by name."""
@@ -163,8 +187,8 @@ class _Planner:
             start = self.target.buffers[slot.buffer].offset(member, slot.part, new.flat_start)
             yield Fill(slot, start, start + new.flat_stop - new.flat_start)
 
-    def _supply(self, slot: Slot, state: str, index: int, member: Member, want: Piece) -> Iterator[Op]:
-        """The ops that produce one box of the target, from the first holder that the source has."""
+    def _supply(self, slot: Slot, index: int, member: Member, want: Piece) -> Iterator[_Move]:
+        """The moves that produce one box of the target, from the first holder that the source has."""
         holders = self.source.holders.get(member.param)
         if not holders:
             raise PlanError("the checkpoint does not hold a parameter", parameter=member.param)
@@ -185,30 +209,33 @@ class _Planner:
                     goal = want.clip_full(piece.full)
                     if goal is None:
                         raise PlanError("a box lies outside of the box that it was cut from", parameter=member.param)
-                    source = Side(Slot(b, cut, part, state), held_by.offset(held_by.members[m], part, piece.flat_start),
-                                  piece.strides)
-                    target = Side(slot, buffer.offset(member, slot.part, goal.flat_start), goal.strides)
-                    yield self._op(source, target, goal, index, member.param, mean)
+                    shape, ours, theirs = _merged(goal.full.shape, piece.strides, goal.strides)
+                    yield _Move((b, cut, part), held_by.offset(held_by.members[m], part, piece.flat_start), ours,
+                                buffer.offset(member, slot.part, goal.flat_start), theirs, shape, index, member.param,
+                                goal.local, mean)
 
-    def _op(self, source: Side, target: Side, goal: Piece, index: int, param: str, mean: bool) -> Op:
-        shape, ours, theirs = _merged(goal.full.shape, source.strides, target.strides)
-        source, target = Side(source.slot, source.offset, ours), Side(target.slot, target.offset, theirs)
-        if mean:
-            copies = tuple(Side(Slot(source.slot.buffer, cut, source.slot.part, source.slot.state), source.offset, ours)
-                           for cut in cuts_of(self.source, self.source.buffers[source.slot.buffer]))
-            return Mean(copies, target, shape, index, goal.local)
-        have = dict(self.source.buffers[source.slot.buffer].states).get(source.slot.state)
-        want = dict(self.target.buffers[target.slot.buffer].states)[target.slot.state]
+    def op(self, slot: Slot, state: str, move: _Move) -> Op:
+        """A move of the source's state into a slot. Raises PlanError or InexactError."""
+        b, cut, part = move.source
+        source = Side(Slot(b, cut, part, state), move.offset, move.strides)
+        target = Side(slot, move.target_offset, move.target_strides)
+        shape, index, param = move.shape, move.member, move.param
+        if move.mean:
+            copies = tuple(Side(Slot(b, cut, part, state), move.offset, move.strides)
+                           for cut in cuts_of(self.source, self.source.buffers[b]))
+            return Mean(copies, target, shape, index, move.box)
+        have = dict(self.source.buffers[b].states).get(state)
+        want = dict(self.target.buffers[slot.buffer].states)[slot.state]
         if have is None:
-            raise PlanError(f"the checkpoint does not hold the state {source.slot.state}", parameter=param)
+            raise PlanError(f"the checkpoint does not hold the state {state}", parameter=param)
         if have == want:
-            return Copy(source, target, shape, index, goal.local)
+            return Copy(source, target, shape, index, move.box)
         lossless = (have, want) in LOSSLESS
         if not lossless and "narrow" not in self.allow:
-            raise InexactError(f"the state {source.slot.state} would be rounded", parameter=param, expected=have,
+            raise InexactError(f"the state {state} would be rounded", parameter=param, expected=have,
                                found=f"{want} in the engine",
                                fix='keep the dtype of the checkpoint, or allow it with allow={"narrow"}')
-        return Cast(source, target, shape, index, goal.local, lossless)
+        return Cast(source, target, shape, index, move.box, lossless)
 
     def _holders_of(self, param: str, b: int, prefer: Cut) -> list[tuple[Cut, tuple[Piece, ...]]]:
         """One place for each distinct share of a parameter; of identical copies the one at the target's own place."""

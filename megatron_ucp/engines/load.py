@@ -25,7 +25,7 @@ from megatron_ucp.engines.wrappers import LiveBuffer
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.whole import check_file
-from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute
+from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute, fresh
 from megatron_ucp.reshard.match import ALLOWANCES, Fit, group_values, has_masters, match_params, one_value, source_states
 
 
@@ -84,22 +84,21 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
             with agree.together():
                 declared = live.manifest(lambda _: ()).by_name if model else None
                 source = opened.enter_context(NativeCheckpoint(path, tag, live.order(), specs=declared))
-            with agree.together():
                 job = _prepare(live, source, optimizer, hyper, frozenset(allow))
                 extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only)
         except UcpError:
             live.wrapper.restore()
             raise
         mark_unusable(engine)
-        counts = _fill(job, checksums)
-        checked, unchecked = _checksums(counts, source)
+        filled = agree.collect(lambda: _fill(job, checksums))
+        read_bytes, checked, unchecked = _checksums(filled, source)
         live.wrapper.refresh()
         _finish(job, engine, hyper)
         if not load_module_only:
             restore_extras(engine, extras, job.notes)
         mark_usable(engine)
         client_state = extras.client_state
-    return Report(str(source.folder), str(source.manifest.mesh), str(live.mesh()), counts.read_bytes, checked, unchecked,
+    return Report(str(source.folder), str(source.manifest.mesh), str(live.mesh()), read_bytes, checked, unchecked,
                   time.perf_counter() - started, client_state, tuple(job.notes), int(engine.global_steps))
 
 
@@ -191,11 +190,10 @@ def _describe(job: _Job, target: Any) -> None:
 
 def _fill(job: _Job, checksums: bool) -> Counts:
     """Moves the bytes. From here on a failure leaves the engine unusable."""
-    with agree.together():
-        if job.optimizer:
-            for live, states in zip(job.live.buffers, job.states, strict=True):
-                _allocate(job.live, live, states)
-        return execute(job.plan, job.source.where, job.live.tensor, checksums=checksums)
+    if job.optimizer:
+        for live, states in zip(job.live.buffers, job.states, strict=True):
+            _allocate(job.live, live, states)
+    return execute(job.plan, job.source.where, job.live.tensor, checksums=checksums)
 
 
 def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
@@ -207,20 +205,23 @@ def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
         old = held.get(key)
         dtype = DTYPES[live.state_dtype(buffer)]
         if not isinstance(old, torch.Tensor) or old.shape != buffer.master.shape or old.dtype != dtype:
-            held[key] = torch.empty_like(buffer.master.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+            held[key] = fresh(buffer.master.detach(), dtype)
 
 
-def _checksums(counts: Counts, source: NativeCheckpoint) -> tuple[int, int]:
-    """Compares the sums of all ranks' runs. Collective. Returns bytes (checked, unchecked), summed over all ranks."""
-    gathered = agree.gather((counts.runs, counts.records, counts.unsummed_bytes))
-    with agree.together():
-        runs = [run for ranks_runs, _, _ in gathered for run in ranks_runs]
-        records = {key: record for _, ranks_records, _ in gathered for key, record in ranks_records.items()}
-        rank, world = agree.world()
-        checked, unchecked, extra = check_runs(runs, records, source.opened, rank=rank, world=world)
-    counts.read_bytes += extra
-    sums = agree.gather((checked, unchecked + counts.unsummed_bytes))
-    return sum(c for c, _ in sums), sum(u for _, u in sums)
+def _checksums(filled: list[Counts], source: NativeCheckpoint) -> tuple[int, int, int]:
+    """Compares the sums of all ranks' runs, each rank a share of the records. Collective.
+
+    Returns bytes: read by this rank; checked and not checked, summed over all ranks.
+    """
+    rank, world = agree.world()
+    runs = [run for counts in filled for run in counts.runs]
+    records = {key: record for counts in filled for key, record in counts.records.items()}
+    unsummed = sum(counts.unsummed_bytes for counts in filled)
+    if not runs:
+        return filled[rank].read_bytes, 0, unsummed
+    sums = agree.collect(lambda: check_runs(runs, records, source.opened, rank=rank, world=world))
+    return (filled[rank].read_bytes + sums[rank][2], sum(checked for checked, _, _ in sums),
+            unsummed + sum(unchecked for _, unchecked, _ in sums))
 
 
 def _finish(job: _Job, engine: Any, hyper: str) -> None:

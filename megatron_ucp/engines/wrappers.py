@@ -84,9 +84,27 @@ class Zero12(Wrapper):
         return out
 
     def refresh(self) -> None:
-        self.opt.update_lp_params()
+        _share(self.opt, self.opt.single_partition_of_fp32_groups, self.opt.parallel_partitioned_bit16_groups)
         self.opt._link_all_hp_params()
         self.opt._hp_optimizer_states_linked = False  # the state tensors may be new: link them again on first use
+
+
+def _share(opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]) -> None:
+    """`opt.update_lp_params()`: this rank's masters into its partition of the weights, and that to all ranks. Collective.
+
+    gloo's all-gather collects in fresh memory of the whole buffer's size first. A broadcast of each partition writes in
+    place: a quarter of the time, and the load needs no memory on top of the engine's own.
+    """
+    if any(partition.device.type != "cpu" for partitions in partitioned for partition in partitions):
+        opt.update_lp_params()
+        return
+    for master, partitions, group in zip(masters, partitioned, opt.real_dp_process_group, strict=True):
+        partitions[rank_in(group)].data.copy_(master.data)
+        ranks = torch.distributed.get_process_group_ranks(group)
+        sent: list[Any] = [torch.distributed.broadcast(partition.data, rank, group, async_op=True)
+                           for rank, partition in zip(ranks, partitions, strict=True)]
+        for work in sent:
+            work.wait()
 
 
 class Bf16(Wrapper):
@@ -106,7 +124,7 @@ class Bf16(Wrapper):
         return out
 
     def refresh(self) -> None:
-        self.opt.update_lp_params()
+        _share(self.opt, self.opt.fp32_groups_flat_partition, self.opt.bf16_partitioned_groups)
         self.opt._link_all_hp_params()
         self.opt._hp_optimizer_states_linked = False
 

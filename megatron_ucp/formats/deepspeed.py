@@ -6,7 +6,7 @@ order of parameters that stage 0 does not store, and every file is compared with
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, Tie, from_json
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, from_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
@@ -24,7 +24,8 @@ from megatron_ucp.formats import stock_info
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
 from megatron_ucp.formats.evidence import compare, group_order
-from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, reader_for, shapes_by_group, training_dtype
+from megatron_ucp.formats.model_file import find_ties, shapes_by_group, training_dtype
+from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, number, reader_for
 from megatron_ucp.formats.pt_file import PtFile
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 
@@ -135,15 +136,23 @@ class NativeCheckpoint:
                                    file=self.folder / extra[0], found=f"{len(extra)} such files")
         return manifest
 
+    def _count(self, key: str) -> int:
+        """A number of ranks in the model file; 1 where it says nothing."""
+        value = self.meta.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= 2**24):
+            raise DamagedFileError(f"the model file says no number of ranks in {key}", file=self.full_path(self.model_name),
+                                   expected="a whole number from 1", found=repr(number(value))[:80])
+        return value or 1
+
     def _partitions(self) -> int:
         """Number of partitions: as the model file says, and as many optimizer files must be there."""
-        said = int(self.meta.get("dp_world_size") or 1)
+        said = self._count("dp_world_size")
         if not self.names.optimizer:
             return 1
         if len(self.names.prefixes) > 1:
             raise ForeignFileError("optimizer files of two precisions lie in one folder", file=self.folder,
                                    expected="one prefix", found=" and ".join(repr(p) for p in self.names.prefixes))
-        have, want = set(self.names.optimizer), set(product(range(said), range(int(self.meta.get("mp_world_size") or 1))))
+        have, want = set(self.names.optimizer), set(product(range(said), range(self._count("mp_world_size"))))
         missing = sorted(want - have)
         if missing:
             raise NotFoundError("an optimizer file is missing", file=self.folder, expected=f"{said} partitions",
@@ -156,7 +165,7 @@ class NativeCheckpoint:
 
     def _tensor_parallel(self) -> int:
         """Number of model-parallel ranks: as the model file says, and as many model files must be there."""
-        said = int(self.meta.get("mp_world_size") or 1)
+        said = self._count("mp_world_size")
         have = {mp for _, mp in self.names.model}
         if have != set(range(said)):
             raise NotFoundError("a model file is missing, or there is one too many", file=self.folder,
@@ -229,7 +238,7 @@ class NativeCheckpoint:
         for named in shapes_by_group(self.meta) or []:
             shapes.update(named)
         dtype = training_dtype(self.meta, module, shapes)
-        ties = self._ties(module, flat)
+        ties = find_ties(module, flat, self.meta.get("shared_params") or {})
         aliases = {alias for tie in ties for alias in tie.aliases}
         kept = [name for name, value in module.items() if name not in flat and name not in aliases and
                 not _no_extra_state(name, value)]
@@ -259,11 +268,11 @@ class NativeCheckpoint:
             buffers.append(FlatBuffer((Member(name, 0, size),), -(-size // parts) if cut else size, parts,
                                       "each" if cut else "whole", ((VALUE, value.storage.dtype),)))
         zero_stage = self._zero_stage(found)
-        world = int(self.meta.get("dp_world_size") or 1)
+        world = self._count("dp_world_size")
         mesh = Mesh(tp=self.tensor_parallel, dp=world, zero=zero_stage)
         scalars = (*found.scalars, *({},) * (len(buffers) - len(found.buffers)))
         return Manifest(found.engine, mesh, tuple(params), tuple(buffers), found.groups, scalars, ties,
-                        run={key: self.meta.get(key) for key in ("global_steps", "skipped_steps", "ds_version")})
+                        run={key: number(self.meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")})
 
     def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
         """The parameter with the declared layout, whose share of one rank must have the shape in the file."""
@@ -288,25 +297,9 @@ class NativeCheckpoint:
             return 3
         if found.engine == "bf16":
             return 1
-        return int(self.optimizer_tree(0)["zero_stage"]) if found.engine == "zero12" else 0
-
-    def _ties(self, module: Mapping[str, Any], flat: Iterable[str]) -> tuple[Tie, ...]:
-        """Names that share memory in the file, plus what `shared_params` says."""
-        flat = set(flat)
-        by_place: dict[tuple[object, ...], list[str]] = {}
-        for name, ref in module.items():
-            if isinstance(ref, TensorRef) and ref.numel:
-                by_place.setdefault((ref.storage.key, ref.offset_elems, ref.shape), []).append(name)
-        groups: dict[str, list[str]] = {}
-        for names in by_place.values():
-            first = next((name for name in names if name in flat), names[0])
-            groups.setdefault(first, []).extend(name for name in names if name != first)
-        for alias, name in (self.meta.get("shared_params") or {}).items():
-            if alias not in groups.setdefault(name, []):
-                groups[name].append(alias)
-        return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)
-
-    # ---------------------------------------------------------------- bytes
+        if found.engine != "zero12":
+            return 0
+        return 2 if self.optimizer_tree(0)["zero_stage"] == 2 else 1
 
     def full_path(self, name: str) -> str:
         return str(self.folder / name)

@@ -5,7 +5,7 @@ DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which b
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,38 +66,29 @@ def reader_for(tree: Tree, file: str) -> OptimizerFiles:
                            expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state")
 
 
-def shapes_by_group(meta: Tree) -> Any:
-    """`param_shapes` of a model file, which older versions wrote as one dict for all; None at stage 0."""
-    shapes = meta.get("param_shapes")
-    return [shapes] if isinstance(shapes, dict) else shapes
-
-
-def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
-    """Of the weights of a model file: as its config says; older files have none, but weights."""
-    config = meta.get("ds_config")
-    if config is None:
-        found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
-        return found[0] if found else "float32"
-    for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        section = config.get(key) if isinstance(config, dict) else None
-        if isinstance(section, dict) and section.get("enabled"):
-            return dtype
-    return "float32"
-
-
 def hyper(groups: Sequence[Tree], scalar: Scalar) -> tuple[Mapping[str, Any], ...]:
     """Hyper-parameters of each group without what is structure; lists become tuples, 0-d tensors numbers."""
-    def plain(value: Any) -> Any:
+    def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, TensorRef):
             return scalar(value)
-        return tuple(plain(v) for v in value) if isinstance(value, list | tuple) else value
-    return tuple({k: plain(v) for k, v in g.items() if k not in STRUCTURE} for g in groups)
+        if isinstance(value, list | tuple) and depth < 2 and len(value) <= 64:
+            return tuple(plain(v, depth + 1) for v in value)
+        return number(value)
+    return tuple({str(k): plain(v) for k, v in g.items() if k not in STRUCTURE} for g in groups)
+
+
+def number(value: Any) -> Any:
+    """A plain value, which is cheap to compare and to show; anything else as a mark of its type.
+
+    Values of a hostile file can share parts so often that comparing or printing them never ends.
+    """
+    return value if value is None or isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"
 
 
 def loss_scaler(value: Any) -> Mapping[str, Any]:
     """The canonical form of a pickled loss scaler; empty without one."""
     fields = value.state if isinstance(value, Stand) else {}
-    return {name: fields[name] for name in SCALER if name in fields}
+    return {name: number(fields[name]) for name in SCALER if name in fields}
 
 
 def split_states(entry: Tree, file: str, scalar: Scalar) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
@@ -303,7 +294,8 @@ def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
     """The loss scaler whose fields stand in the state dict itself (stage 0)."""
     if "cur_scale" not in tree:
         return {}
-    return {"dynamic": tree.get("dynamic_loss_scale"), **{name: tree[name] for name in SCALER[1:] if name in tree}}
+    return {"dynamic": number(tree.get("dynamic_loss_scale")),
+            **{name: number(tree[name]) for name in SCALER[1:] if name in tree}}
 
 
 def _stepped(groups: Sequence[Tree], state: Tree, wanted: Sequence[int], file: str) -> list[list[int]]:

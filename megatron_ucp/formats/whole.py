@@ -7,6 +7,8 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.evidence import difference
+from megatron_ucp.formats.model_file import shapes_by_group
+from megatron_ucp.formats.optimizer_files import number
 from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 
@@ -31,9 +33,11 @@ def check_file(checkpoint: NativeCheckpoint, name: str, stale: bool = False) -> 
     elif name in checkpoint.names.model.values():
         tree = checkpoint.tree(name)
         for key in ("global_steps", "skipped_steps", "dp_world_size", "ds_version", "param_shapes"):
-            if tree.get(key) != checkpoint.meta.get(key):
+            read = shapes_by_group if key == "param_shapes" else lambda meta, key=key: number(meta.get(key))
+            ours, theirs = read(checkpoint.meta), read(tree)
+            if ours != theirs:
                 raise ForeignFileError(f"a model file differs from the first one in {key}", file=checkpoint.full_path(name),
-                                       **difference(checkpoint.meta.get(key), tree.get(key)))
+                                       **difference(ours, theirs))
     else:
         checkpoint.file(name)
 
@@ -42,14 +46,14 @@ def _check_weights(checkpoint: NativeCheckpoint, part: int, mp: int) -> None:
     """Samples a partition: its masters, rounded, are the weights of the model file, or it is of another run."""
     import torch  # inspecting a checkpoint must not need it
     module = checkpoint.module(mp)
-    for number, buffer in enumerate(checkpoint.contents.buffers):
+    for index, buffer in enumerate(checkpoint.contents.buffers):
         fragments = list(buffer.fragments(part))
         for fragment in fragments[::max(1, len(fragments) // SAMPLES)]:
             name = buffer.members[fragment.member].param
             weight = module.get(name)
             if not isinstance(weight, TensorRef) or not weight.is_contiguous:
                 continue
-            where = checkpoint.where(Slot(number, (("tp", mp),), part, MASTER))
+            where = checkpoint.where(Slot(index, (("tp", mp),), part, MASTER))
             middle = (fragment.high - fragment.low) // 2
             ours = _element(where.file, where.record, where.dtype,
                                  where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + middle)
