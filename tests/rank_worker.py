@@ -73,7 +73,12 @@ def run_job(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s),
                                init_method=f"file://{store}", rank=rank, world_size=world)
     module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+    accelerator: Any = type(deepspeed.get_accelerator())
+    supported = accelerator.is_fp16_supported
+    try:
+        result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+    finally:
+        accelerator.is_fp16_supported = supported  # a job may allow fp16 for all of its run
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # no rank closes its sockets while another still works
     return result

@@ -199,7 +199,7 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def tensor_size(engine: Any) -> int:
-    return int(engine.mp_world_size)
+    return int(engine.mp_world_size) if engine.mpu is not None else 1
 
 
 def tensor_rank(engine: Any) -> int:

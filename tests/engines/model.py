@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tests.ranks import allow_fp16_on_cpu
+
 VOCAB, WIDTH = 11, 7
 GLOBAL_BATCH, SEQUENCE = 4, 5
 
@@ -121,11 +123,9 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], options: dict[str, A
 def make_engine(setup: Setup, attach: bool = True) -> Any:
     """A DeepSpeed engine on the current world, attached, with LambdaLR."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     import megatron_ucp as ucp
 
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # CPUs without fp16 kernels train it all the same
     torch.manual_seed(setup.seed)
     net: torch.nn.Module = NETS[setup.net]()
     if setup.extra.get("prepare"):
@@ -141,10 +141,10 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
         config["bf16"] = {"enabled": True, **config.get("bf16", {})}
     if setup.dtype == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, **config.get("fp16", {})}
+        allow_fp16_on_cpu()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     make = ucp.initialize if attach else deepspeed.initialize
-    engine, *_ = make(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config, dist_init_required=False)
-    return engine
+    return make(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config, dist_init_required=False)[0]
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines import models
 from tests.engines.canonical import canonical, differences, fill
+from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 
@@ -37,9 +38,6 @@ def make(setup: Mega, attach: bool = True) -> Any:
     """An attached engine with two groups and LambdaLR."""
     import deepspeed
 
-    if setup.dtype == "fp16":
-        from deepspeed.accelerator import get_accelerator
-        type(get_accelerator()).is_fp16_supported = lambda self: True
     models.start(setup.tp, seed=7)
     config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
                                 groups=setup.groups, vocab=setup.vocab, true_vocab=min(setup.true_vocab, setup.vocab),
@@ -55,6 +53,8 @@ def make(setup: Mega, attach: bool = True) -> Any:
         "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0}}
     if setup.dtype != "fp32":
         settings[setup.dtype] = {"enabled": True} | ({"initial_scale_power": 8} if setup.dtype == "fp16" else {})
+    if setup.dtype == "fp16":
+        allow_fp16_on_cpu()
     made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings, mpu=models.mpu(),
                                 dist_init_required=False)[0]
     return ucp.attach(made, family=setup.family) if attach else made
