@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Plan, Slot, Want, make_plan, prove
 from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
 from megatron_ucp.engines import agree
@@ -82,9 +83,9 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
     with ExitStack() as opened:
         try:
             with agree.together():
-                declared = live.manifest(lambda _: ()).by_name if model else None
-                source = opened.enter_context(NativeCheckpoint(path, tag, live.order(), specs=declared))
-                job = _prepare(live, source, optimizer, hyper, frozenset(allow))
+                bare = live.manifest(lambda _: ())
+                source = opened.enter_context(NativeCheckpoint(path, tag, live.order(), specs=bare.by_name if model else None))
+                job = _prepare(live, bare, source, optimizer, hyper, frozenset(allow))
                 extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only)
         except UcpError:
             live.wrapper.restore()
@@ -113,17 +114,18 @@ def check_options(hyper: str = "checkpoint", checksums: bool = True, allow: Coll
         raise UsageError("allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(wrong))
 
 
-def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, allow: frozenset[str]) -> _Job:
-    """Everything that needs no tensor byte; raises before anything is written."""
+def _prepare(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bool, hyper: str,
+             allow: frozenset[str]) -> _Job:
+    """Everything that needs no tensor byte; raises before anything is written. `bare` is the engine with masters alone."""
     file = str(source.folder)
     names = [name for buffer in live.buffers for name in (live.names[p] for p in buffer.params)]
-    fit = match_params(source.manifest, live.manifest(lambda _: ()), allow, file)
+    fit = match_params(source.manifest, bare, allow, file)
     if not has_masters(source.manifest, names):
         if optimizer:
             raise StateMismatchError("the checkpoint holds no optimizer", file=file,
                                      fix="load with load_optimizer_states=False")
         fit.master = VALUE
-    states, steps, kept = _states(live, source, optimizer, file)
+    states, steps, kept = _states(live, bare, source, optimizer, file)
     by_buffer = {id(buffer): found for buffer, found in zip(live.buffers, states, strict=True)}
     target = live.manifest(lambda buffer: [(s, live.state_dtype(buffer)) for s in by_buffer[id(buffer)]])
     wanted = group_values(target, source.manifest.group_of, file) if optimizer else []
@@ -140,23 +142,22 @@ def _prepare(live: Live, source: NativeCheckpoint, optimizer: bool, hyper: str, 
     return job
 
 
-def _states(live: Live, source: NativeCheckpoint, optimizer: bool,
+def _states(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bool,
             file: str) -> tuple[list[tuple[str, ...]], list[Mapping[str, float]], list[Kept | None]]:
     """Per live buffer: names of element-wise states, scalar states, and what the optimizer keeps."""
     if not optimizer:
         return [()] * len(live.buffers), [{}] * len(live.buffers), [None] * len(live.buffers)
-    target = live.manifest(lambda _: ())
     states: list[tuple[str, ...]] = []
     steps: list[Mapping[str, float]] = []
     kept: list[Kept | None] = []
     for number, buffer in enumerate(live.buffers):
         group = live.wrapper.base.param_groups[buffer.group] if buffer.group is not None else {}
         keeps = kept_by(live.optimizer_name(), group)
-        flat = target.buffers[number]
-        found = one_value(flat, lambda name: {s: True for s in source_states(source.manifest, name)}, "states", file)
-        scalars = one_value(flat, source.manifest.scalars_of, "steps", file)
+        members = bare.buffers[number].members
+        found = one_value(members, lambda name: {s: True for s in source_states(source.manifest, name)}, "states", file)
+        scalars = one_value(members, source.manifest.scalars_of, "steps", file)
         if found or scalars:  # no states at all: a checkpoint from before the first step
-            first = flat.members[0].param
+            first = members[0].param
             require_equal(keeps.element, found, first, file)
             require_equal(keeps.scalar, scalars, first, file)
         states.append(tuple(found))

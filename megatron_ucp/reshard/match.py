@@ -1,12 +1,12 @@
 """Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is moved."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.core.zero import FlatBuffer
+from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 
 ALLOWANCES = {
@@ -89,10 +89,10 @@ def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str
                              'build the model as the run did, or keep the engine\'s values with allow={"missing"}')
 
 
-def one_value(buffer: FlatBuffer, of: Callable[[str], Mapping[str, Any]], what: str, file: str) -> Mapping[str, Any]:
-    """What all members of a target buffer agree on. Raises StateMismatchError that names two members that do not."""
+def one_value(members: Iterable[Member], of: Callable[[str], Mapping[str, Any]], what: str, file: str) -> Mapping[str, Any]:
+    """What all members agree on. Raises StateMismatchError that names two members that do not."""
     first: tuple[str, Mapping[str, Any]] | None = None
-    for member in buffer.members:
+    for member in members:
         value = of(member.param)
         if first is None:
             first = (member.param, value)
@@ -114,15 +114,9 @@ def group_values(target: Manifest, of: Callable[[str], Mapping[str, Any]], file:
             members.setdefault(buffer.group, []).append(buffer)
     out: list[Mapping[str, Any]] = []
     for number in range(len(target.groups)):
-        every = tuple(m for buffer in members.get(number, []) for m in buffer.members)
-        # only the names count here: the members of all the group's buffers are one list
-        out.append(one_value(_Names(every), of, "hyper-parameters", file) if every else {})  # type: ignore[arg-type]
+        every = [m for buffer in members.get(number, []) for m in buffer.members]
+        out.append(one_value(every, of, "hyper-parameters", file))
     return out
-
-
-@dataclass(frozen=True)
-class _Names:
-    members: Sequence[Any]
 
 
 def source_states(source: Manifest, param: str) -> dict[str, str]:
