@@ -84,9 +84,14 @@ class Zero12(Wrapper):
         return out
 
     def refresh(self) -> None:
-        _share(self.opt, self.opt.single_partition_of_fp32_groups, self.opt.parallel_partitioned_bit16_groups)
-        self.opt._link_all_hp_params()
-        self.opt._hp_optimizer_states_linked = False  # the state tensors may be new: link them again on first use
+        _refresh_flat(self.opt, self.opt.single_partition_of_fp32_groups, self.opt.parallel_partitioned_bit16_groups)
+
+
+def _refresh_flat(opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Weights of all ranks from the masters, and the links from parameters to masters and states. Collective."""
+    _share(opt, masters, partitioned)
+    opt._link_all_hp_params()
+    opt._hp_optimizer_states_linked = False  # the state tensors may be new: link them again on first use
 
 
 def _share(opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -124,9 +129,7 @@ class Bf16(Wrapper):
         return out
 
     def refresh(self) -> None:
-        _share(self.opt, self.opt.fp32_groups_flat_partition, self.opt.bf16_partitioned_groups)
-        self.opt._link_all_hp_params()
-        self.opt._hp_optimizer_states_linked = False
+        _refresh_flat(self.opt, self.opt.fp32_groups_flat_partition, self.opt.bf16_partitioned_groups)
 
     def scaler(self) -> tuple[Any, Mapping[str, str]]:
         return None, {}
