@@ -8,7 +8,7 @@ MEGATRON = [TORCH, "megatron-core==0.16.1"]
 HUGGING_FACE = ["transformers>=5,<6"]
 # ruff and pyright exactly: a new release of either must not fail a commit that did not change
 DEV = ["pytest>=8", "hypothesis>=6.100", "ruff==0.17.5", "pyright==1.1.414", "pre-commit>=4", "matplotlib>=3.8",
-       "accelerate>=1", "psutil>=5.9"]
+       "accelerate>=1", "psutil>=5.9", "tensorboard>=2.16"]
 
 setup(
     name="megatron-ucp",

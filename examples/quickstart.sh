@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stop on one ZeRO stage and number of ranks, resume on any other, straight from DeepSpeed's own files.
+# Train megatron-core's LLaMA on one mesh, resume on any other, straight from DeepSpeed's own files.
 # Needs nothing but Python 3.11 and a C++ compiler: makes .venv by itself. No GPU.
 #
 #   bash examples/quickstart.sh                  results in runs/quickstart

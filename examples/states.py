@@ -1,4 +1,5 @@
-"""The whole optimizer state of a live engine, gathered by DeepSpeed's own accessors, to check what a load restored.
+"""The whole optimizer state of a live megatron-core engine, to check what a load restored: data-parallel pieces are gathered
+by DeepSpeed's own accessors, tensor-parallel shards joined by the attributes that megatron-core sets on its parameters.
 
 Nothing here uses megatron_ucp: a check by the code that it checks would show nothing.
 """
@@ -33,7 +34,8 @@ def masters(engine: Any) -> list[tuple[int, torch.Tensor]]:
 def gather(engine: Any) -> States:
     """Every fp32 master, moment and weight in full, each group's steps and hyper-parameters, scheduler, counters.
 
-    Collective; the same on every rank. Moments and steps are left out before the first step, when there are none.
+    Collective; every rank returns what its own data-parallel group holds. Moments and steps are left out before the first
+    step, when there are none.
     """
     stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
     if stage in (1, 2) and base.state:
@@ -43,12 +45,13 @@ def gather(engine: Any) -> States:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found: States = {}
     for name, param in engine.module.named_parameters():
-        found[f"master of {name}"] = safe_get_full_fp32_param(param) if stage else param
+        held: States = {"master": safe_get_full_fp32_param(param) if stage else param}
         for key in MOMENTS if base.state else ():
-            found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
+            held[key] = safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
-            found[f"weight of {name}"] = param.detach().clone()
-    found = {key: value.detach().clone() for key, value in found.items()}
+            held["weight"] = param.detach().clone()
+        for key, shard in held.items():
+            found[f"{key} of {name}"] = join(name, param, shards(engine, shard.detach().clone()))
     for number, group in enumerate(base.param_groups):
         found[f"hyper-parameters of group {number}"] = {k: v for k, v in group.items() if k != "params"}
         mine = {float(base.state[m]["step"]) for g, m in masters(engine) if g == number and base.state}
@@ -60,20 +63,44 @@ def gather(engine: Any) -> States:
     return found
 
 
+def shards(engine: Any, mine: torch.Tensor) -> list[torch.Tensor]:
+    """The shards of one tensor on all ranks of the tensor-parallel group, in their order."""
+    group = engine.mpu.get_tensor_model_parallel_group()
+    out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, mine.contiguous(), group=group)
+    return out
+
+
+def join(name: str, param: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor; with one more dim, so that it equals nothing, where copies differ."""
+    if not param.tensor_model_parallel:  # norms: every rank has a copy
+        return parts[0] if all(equal(parts[0], part) for part in parts) else torch.stack(parts)
+    if name.endswith("linear_fc1.weight"):
+        # SwiGLU: a rank holds its rows of the gate above its rows of the up projection; whole, all of the gate comes first
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    # linear_qkv too: its rows go by group (queries, one key, one value) and are cut evenly, also in the middle of a group
+    # where there are fewer groups than ranks
+    return torch.cat(parts, dim=param.partition_dim)
+
+
 def save(path: Path, found: States) -> None:
     if dist.get_rank() == 0:
         torch.save(found, path)
 
 
 def compare(path: Path, found: States, fresh: States) -> dict[str, Any]:
-    """What differs from the states in the file, bit by bit; `fresh` are those before the load, which have to differ."""
+    """What differs on any rank from the states in the file, bit by bit; `fresh` are those before the load, which have to
+    differ. Collective."""
     want = torch.load(path, weights_only=True)
-    different = sorted(want.keys() ^ found.keys())
-    different += [key for key in want.keys() & found.keys() if not equal(want[key], found[key])]
-    different += [f"{key}: the same before the load" for key in fresh
-                  if key.startswith("master of") and equal(want.get(key), fresh[key])]
+    different = set(want.keys() ^ found.keys())
+    different |= {key for key in want.keys() & found.keys() if not equal(want[key], found[key])}
+    different |= {f"{key}: the same before the load" for key in fresh
+                  if key.startswith("master of") and equal(want.get(key), fresh[key])}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, different)
     sizes = {key: value.numel() for key, value in want.items() if isinstance(value, torch.Tensor)}
-    return {"different": different, "compared": sum(sizes.values()),
+    return {"different": sorted(set().union(*ranks)), "compared": sum(sizes.values()),
             "parameters": sum(size for key, size in sizes.items() if key.startswith("master of"))}
 
 

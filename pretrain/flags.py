@@ -108,6 +108,8 @@ CHECKPOINT = (
     Flag("--ckpt-step", int, help="iteration to load; default the newest"),
     Flag("--load-tag", help="as --ckpt-step, by the name of the tag"),
     Flag("--universal-checkpoint", bool, False, "load whatever is there on whatever mesh this is"),
+    Flag("--allow-vocab-resize", bool, False,
+         "where the checkpoint's padded vocabulary does not divide by tp: drop rows, or add zero rows; shifts the loss"),
     Flag("--exit-on-missing-checkpoint", bool, False),
     Flag("--finetune", bool, False, "weights only: no optimizer, no scheduler, no random states, from iteration 0"),
     Flag("--no-load-optim", bool, False, "neither optimizer states nor scheduler"),

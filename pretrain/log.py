@@ -65,8 +65,7 @@ class Progress:
         if applied:
             self._losses.append(loss)
         for name, value in (("lm loss", loss), ("learning-rate", lr), ("grad-norm", norm), ("loss-scale", scale)):
-            if self._board is not None and value is not None:
-                self._board.add_scalar(name, value, iteration)
+            self._draw(name, value, iteration, samples)
         if self._json is not None:
             entry = {"iteration": iteration, "consumed_samples": samples, "lm_loss": loss, "learning_rate": lr, "grad_norm": norm,
                      "loss_scale": scale, "skipped": not applied}
@@ -82,12 +81,17 @@ class Progress:
         self._first, self._losses, self._skipped, self._nans, self._count = False, [], 0, 0, 0
         self._since = time.perf_counter()
 
-    def evaluation(self, iteration: int, loss: float, seconds: float) -> None:
+    def _draw(self, name: str, value: float | None, iteration: int, samples: int) -> None:
+        """Two curves on TensorBoard under Megatron's names: by iteration, and by consumed samples."""
+        if self._board is not None and value is not None:
+            self._board.add_scalar(name, value, iteration)
+            self._board.add_scalar(f"{name} vs samples", value, samples)
+
+    def evaluation(self, iteration: int, samples: int, loss: float, seconds: float) -> None:
         line = evaluation_line(iteration, loss)
         for text in ("-" * len(line), line, "-" * len(line)):
             say(text)
-        if self._board is not None:
-            self._board.add_scalar("lm loss validation", loss, iteration)
+        self._draw("lm loss validation", loss, iteration, samples)
         if self._json is not None:
             self._json.write(json.dumps({"iteration": iteration, "validation_loss": loss}) + "\n")
         self._since += seconds  # not part of an iteration

@@ -60,13 +60,15 @@ class Run:
         with agree.together():
             # What finds the checkpoint is known before the model's sizes, which may come from the checkpoint.
             early = argparse.Namespace(**{flag.attribute: given.get(flag.attribute, flag.default) for flag in reversed(FLAGS)})
-        saved = checkpoint.peek(early)
+        saved = checkpoint.peek(early, lambda padded: setup.model_config(complete(given, dist.get_world_size()), padded,
+                                                                         padded).sizes())
         with agree.together():
             self.args = complete(given, dist.get_world_size(), saved.args if saved and early.use_checkpoint_args else None)
             if saved is not None:
                 checkpoint.check_saved(saved, self.args)
             tokenizer = make_tokenizer(self.args)
             padded = checkpoint.padded_vocab(tokenizer.vocab_size, self.args, saved)
+            checkpoint.prepare_folder(self.args)
             setup.schedule(self.args)  # refuses impossible settings before the model is built
         models.start(self.args.tensor_model_parallel_size, self.args.seed)
         self._mesh = models.mpu()
@@ -77,7 +79,7 @@ class Run:
         self._device = setup.device()
         position = Position()
         if saved is not None:
-            position = checkpoint.load(self.engine, saved, self.args)
+            position = self.load(saved)
         elif self.args.load is not None:
             say(f"no checkpoint in {self.args.load}, starting from the beginning")
         self.result = Result(position.iteration, position)
@@ -92,6 +94,11 @@ class Run:
                                                                            args.train_samples or 0)
         samples = make_samples(args, tokenizer, split, count)
         return Batches(samples, tokenizer, args.micro_batch_size, args.data_parallel_size, self._mesh.get_data_parallel_rank())
+
+    def load(self, saved: checkpoint.Saved) -> Position:
+        """Fills the engine from --load; where to go on. `report` says what was read."""
+        position, self.report = checkpoint.load(self.engine, saved, self.args)
+        return position
 
     # ---------------------------------------------------------------- one iteration
 
@@ -156,16 +163,17 @@ class Run:
                         say(f"stopping after iteration {iteration}: {reason}")
                         break
                     if args.save_interval and not iteration % args.save_interval:
-                        self._save()
+                        self.save()
             if args.save:
-                self._save()
+                self.save()
             if args.eval_iters and result.losses and result.stopped_by == "--train-iters":
                 self._evaluate(progress)
         finally:
             progress.close()
         return result
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """A checkpoint of this iteration, unless there is one."""
         if self._saved_at != self.result.position.iteration:
             checkpoint.save(self.engine, self.args, self.result.position)
             self._saved_at = self.result.position.iteration
@@ -174,7 +182,8 @@ class Run:
         started = time.perf_counter()
         loss = self.evaluate()
         self.result.evaluations[self.result.position.iteration] = loss
-        progress.evaluation(self.result.position.iteration, loss, time.perf_counter() - started)
+        position = self.result.position
+        progress.evaluation(position.iteration, position.consumed, loss, time.perf_counter() - started)
 
     def _report(self, progress: Progress, loss: float) -> None:
         engine, position = self.engine, self.result.position

@@ -43,7 +43,7 @@ echo "setup: installing $TORCH, DeepSpeed, Megatron-Core, Transformers and the d
 .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     "$TORCH" deepspeed==0.19.8 megatron-core==0.16.1 'transformers>=5,<6' 'isal>=1.9' 'numpy>=1.26' 'safetensors>=0.4' 'tqdm>=4.60' \
     'setuptools>=68' wheel ninja 'pytest>=8' 'hypothesis>=6.100' ruff==0.17.5 pyright==1.1.414 'pre-commit>=4' \
-    'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' ||
+    'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' 'tensorboard>=2.16' ||
     fail "pip could not install the packages (see above). If it did not find $TORCH: add PyTorch's own wheel index," \
         "as https://pytorch.org/get-started/locally names it for pip and CPU, with PIP_EXTRA_INDEX_URL;" \
         "or set TORCH_SPEC=torch==2.13.0 to take whatever build is found."

@@ -43,6 +43,43 @@ def run_with_sigterm(argv: list[str], rank: int, iteration: int) -> dict[str, An
         training.Run._iterate = iterate  # type: ignore[method-assign]
 
 
+def states(argv: list[str], train: bool = False) -> dict[str, Any]:
+    """Masters and moments of a run after its load, or at its end (`train`), whole, by the tests' own gather; what was said."""
+    from pretrain.training import Run
+    from tests.engines.canonical import canonical
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        one = Run(argv)
+        if train:
+            one.train()
+    found = canonical(one.engine)
+    one.close()
+    return {"full": found["full"], "scalars": found["scalars"], "said": said.getvalue()}
+
+
+def save_with_stock(argv: list[str], folder: str, iterations: int) -> list[float]:
+    """Trains the same model with an engine that this package never touched, and saves by DeepSpeed's own call."""
+    import deepspeed
+
+    from pretrain import setup
+    from pretrain.training import Run
+
+    def initialize(family: str, **kwargs: Any) -> Any:
+        return deepspeed.initialize(**kwargs)
+
+    ours = setup.ucp.initialize
+    setup.ucp.initialize = initialize  # type: ignore[method-assign]
+    try:
+        one = Run(argv)
+    finally:
+        setup.ucp.initialize = ours  # type: ignore[method-assign]
+    losses = [one._iterate() for _ in range(iterations)]
+    one.engine.save_checkpoint(folder, tag=f"global_step{iterations}")
+    one.close()
+    return losses
+
+
 def random_numbers(argv: list[str]) -> dict[str, Any]:
     """Numbers from each generator right after a run's set-up and load."""
     import random

@@ -69,6 +69,7 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "given once"), ("--lr-warmup-iters 2 --lr-warmup-samples 9", "given once"),
     ("--max-position-embeddings 16", "at least 32"), ("--tokenizer-type HFTokenizer", "--tokenizer-model"), ("--num-layers x",
                                                                                                              "num-layers"),
+    ("--allow-vocab-resize", "needs --load"),
     ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "one flag"), ("--zero-stage 4", "zero-stage"),
     ("--group-query-attention --num-query-groups 0", "at least 1"), ("--micro-batch-size 0", "--micro-batch-size is too small"),
     ("--no-save-optim", "DeepSpeed always writes"), ("--use-distributed-optimizer", "--zero-stage 1")])
@@ -86,8 +87,8 @@ def test_required(missing: str) -> None:
         complete(parse(words[:place] + words[place + (1 if missing == "--mock-data" else 2):]), 1)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="the package is here")
-def test_tensorboard_needs_its_package() -> None:
+def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs the package tensorboard"):
         arguments("--tensorboard-dir", "x")
 
@@ -131,9 +132,14 @@ def test_padded_vocabulary() -> None:
     two = arguments("--tensor-model-parallel-size", "2")
     assert padded_vocab(257, arguments(), None) == 384 and padded_vocab(257, two, None) == 512
     assert padded_vocab(257, two, saved(384)) == 384  # as it was, not as a new run would have it
-    with pytest.raises(UsageError, match="use 1, 3") as caught:
+    with pytest.raises(UsageError, match="use 1; or drop rows or add zero rows with --allow-vocab-resize") as caught:
         padded_vocab(257, two, saved(387))
     assert "a divisor of 387" in str(caught.value)
+    resize = arguments("--tensor-model-parallel-size", "2", "--load", "x", "--allow-vocab-resize")
+    assert padded_vocab(257, resize, saved(387)) == 512  # as a new run would have it
+    assert padded_vocab(257, resize, saved(384)) == 384  # where it divides nothing changes, flag or not
+    with pytest.raises(UsageError, match="more ids"):
+        padded_vocab(257, resize, saved(255))
     with pytest.raises(UsageError, match="more ids"):
         padded_vocab(257, two, saved(256))
 

@@ -119,7 +119,7 @@ def test_same_mesh_needs_no_flag(ranks: RankPool, llama: Source) -> None:
     (["--untie-embeddings-and-output-weights", "--tie-embeddings-and-output-weights"], "UsageError", "untie"),
     (["--lr", "1e-3"], "StateMismatchError", "--override-opt_param-scheduler"),
     (["--lr-decay-style", "linear"], "StateMismatchError", "--lr-decay-style"),
-    (["--ckpt-step", "77"], "NotFoundError", "global_step77"),
+    (["--ckpt-step", "77"], "NotFoundError", "give a --load, --ckpt-step or --load-tag that exists"),
 ])
 def test_flags_that_contradict_the_checkpoint(ranks: RankPool, llama: Source, flags: list[str], error: str, says: str) -> None:
     result = ranks.run(1, JOB, llama.resume(mesh(1, 0), "--universal-checkpoint", flags))[0]
@@ -128,7 +128,7 @@ def test_flags_that_contradict_the_checkpoint(ranks: RankPool, llama: Source, fl
 
 def test_tp_that_does_not_divide_the_vocabulary(ranks: RankPool, llama: Source) -> None:
     for result in ranks.run(3, JOB, llama.resume(mesh(3, 0), "--universal-checkpoint")):
-        assert result["error"] == "UsageError" and "512" in result["text"] and "use 1, 2, 4, 8" in result["text"]
+        assert result["error"] == "UsageError" and "512" in result["text"] and "use 1, 2, 4;" in result["text"]
 
 
 @pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") != "cpu", reason="there may be a GPU")
@@ -162,6 +162,16 @@ def test_finetune_takes_weights_alone(ranks: RankPool, llama: Source) -> None:
     assert result["losses"][0] < llama.result["losses"][0] - 0.3  # trained weights, the first batch
 
 
+def test_a_folder_that_cannot_be_written_is_found_before_training(ranks: RankPool, llama: Source) -> None:
+    for result in ranks.run(2, JOB, llama.argv(mesh(2, 1), "--save", "/proc/nothing")):
+        assert result["error"] == "DamagedFileError" and "/proc/nothing" in result["text"]
+
+
+def test_without_the_optimizer_both_are_named(ranks: RankPool, llama: Source) -> None:
+    said = ranks.run(1, JOB, llama.resume(mesh(1, 0), "--universal-checkpoint", "--no-load-optim", iterations=SAVED + 1))[0]["said"]
+    assert "neither optimizer states nor schedule were loaded, as asked" in said and "the checkpoint has none" not in said
+
+
 def test_sizes_from_the_checkpoint(ranks: RankPool, llama: Source) -> None:
     short = ["--seq-length", "32", "--num-layers", "9", "--hidden-size", "8", "--num-attention-heads", "1"]
     argv = command(short, BATCH, RATES, QUIET, stdlib(), "--train-iters", str(ITERATIONS), "--load", str(llama.folder),
@@ -171,14 +181,14 @@ def test_sizes_from_the_checkpoint(ranks: RankPool, llama: Source) -> None:
 
 
 def test_random_states(ranks: RankPool, llama: Source) -> None:
-    """Same mesh: what a second look at the checkpoint gives; another mesh, or none wanted: derived from the seed."""
+    """Same mesh: the saved ones, whatever --seed says now; another mesh, or none wanted: others."""
     job = "tests.pretrain.jobs:random_numbers"
-    first, again = (ranks.run(4, job, llama.resume(mesh(2, 1))) for _ in range(2))
+    first, again = (ranks.run(4, job, llama.resume(mesh(2, 1), seed)) for seed in ([], ["--seed", "5"]))
     other = ranks.run(4, job, llama.resume(mesh(1, 1), "--universal-checkpoint"))
-    fresh = ranks.run(4, job, llama.resume(mesh(2, 1), "--no-load-rng"))
+    fresh = ranks.run(4, job, llama.resume(mesh(2, 1), "--no-load-rng", "--seed", "5"))
     assert first == again
     assert first[0]["tracker"] != first[1]["tracker"] and first[0]["torch"] == first[1]["torch"]  # tensor-parallel ranks
-    assert len({numbers["torch"] for numbers in other}) == 1
+    assert other[0] not in first and fresh[0] not in first
     assert fresh[0]["torch"] != other[0]["torch"]
 
 
@@ -192,6 +202,29 @@ def test_evaluation_and_exit_interval(ranks: RankPool, llama: Source) -> None:
     assert re.search(r" validation loss at iteration 2 \| lm loss value: \d\.\d{6}E\+00 \| lm loss PPL: \d\.\d{6}E\+\d\d \| ",
                      results[0]["said"])
     assert re.findall(r"iteration\s+(\d+)/", results[0]["said"]) == ["1", "3"]
+
+
+def test_tensorboard(ranks: RankPool, tmp_path: Path) -> None:
+    """What TensorBoard reads back, at each iteration and at its samples, is what the run logged in full."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    argv = command(LLAMA, BATCH, RATES, "--mock-data", "--train-iters", "4", "--eval-iters", "1", "--eval-interval", "2",
+                   "--log-interval", "3", mesh(2, 1), "--tensorboard-dir", str(tmp_path / "board"), "--log-json",
+                   str(tmp_path / "log.jsonl"))
+    result = ranks.run(2, JOB, argv)[-1]
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [entry for entry in entries if "lm_loss" in entry]
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    for name, key in (("lm loss", "lm_loss"), ("learning-rate", "learning_rate"), ("grad-norm", "grad_norm")):
+        for curve, x in ((name, "iteration"), (f"{name} vs samples", "consumed_samples")):
+            found = board.Scalars(curve)
+            assert [point.step for point in found] == [entry[x] for entry in steps]
+            assert [point.value for point in found] == pytest.approx([entry[key] for entry in steps], rel=1e-6)
+    assert [entry["consumed_samples"] for entry in steps] == [8, 16, 24, 32]
+    assert len({entry["learning_rate"] for entry in steps}) == 4 and len({entry["grad_norm"] for entry in steps}) == 4
+    validation = {point.step: point.value for point in board.Scalars("lm loss validation")}
+    assert validation == pytest.approx(result["evaluations"], rel=1e-6) and list(validation) == [2, 4]
+    assert [point.step for point in board.Scalars("lm loss validation vs samples")] == [16, 32]
 
 
 def test_sigterm_on_one_rank_stops_all(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
