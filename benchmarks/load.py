@@ -1,6 +1,7 @@
-"""Loading against stock DeepSpeed's loading and conversion: seconds, bytes read, memory. 124 million parameters, dp=2.
+"""Loading against stock DeepSpeed's loading and conversion: seconds, bytes read, memory. 124 million parameters, two ranks.
 
-    python -m benchmarks.load                       # about 5 minutes, 8 GiB of memory, 7 GB of disk
+    python -m benchmarks.load                       # about 15 minutes, 8 GiB of memory, 14 GB of disk
+    python -m benchmarks.load --suites tensor       # across tensor-parallel sizes only; `data`: across ZeRO stages
     python -m benchmarks.load --tiny --repetitions 2  # to see that it runs
 
 Every ratio is of medians of one run in the same processes, the repetitions interleaved, the page cache warm. Bytes are
@@ -18,39 +19,41 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import SUITES, Mesh, Pair, meshes, targets
 from benchmarks.load_ranks import status
 from benchmarks.machine import description
 from benchmarks.model import TINY
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RanksFailed
 
 RANKS, TIMEOUT_S = 2, 3000
 RESULTS = Path(__file__).parent / "results" / "load.json"
-LOADED = ("ucp z3 to z1", "ucp z1 to z3")
-CLAIMS = [  # (what, numerator, denominator, "at most" or "at least", limit)
-    ("load ZeRO-3 into ZeRO-1 / stock load of ZeRO-1", "ucp z3 to z1", "stock z1", "at most", 0.8),
-    ("  the same, checksums compared", "ucp z3 to z1 checked", "stock z1", "at most", None),
-    ("load ZeRO-1 into ZeRO-3 / stock load of ZeRO-3", "ucp z1 to z3", "stock z3", "at most", 1.0),
-    ("  the same, checksums compared", "ucp z1 to z3 checked", "stock z3", "at most", None),
-    ("load ZeRO-1 into ZeRO-1 / stock load of ZeRO-1", "ucp z1 to z1", "stock z1", "at most", None),
-    ("load ZeRO-3 into ZeRO-3 / stock load of ZeRO-3", "ucp z3 to z3", "stock z3", "at most", None),
-    ("stock convert + universal load / load, ZeRO-1", "stock both z1", "ucp z1 to z1", "at least", 15.0),
-    ("  the same, checksums compared", "stock both z1", "ucp z1 to z1 checked", "at least", None),
-    ("stock convert + universal load / load, ZeRO-3", "stock both z3", "ucp z3 to z3", "at least", 15.0),
-    ("  the same, checksums compared", "stock both z3", "ucp z3 to z3 checked", "at least", None),
-]
 EXTRA_BYTES = 64 * 2**20
+Claim = tuple[str, str, str, str, float | None]  # what, numerator, denominator, "at most" or "at least", limit
 
 
-def ratios(seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
+    out: list[Claim] = []
+    for pair in pairs:
+        for more, checked, load, convert in (("", "", pair.load, pair.convert), (", checksums compared", " checked", None, None)):
+            ours = f"ucp {pair}{checked}"
+            out.append((f"load {pair} / stock load of {pair.target}{more}", ours, f"stock {pair.target}", "at most", load))
+            if pair.converts:
+                out.append((f"stock convert + load / load, {pair}{more}", f"stock both {pair}", ours, "at least", convert))
+    return out
+
+
+def ratios(pairs: tuple[Pair, ...], seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Each claim's ratio of medians, the smallest and largest one of one repetition, that of processor seconds."""
-    for stage in (1, 3):
-        seconds[f"stock both z{stage}"] = [a + b for a, b in zip(
-            seconds[f"stock convert z{stage}"], seconds[f"stock universal z{stage}"], strict=True)]
+    for pair in pairs:
+        if pair.converts:
+            seconds[f"stock both {pair}"] = [a + b for a, b in zip(
+                seconds[f"stock convert {pair}"], seconds[f"stock universal {pair}"], strict=True)]
     out: list[dict[str, Any]] = []
-    for what, top, bottom, kind, limit in CLAIMS:
+    for what, top, bottom, kind, limit in claims(pairs):
         each = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
         value = statistics.median(seconds[top]) / statistics.median(seconds[bottom])
         met = None if limit is None else value <= limit if kind == "at most" else value >= limit
@@ -131,99 +134,136 @@ def peak_anonymous(pids: list[int], marker: str, stop: threading.Event) -> list[
     return peaks
 
 
-def memory(pool: RankPool, folder: Path, size: dict[str, int], way: str) -> list[dict[str, int]]:
-    marker, stop, peaks = str(folder / f"memory {way}"), threading.Event(), [0] * RANKS
-    pool.run(RANKS, "benchmarks.load_ranks:status", "VmRSS")
+@dataclass(frozen=True)
+class Suite:
+    """Everything measured of some pairs, on one pool of ranks, with the files in one folder."""
 
-    def look() -> None:
-        peaks[:] = peak_anonymous(pool.pids()[:RANKS], marker, stop)
+    pool: RankPool
+    folder: Path
+    pairs: tuple[Pair, ...]
+    size: dict[str, int]
+    repetitions: int
 
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        found = pool.run(RANKS, "benchmarks.load_ranks:observed", str(folder), size, way, marker, timeout_s=TIMEOUT_S)
-    finally:
-        stop.set()
-        watcher.join()
-    return [{"anonymous_over_after": peak - one["anonymous_after"],
-             "peak_resident_over_after": one["peak_resident_over_after"],
-             "limit": EXTRA_BYTES + one["largest_shard_bytes"]} for one, peak in zip(found, peaks, strict=True)]
+    def call(self, function: str, *args: Any) -> list[Any]:
+        return self.pool.run(RANKS, f"benchmarks.load_ranks:{function}", *args, timeout_s=TIMEOUT_S)
 
+    def observed(self, mesh: Mesh, way: str, marker: str) -> list[dict[str, int]]:
+        return self.call("observed", str(self.folder), mesh, targets(self.pairs)[mesh], self.size, way, marker)
 
-def volumes(pool: RankPool, folder: Path, size: dict[str, int], way: str) -> list[dict[str, Any]]:
-    marker, found = str(folder / f"bytes {way}"), []
+    def stock_can_not(self, pair: Pair) -> str | None:
+        """Why stock's conversion and universal load can't do a pair; None where they can, or are known not to."""
+        if pair.converts:
+            try:
+                self.call("try_universal", str(self.folder), pair, self.size)
+            except RanksFailed as error:
+                return min(error.by_rank.items())[1].strip().splitlines()[-1]
+        return None
 
-    def run() -> None:
-        found[:] = pool.run(RANKS, "benchmarks.load_ranks:observed", str(folder), size, way, marker,
-                            timeout_s=TIMEOUT_S)
+    def memory(self, mesh: Mesh, way: str) -> list[dict[str, int]]:
+        marker, stop, peaks = str(self.folder / f"memory {way}"), threading.Event(), [0] * RANKS
+        self.call("status", "VmRSS")  # the workers exist now
 
-    counted = bytes_read(pool, run, folder, marker)
-    return [{"read_bytes": read, "needed_bytes": one["needed_bytes"], "limit": 1.02,
-             "ratio": None if read is None else read / one["needed_bytes"]}
-            for read, one in zip(counted, found, strict=True)]
+        def look() -> None:
+            peaks[:] = peak_anonymous(self.pool.pids()[:RANKS], marker, stop)
 
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            found = self.observed(mesh, way, marker)
+        finally:
+            stop.set()
+            watcher.join()
+        return [{"anonymous_over_after": peak - one["anonymous_after"],
+                 "peak_resident_over_after": one["peak_resident_over_after"],
+                 "limit": EXTRA_BYTES + one["largest_shard_bytes"]} for one, peak in zip(found, peaks, strict=True)]
 
-# ---- the run ----
+    def volumes(self, mesh: Mesh, way: str) -> list[dict[str, Any]]:
+        marker, found = str(self.folder / f"bytes {way}"), []
 
-def run(folder: Path, size: dict[str, int], repetitions: int) -> dict[str, Any]:
-    pool = RankPool(RANKS)
-    out: dict[str, Any] = {"machine_before": description(), "repetitions": repetitions, "ranks": RANKS}
-    try:
-        out["parameters"] = pool.run(RANKS, "benchmarks.load_ranks:save", str(folder), size, timeout_s=TIMEOUT_S)[0]
-        found = pool.run(RANKS, "benchmarks.load_ranks:measure", str(folder), size, repetitions, timeout_s=TIMEOUT_S)[0]
-        out |= found | {"ratios": ratios(found["seconds"], found["cpu_seconds"])}
-        ways = [*LOADED, *(f"{way} checked" for way in LOADED), "stock z1", "stock z3"]
-        out["bytes"] = {way: volumes(pool, folder, size, way) for way in ways}
-        out["memory"] = {way: memory(pool, folder, size, way) for way in ways}
-    finally:
-        pool.close()
-    out["machine_after"] = description()
-    return out
+        def run() -> None:
+            found[:] = self.observed(mesh, way, marker)
+
+        counted = bytes_read(self.pool, run, self.folder, marker)
+        return [{"read_bytes": read, "needed_bytes": one["needed_bytes"], "limit": 1.02,
+                 "ratio": None if read is None else read / one["needed_bytes"]}
+                for read, one in zip(counted, found, strict=True)]
+
+    def watched(self) -> list[tuple[Mesh, str]]:
+        """(mesh, way) of the loads that are watched from outside."""
+        pairs = [pair for pair in self.pairs if pair.observed]
+        ours = [(pair.target, f"ucp {pair}{checked}") for checked in ("", " checked") for pair in pairs]
+        return ours + [(mesh, f"stock {mesh}") for mesh in targets(tuple(pairs))]
+
+    def run(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"machine_before": description(), "repetitions": self.repetitions, "ranks": RANKS}
+        seconds: dict[str, dict[str, Any]] = {"seconds": {}, "cpu_seconds": {}, "bytes_checked_unchecked": {}}
+        for mesh in meshes(self.pairs):
+            count = self.call("save", str(self.folder), mesh, self.size)[0]
+            if mesh.tp < 2:
+                out["parameters"] = count
+        out["stock_can_not"] = refusals = {str(pair): why for pair in self.pairs if (why := self.stock_can_not(pair))}
+        able = tuple(replace(pair, converts=pair.converts and str(pair) not in refusals) for pair in self.pairs)
+        for mesh, pairs in targets(able).items():
+            found = self.call("measure", str(self.folder), mesh, pairs, self.size, self.repetitions)[0]
+            for key, held in seconds.items():
+                held |= found[key]
+        out |= seconds | {"ratios": ratios(able, seconds["seconds"], seconds["cpu_seconds"])}
+        out["bytes"] = {way: self.volumes(mesh, way) for mesh, way in self.watched()}
+        out["memory"] = {way: self.memory(mesh, way) for mesh, way in self.watched()}
+        return out | {"machine_after": description()}
 
 
 def table(out: dict[str, Any]) -> str:
     load = [out[when]["load_average"][0] for when in ("machine_before", "machine_after")]
     lines = [f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} repetitions, "
              f"load average {load[0]:.1f} before, {load[1]:.1f} after", "",
-             f"{'seconds':54}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
+             f"{'seconds':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
     for name, each in out["seconds"].items():
         sums = out["bytes_checked_unchecked"].get(name)
         note = f"  checked {sums[0] / 1e6:.0f} MB, unchecked {sums[1] / 1e6:.0f} MB" if sums else ""
         cpu = f"{statistics.median(out['cpu_seconds'][name]):8.3f}" if name in out["cpu_seconds"] else " " * 8
-        lines.append(f"{name:54}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}")
-    lines += ["", f"{'ratio':54}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
+        lines.append(f"{name:62}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}")
+    lines += ["", f"{'ratio':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
     for row in out["ratios"]:
         target = "" if row["limit"] is None else f"  {row['kind']} {row['limit']}: {'met' if row['met'] else 'MISSED'}"
         cpu = " " * 8 if row["cpu_ratio"] is None else f"{row['cpu_ratio']:8.2f}"
-        lines.append(f"{row['what']:54}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{cpu}{target}")
+        lines.append(f"{row['what']:62}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{cpu}{target}")
+    lines += [f"stock can not convert and load {pair}: {why}" for pair, why in out["stock_can_not"].items()]
     lines += ["", "bytes read / bytes needed, per rank, counted by strace (at most 1.02)"]
     for way, rows in out["bytes"].items():
         shown = "  ".join("not counted: strace is missing" if r["ratio"] is None else f"{r['ratio']:.4f}" for r in rows)
-        lines.append(f"{way:54}{shown}")
+        lines.append(f"{way:62}{shown}")
     lines += ["", "MiB above what is there after the load: RssAnon sampled from outside, and by the kernel's VmHWM"]
     for way, rows in out["memory"].items():
         mib = [[round(r[key] / 2**20) for key in ("anonymous_over_after", "peak_resident_over_after", "limit")]
                for r in rows]
         shown = "  ".join(f"{sampled} and {kept}, at most {limit};" for sampled, kept, limit in mib)
-        lines.append(f"{way:54}{shown}")
+        lines.append(f"{way:62}{shown}")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES), help="the others' results are kept")
     parser.add_argument("--tiny", action="store_true", help="a small model; nothing is written to benchmarks/results")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go for a while; needs 7 GB")
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go for a while; needs 14 GB")
     options = parser.parse_args()
-    size, needed = (TINY, 2**28) if options.tiny else ({}, 7 * 2**30)
-    with tempfile.TemporaryDirectory(prefix="ucp_load_", dir=options.folder) as folder:
-        if shutil.disk_usage(folder).free < needed:
-            parser.error(f"{folder} has less than {needed >> 30} GiB of free space")
-        out = run(Path(folder).resolve(), size, options.repetitions)
-    print(table(out))
-    if not options.tiny:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(out, indent=1) + "\n")
+    size, needed = (TINY, 2**29) if options.tiny else ({}, 14 * 2**30)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in options.suites:
+        with tempfile.TemporaryDirectory(prefix="ucp_load_", dir=options.folder) as folder:
+            if shutil.disk_usage(folder).free < needed:
+                parser.error(f"{folder} has less than {needed >> 30} GiB of free space")
+            pool = RankPool(RANKS)
+            try:
+                results[name] = Suite(pool, Path(folder).resolve(), SUITES[name], size, options.repetitions).run()
+            finally:
+                pool.close()
+        print(f"---- {name} ----\n{table(results[name])}\n", flush=True)
+        if not options.tiny:
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

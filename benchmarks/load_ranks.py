@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +16,92 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from benchmarks.model import make_engine, train_step
+from benchmarks.cases import Mesh, Pair
+from benchmarks.model import close, family, make_engine, train_step
 
-STAGES = (1, 3)
 WORKERS = 2
 
 
-def save(folder: str, size: dict[str, int]) -> int:
-    """One checkpoint per stage under `folder`; returns the number of parameters."""
-    count = 0
-    for stage in STAGES:
-        engine = make_engine(stage, size)
-        count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-        train_step(engine, engine.module.wte.num_embeddings)
-        engine.save_checkpoint(folder, tag=f"z{stage}")
-        engine.destroy()
-        del engine
-        gc.collect()
+def save(folder: str, mesh: Mesh, size: dict[str, int]) -> int:
+    """The checkpoint of a mesh under `folder`; returns the number of its parameters, each share of a cut one counted."""
+    engine = make_engine(mesh, size, attach=True)
+    train_step(engine, mesh)
+    engine.save_checkpoint(folder, tag=str(mesh))
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    close(engine, mesh)
+    del engine
+    gc.collect()
     os.sync()
     return count
 
 
 class Loads:
-    """Two engines of both stages, and every way to fill them, by name."""
+    """An engine of one mesh, and every way to fill it, by name."""
 
-    def __init__(self, folder: str, size: dict[str, int]) -> None:
-        self.folder = folder
-        self.engines = {stage: make_engine(stage, size) for stage in STAGES}
+    def __init__(self, folder: str, mesh: Mesh, size: dict[str, int]) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.engine = make_engine(mesh, size)
         self.reports: dict[str, tuple[int, int]] = {}
 
-    def clear(self, stage: int) -> None:
+    def clear(self) -> None:
         """No optimizer states, as in a new engine; their memory goes back to the system."""
-        self.engines[stage].optimizer.optimizer.state.clear()
+        self.engine.optimizer.optimizer.state.clear()
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
-    def ours(self, into: int, source: int, checksums: bool) -> None:
-        report = ucp.load(self.engines[into], self.folder, tag=f"z{source}", checksums=checksums)
-        self.reports[f"ucp z{source} to z{into}{' checked' if checksums else ''}"] = (report.checked_bytes,
-                                                                                     report.unchecked_bytes)
+    def ours(self, name: str, source: Mesh, checksums: bool) -> None:
+        report = ucp.load(self.engine, self.folder, tag=str(source), checksums=checksums, family=family(self.mesh))
+        self.reports[name] = (report.checked_bytes, report.unchecked_bytes)
 
-    def stock(self, stage: int, universal: bool = False) -> None:
-        engine = self.engines[stage]
-        engine._config.load_universal_checkpoint = universal
-        path, _ = engine.load_checkpoint(self.folder, tag=f"z{stage}_universal" if universal else f"z{stage}")
-        engine._config.load_universal_checkpoint = False
+    def stock(self, tag: str, universal: bool = False) -> None:
+        self.engine._config.load_universal_checkpoint = universal
+        path, _ = self.engine.load_checkpoint(self.folder, tag=tag)
+        self.engine._config.load_universal_checkpoint = False
         if path is None:
             raise RuntimeError("stock DeepSpeed did not load")
 
-    def floor(self, stage: int) -> None:
-        """This rank's own optimizer file, read once into fresh memory: no load can be faster by much."""
-        path = next(Path(self.folder, f"z{stage}").glob(f"*zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"))
-        memory = torch.empty(path.stat().st_size, dtype=torch.uint8)
-        with path.open("rb", buffering=0) as file:
+    def floor(self) -> None:
+        """As many bytes as this rank's masters and moments, read once into fresh memory: no load can be faster by much."""
+        rank, left = dist.get_rank(), self.needed_bytes()
+        files = sorted(Path(self.folder, str(self.mesh)).glob("*_optim_states.pt"))
+        memory = torch.empty(left, dtype=torch.uint8)
+        with files[rank].open("rb", buffering=0) as file:
             view, at = memory.numpy().data, 0
             while count := file.readinto(view[at:at + 2**28]):
                 at += count
 
-    def ways(self) -> dict[str, tuple[int, Callable[[], None]]]:
-        """Name -> (stage of the engine that it fills, the call)."""
-        out: dict[str, tuple[int, Callable[[], None]]] = {}
-        for into, other in ((1, 3), (3, 1)):
-            out[f"stock z{into}"] = into, lambda into=into: self.stock(into)
-            for source in (other, into):
-                out[f"ucp z{source} to z{into}"] = into, lambda i=into, s=source: self.ours(i, s, False)
-                out[f"ucp z{source} to z{into} checked"] = into, lambda i=into, s=source: self.ours(i, s, True)
-            out[f"stock universal z{into}"] = into, lambda into=into: self.stock(into, universal=True)
-            out[f"floor z{into}"] = into, lambda into=into: self.floor(into)
+    def ways(self, pairs: tuple[Pair, ...]) -> dict[str, Callable[[], None]]:
+        """Name -> the call."""
+        out: dict[str, Callable[[], None]] = {f"stock {self.mesh}": partial(self.stock, str(self.mesh)),
+                                              f"floor {self.mesh}": self.floor}
+        for pair in pairs:
+            for name, checksums in ((f"ucp {pair}", False), (f"ucp {pair} checked", True)):
+                out[name] = partial(self.ours, name, pair.source, checksums)
+            if pair.converts:
+                out[f"stock universal {pair}"] = partial(self.stock, f"{pair.source}_universal", universal=True)
         return out
 
-    def needed_bytes(self, stage: int) -> int:
+    def needed_bytes(self) -> int:
         """Masters and two moments of this rank."""
-        opt = self.engines[stage].optimizer
-        masters = opt.single_partition_of_fp32_groups if stage == 1 else opt.fp32_partitioned_groups_flat
-        return sum(3 * master.numel() * master.element_size() for master in masters)
+        return sum(3 * master.numel() * master.element_size() for master in self.masters())
 
-    def destroy(self) -> None:
-        for engine in self.engines.values():
-            engine.destroy()
+    def masters(self) -> list[torch.Tensor]:
+        opt = self.engine.optimizer
+        return list(opt.fp32_partitioned_groups_flat if self.mesh.zero == 3 else opt.single_partition_of_fp32_groups)
+
+    def largest_shard_bytes(self) -> int:
+        ranks = self.engine.seq_dp_world_size
+        return max(4 * -(-getattr(p, "ds_numel", p.numel()) // ranks) for p in self.engine.module.parameters())
+
+    def check(self) -> None:
+        """That what was timed did its work."""
+        for master in self.masters():
+            state = self.engine.optimizer.optimizer.state[master]
+            if float(state["step"]) != 1 or not state["exp_avg"].any() or state["exp_avg_sq"].shape != master.shape:
+                raise RuntimeError("a load left an optimizer without states")
+
+    def close(self) -> None:
+        close(self.engine, self.mesh)
 
 
 def timed(call: Callable[[], None]) -> tuple[float, float]:
@@ -105,15 +114,15 @@ def timed(call: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - started, busy
 
 
-def convert(folder: str, stage: int) -> float:
+def convert(folder: str, mesh: Mesh) -> float:
     """Seconds of stock's own conversion, in a process of its own; its output is new each time."""
     seconds = 0.0
     if dist.get_rank() == 0:
-        output = f"{folder}/z{stage}_universal"
+        output = f"{folder}/{mesh}_universal"
         shutil.rmtree(output, ignore_errors=True)
         os.makedirs(output)
-        done = subprocess.run([sys.executable, "-m", "benchmarks.convert", f"{folder}/z{stage}", output, str(WORKERS),
-                               str(stage)], capture_output=True, text=True, check=False, env=_alone())
+        done = subprocess.run([sys.executable, "-m", "benchmarks.convert", f"{folder}/{mesh}", output, str(WORKERS),
+                               str(mesh.zero)], capture_output=True, text=True, check=False, env=_alone())
         if done.returncode:
             raise RuntimeError(f"stock conversion failed: {done.stderr[-2000:]}")
         seconds = float(done.stdout.splitlines()[-1])
@@ -126,47 +135,48 @@ def _alone() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
 
 
-def measure(folder: str, size: dict[str, int], repetitions: int) -> dict[str, Any]:
-    """Seconds of every way, `repetitions` times, interleaved; the first round is not counted."""
-    loads = Loads(folder, size)
+def try_universal(folder: str, pair: Pair, size: dict[str, int]) -> None:
+    """Stock's conversion and universal load, once; raises where stock can't."""
+    convert(folder, pair.source)
+    loads = Loads(folder, pair.target, size)
+    loads.stock(f"{pair.source}_universal", universal=True)
+    loads.check()
+    loads.close()
+
+
+def measure(folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], repetitions: int) -> dict[str, Any]:
+    """Seconds of every way into one mesh, `repetitions` times, interleaved; the first round is not counted."""
+    loads = Loads(folder, mesh, size)
     seconds: dict[str, list[float]] = {}
     cpu_seconds: dict[str, list[float]] = {}
+    ways = list(loads.ways(pairs).items())
     for repetition in range(repetitions + 1):
-        for stage in STAGES:
-            found = convert(folder, stage)
-            if repetition:
-                seconds.setdefault(f"stock convert z{stage}", []).append(found)
-        ways = list(loads.ways().items())
+        for pair in pairs if repetition else ():  # `try_universal` made one
+            if pair.converts:
+                seconds.setdefault(f"stock convert {pair}", []).append(convert(folder, pair.source))
         turn = repetition % len(ways)
-        for name, (stage, call) in ways[turn:] + ways[:turn]:  # none always follows the same other
-            loads.clear(stage)
+        for name, call in ways[turn:] + ways[:turn]:  # none always follows the same other
+            loads.clear()
             wall, busy = timed(call)
             if repetition:
                 seconds.setdefault(name, []).append(wall)
                 cpu_seconds.setdefault(name, []).append(busy)
-    for way in ("ucp z3 to z1", "ucp z1 to z3"):  # what was timed did its work
-        loads.clear(int(way[-1]))
-        loads.ways()[way][1]()
-        _check(loads.engines[int(way[-1])])
-    loads.destroy()
+    for pair in pairs:
+        loads.clear()
+        loads.ours("", pair.source, True)
+        loads.check()
+    loads.close()
+    loads.reports.pop("", None)
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes_checked_unchecked": loads.reports}
 
 
-def _check(engine: Any) -> None:
-    for group in engine.optimizer.optimizer.param_groups:
-        for master in group["params"]:
-            state = engine.optimizer.optimizer.state[master]
-            if float(state["step"]) != 1 or not state["exp_avg"].any() or state["exp_avg_sq"].shape != master.shape:
-                raise RuntimeError("a load left an optimizer without states")
-
-
-def observed(folder: str, size: dict[str, int], way: str, marker: str) -> dict[str, int]:
+def observed(folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], way: str, marker: str) -> dict[str, int]:
     """One load between two files that a watcher outside of the process sees appear; this rank's memory afterwards."""
-    loads, rank = Loads(folder, size), dist.get_rank()
-    stage, call = loads.ways()[way]
-    loads.clear(stage)
+    loads, rank = Loads(folder, mesh, size), dist.get_rank()
+    call = loads.ways(pairs)[way]
+    loads.clear()
     call()  # once before, as the first load imports modules and grows buffers that stay
-    loads.clear(stage)
+    loads.clear()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak that the kernel keeps, starts again
     Path(f"{marker}.begin.{rank}").touch()
@@ -175,11 +185,9 @@ def observed(folder: str, size: dict[str, int], way: str, marker: str) -> dict[s
     peak = status("VmHWM")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    out = {"needed_bytes": loads.needed_bytes(stage), "anonymous_after": status("RssAnon"),
-           "peak_resident_over_after": peak - status("VmRSS"),
-           "largest_shard_bytes": max(4 * -(-getattr(p, "ds_numel", p.numel()) // dist.get_world_size())
-                                      for p in loads.engines[stage].module.parameters())}
-    loads.destroy()
+    out = {"needed_bytes": loads.needed_bytes(), "anonymous_after": status("RssAnon"),
+           "peak_resident_over_after": peak - status("VmRSS"), "largest_shard_bytes": loads.largest_shard_bytes()}
+    loads.close()
     return out
 
 

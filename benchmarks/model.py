@@ -1,8 +1,12 @@
-"""The model of the benchmarks: a GPT-2 small of 124 million parameters in plain torch, and engines around it."""
+"""The model of the benchmarks, a GPT-2 small of 124 million parameters in plain torch or megatron-core, and engines around it."""
 
 from typing import Any
 
 import torch
+
+import megatron_ucp as ucp
+from benchmarks.cases import Mesh
+from megatron_ucp.engines import models
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 768, 12, 12, 50304, 1024
 TINY = {"width": 64, "layers": 2, "vocabulary": 500}  # to try a benchmark out
@@ -43,22 +47,40 @@ class Gpt2(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def make_engine(stage: int, size: dict[str, int]) -> Any:
-    """A stock DeepSpeed engine: bf16 with fp32 masters, AdamW with two parameter groups."""
+def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
+    """A stock DeepSpeed engine: bf16 with fp32 masters, AdamW with two parameter groups. `attach`: what the family declares is
+    saved too, which stock's converter needs for tensor parallelism."""
     import deepspeed
     torch.manual_seed(0)
-    net = Gpt2(**size)
-    params = list(net.parameters())
-    optimizer = torch.optim.AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
-                                   {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-4)
+    net = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
+    optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
-              "zero_optimization": {"stage": stage}, "steps_per_print": 10**9, "gradient_clipping": 1.0}
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine
+              "zero_optimization": {"stage": mesh.zero}, "steps_per_print": 10**9, "gradient_clipping": 1.0}
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False,
+                                      mpu=models.mpu() if mesh.tp else None)
+    return ucp.attach(engine, family=family(mesh)) if attach and mesh.tp else engine
 
 
-def train_step(engine: Any, vocabulary: int = VOCABULARY) -> None:
-    """One step on a few random tokens: the optimizer's states exist afterwards."""
-    loss = engine(torch.randint(vocabulary, (1, 16)))
-    engine.backward(loss)
+def family(mesh: Mesh) -> str | None:
+    return "gpt" if mesh.tp else None
+
+
+def _megatron(mesh: Mesh, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
+    """The same sizes as `Gpt2` in megatron-core."""
+    models.start(mesh.tp, seed=0)
+    return models.build(models.ModelConfig(
+        "gpt", layers=layers, hidden=width, ffn=4 * width, heads=HEADS, groups=HEADS, head_dim=max(1, width // HEADS), tied=True,
+        vocab=vocabulary, true_vocab=vocabulary, positions=POSITIONS, dtype="bf16"))
+
+
+def train_step(engine: Any, mesh: Mesh) -> None:
+    """One step on a few tokens, the same on all ranks: the optimizer's states exist afterwards."""
+    tokens = torch.arange(16).unsqueeze(0)
+    engine.backward(models.loss(engine, tokens, tokens) if mesh.tp else engine(tokens))
     engine.step()
+
+
+def close(engine: Any, mesh: Mesh) -> None:
+    engine.destroy()
+    if mesh.tp:
+        models.stop()

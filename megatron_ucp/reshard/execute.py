@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from isal import isal_zlib
 
+from megatron_ucp.core.box import strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import Where
@@ -78,7 +79,7 @@ def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = Tru
     """
     counts = Counts()
     staging = _Staging()
-    places = {slot: locate(slot) for op in plan.ops for slot in _sources(op)}
+    places = {slot: locate(slot) for slot in plan.sources}
     for op in sorted(plan.ops, key=lambda op: _file_order(op, places)):
         out = _view(target(op.target.slot), op.target, op.shape)
         if isinstance(op, Mean):
@@ -86,6 +87,10 @@ def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = Tru
         elif _direct(op, places, out):
             where = places[op.source.slot]
             _read(where, _byte_offset(where, op.source), bytes_of(out), checksums, counts)
+        elif _by_rows(op, places, out):
+            memory = bytes_of(target(op.target.slot))
+            _read_rows(places[op.source.slot], op.source, op.shape, memory, op.target.offset * out.element_size(),
+                       op.target.strides, counts)
         else:
             _through_staging(op, places[op.source.slot], out, staging, checksums, counts)
     fill_padding(plan.fills, target)
@@ -103,10 +108,6 @@ def fill_padding(fills: Sequence[Fill], target: Target) -> None:
         target(fill.slot)[fill.start:fill.stop].zero_()
 
 
-def _sources(op: Op) -> Iterator[Slot]:
-    yield from (side.slot for side in op.sources) if isinstance(op, Mean) else (op.source.slot,)
-
-
 def _file_order(op: Op, places: dict[Slot, Where]) -> tuple[str, int]:
     side = op.sources[0] if isinstance(op, Mean) else op.source
     where = places[side.slot]
@@ -121,10 +122,44 @@ def _view(flat: torch.Tensor, side: Side, shape: tuple[int, ...]) -> torch.Tenso
     return torch.as_strided(flat, shape, side.strides, flat.storage_offset() + side.offset)
 
 
+def _same_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
+    """Rows, contiguous on both sides, may be read straight into the target's memory."""
+    return (not isinstance(op, Cast) and op.source.strides[-1] == 1 and op.target.strides[-1] == 1
+            and out.device.type == "cpu" and out.dtype == DTYPES[places[op.source.slot].dtype])
+
+
 def _direct(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
-    where = places[op.source.slot]
-    return (not isinstance(op, Cast) and len(op.shape) == 1 and op.source.strides == (1,) and op.target.strides == (1,)
-            and out.device.type == "cpu" and out.dtype == DTYPES[where.dtype])
+    return len(op.shape) == 1 and _same_rows(op, places, out)
+
+
+def _by_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
+    return _same_rows(op, places, out) and _has_gaps(op.source, op.shape, out.element_size())
+
+
+def _has_gaps(side: Side, shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether a region is read row by row, as reading over its gaps would read what other ranks need."""
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, side.strides, strict=True))
+    return side.strides[-1] == 1 and span > math.prod(shape) and span * itemsize > ROWS_FROM_BYTES
+
+
+def _rows(first_byte: int, strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> Iterator[range]:
+    """The first byte of each row of a region: a range over the second last dim, for each index of the dims before it."""
+    step = strides[-2] * itemsize
+    outer = (range(0, n * s, s) for n, s in zip(shape[:-2], strides[:-2], strict=True))
+    for at in itertools.product(*outer):
+        start = first_byte + sum(at) * itemsize
+        yield range(start, start + shape[-2] * step, step)
+
+
+def _read_rows(where: Where, side: Side, shape: tuple[int, ...], into: memoryview, first_byte: int, strides: tuple[int, ...],
+               counts: Counts) -> None:
+    """A region with gaps, row by row to `first_byte` of `into` with `strides` there. A gap leaves no CRC-32 to compare."""
+    itemsize = ITEMSIZE[where.dtype]
+    for starts, places in zip(_rows(_byte_offset(where, side), side.strides, shape, itemsize),
+                              _rows(first_byte, strides, shape, itemsize), strict=True):
+        where.file.read_rows_into(where.record, starts, shape[-1] * itemsize, into, places)
+    counts.read_bytes += math.prod(shape) * itemsize
+    counts.unsummed_bytes += math.prod(shape) * itemsize
 
 
 def _read(where: Where, offset_bytes: int, into: memoryview, checksums: bool, counts: Counts) -> None:
@@ -179,14 +214,10 @@ def _staged(side: Side, shape: tuple[int, ...], where: Where, staging: _Staging,
         span = 1 + sum((n - 1) * s for n, s in zip(extent, side.strides, strict=True))
         base = where.offset_bytes + first * itemsize
         packed = math.prod(extent)
-        # Rows with gaps are read one by one, as reading over the gaps would read what other ranks need.
-        if side.strides[-1] == 1 and span > packed and span * itemsize > ROWS_FROM_BYTES:
+        if _has_gaps(side, extent, itemsize):
             memory = staging.take(packed * itemsize)
-            width = extent[-1] * itemsize
-            steps = (range(0, n * s, s) for n, s in zip(extent[:-1], side.strides[:-1], strict=True))
-            for row, at in enumerate(itertools.product(*steps)):
-                into = bytes_of(memory[row * width:(row + 1) * width])
-                _read(where, base + sum(at) * itemsize, into, False, counts)
+            block = Side(side.slot, first, side.strides)
+            _read_rows(where, block, extent, bytes_of(memory), 0, strides(extent), counts)
             yield index, memory.view(dtype).view(extent)
         else:
             memory = staging.take(span * itemsize)

@@ -1,0 +1,101 @@
+"""Column cuts of a file's tensor, read straight into the target or through staging: the same bytes, and no others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ucp.core.box import Box
+from megatron_ucp.core.plan import Cast, Copy, Plan, Side, Slot
+from megatron_ucp.errors import DamagedFileError, UsageError
+from megatron_ucp.formats import pt_file
+from megatron_ucp.formats.base import Where
+from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.reshard import execute
+
+ROWS, COLUMNS = 96, 512  # large enough to be read row by row
+SOURCE, TARGET = Slot(0, (), 0, "master"), Slot(1, (), 0, "master")
+
+
+@pytest.fixture
+def tensor() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + 1
+
+
+@pytest.fixture
+def file(tmp_path: Path, tensor: torch.Tensor) -> Path:
+    torch.save(tensor, tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+def where_of(file: PtFile) -> Where:
+    return Where(file, file.record(file.tree.storage), 0, ROWS * COLUMNS, "float32")  # type: ignore[attr-defined]
+
+
+def plan_of(shape: tuple[int, ...], source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]],
+            kind: type[Copy] = Copy) -> Plan:
+    box = Box((0,) * len(shape), shape)
+    return Plan(((TARGET, "master"),), (kind(Side(SOURCE, *source), Side(TARGET, *target), shape, 0, box),), ())
+
+
+@pytest.mark.parametrize(("low", "high", "pitch"), [(0, 256, 256), (128, 512, 384), (5, 6, 1), (100, 300, 512)])
+def test_columns_straight_into_the_target(file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, low: int, high: int,
+                                          pitch: int) -> None:
+    monkeypatch.setattr(execute, "_through_staging", None)  # not this way
+    out = torch.zeros(ROWS * pitch + 3)
+    with PtFile(file) as opened:
+        plan = plan_of((ROWS, high - low), (low, (COLUMNS, 1)), (3, (pitch, 1)))
+        counts = execute.execute(plan, lambda _: where_of(opened), lambda _: out)
+    filled = out[3:].view(ROWS, pitch)
+    assert torch.equal(filled[:, :high - low], tensor[:, low:high])
+    assert not out[:3].any() and not filled[:, high - low:].any()
+    assert counts.read_bytes == counts.unsummed_bytes == ROWS * (high - low) * 4 and not counts.runs
+
+
+def test_three_dims(file: Path, tensor: torch.Tensor) -> None:
+    """Two of four row blocks, the second half of the columns, to places in another order."""
+    out = torch.zeros(2 * 16 * 256)
+    with PtFile(file) as opened:
+        plan = plan_of((16, 2, 256), (256, (COLUMNS, 48 * COLUMNS, 1)), (0, (256, 16 * 256, 1)))
+        counts = execute.execute(plan, lambda _: where_of(opened), lambda _: out)
+    assert torch.equal(out.view(2, 16, 256), tensor.view(2, 48, COLUMNS)[:, :16, 256:])
+    assert counts.read_bytes == out.nbytes
+
+
+@pytest.mark.parametrize("staging_bytes", [256, 2**20])
+def test_a_cast_goes_through_staging(file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, staging_bytes: int) -> None:
+    monkeypatch.setattr(execute, "STAGING_BYTES", staging_bytes)
+    out = torch.zeros(ROWS * 256, dtype=torch.float64)
+    with PtFile(file) as opened:
+        plan = plan_of((ROWS, 256), (128, (COLUMNS, 1)), (0, (256, 1)), Cast)
+        execute.execute(plan, lambda _: where_of(opened), lambda _: out)
+    assert torch.equal(out.view(ROWS, 256), tensor[:, 128:384].double())
+
+
+def test_rows_outside_of_record_or_target(file: Path) -> None:
+    with PtFile(file) as opened:
+        record, memory = where_of(opened).record, memoryview(bytearray(64))
+        end = record.size_bytes
+        for starts, places in ((range(end - 24, end, 16), range(0, 32, 16)), (range(-4, 28, 16), range(0, 32, 16)),
+                               (range(0, 32, 16), range(44, 76, 16)), (range(0, 32, 16), range(-4, 28, 16))):
+            with pytest.raises(UsageError, match="row lies outside"):
+                opened.read_rows_into(record, starts, 16, memory, places)
+
+
+def test_rows_of_a_file_that_was_cut_short(file: Path) -> None:
+    with PtFile(file) as opened:
+        record = where_of(opened).record
+        with file.open("r+b") as raw:
+            raw.truncate(record.offset_bytes + 24)
+        with pytest.raises(DamagedFileError, match="truncated"):
+            opened.read_rows_into(record, range(0, 32, 16), 16, memoryview(bytearray(32)), range(0, 32, 16))
+
+
+def test_short_counts_are_continued(file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pt_file.os.preadv
+    monkeypatch.setattr(pt_file.os, "preadv", lambda fd, into, at: whole(fd, [into[0][:5]], at))
+    memory = bytearray(32)
+    with PtFile(file) as opened:
+        opened.read_rows_into(where_of(opened).record, range(0, 80, 40), 16, memoryview(memory), range(16, -16, -16))
+    flat = tensor.view(-1)
+    assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), torch.cat([flat[10:14], flat[:4]]))
