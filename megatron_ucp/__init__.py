@@ -6,10 +6,12 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UcpError
 
-__all__ = ["Manifest", "Mesh", "UcpError", "attach", "describe", "diff", "initialize", "install", "load", "register_family"]
+__all__ = ["Manifest", "Mesh", "ResumableLoader", "UcpError", "attach", "describe", "diff", "initialize", "install", "load",
+           "newest_whole", "register_family"]
 __version__ = "0.1.0"
 
 _HOMES = {"attach": "engines.attach", "initialize": "engines.attach", "install": "engines.attach",
+          "ResumableLoader": "engines.loader", "newest_whole": "formats.tags",
           "load": "engines.load", "register_family": "families", "describe": "reshard.describe", "diff": "reshard.diff"}
 
 

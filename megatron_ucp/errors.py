@@ -99,6 +99,12 @@ class PlanError(UcpError):
     fix = "report this with the output of `megatron-ucp inspect` for the checkpoint"
 
 
+class SaveError(UcpError):
+    """A save failed. Nothing of it counts: `latest` and all older tags are as they were."""
+
+    fix = "free space or mend permissions on every rank, and save again"
+
+
 class RankError(UcpError):
     """Another rank failed; this rank stopped before it touched anything, or was marked unusable like all others."""
 

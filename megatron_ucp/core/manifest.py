@@ -46,11 +46,12 @@ class Tie:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the tag folder: a plain name, its size, and the SHA-256 of its zip directory (names, sizes, CRC-32s)."""
+    """A file of the tag folder: a plain name, its size, and a SHA-256: of the zip directory (names, sizes, CRC-32s) of a .pt
+    file, of all bytes of another one."""
 
     name: str
     size_bytes: int
-    directory_sha256: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def to_json(manifest: Manifest) -> str:
     data["buffers"] = [{**{f.name: getattr(b, f.name) for f in fields(b)},
                         "members": [[m.param, m.start, m.size] for m in b.members]} for b in manifest.buffers]
     data["ties"] = [[tie.canonical, tie.aliases] for tie in manifest.ties]
-    data["files"] = [[f.name, f.size_bytes, f.directory_sha256] for f in manifest.files]
+    data["files"] = [[f.name, f.size_bytes, f.sha256] for f in manifest.files]
     return json.dumps({"format": "megatron_ucp", "version": FORMAT_VERSION, **data}, indent=None, separators=(",", ":"))
 
 

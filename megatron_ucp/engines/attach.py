@@ -1,41 +1,40 @@
 """The three ways in: `attach` an engine, `initialize` one, or `install` for trainers that call deepspeed themselves."""
 
 import functools
-import json
-import os
-import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
 from megatron_ucp.engines import agree
 from megatron_ucp.engines.family import model_of
-from megatron_ucp.engines.live import Live
 from megatron_ucp.engines.load import Report, check_options, load
+from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
+from megatron_ucp.engines.save import Saving, save
 from megatron_ucp.engines.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed_paths import nothing_there, scan
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.deepspeed_paths import nothing_there
 
 SECTION = "universal_checkpoint"
-_KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list, "family": str}
+_KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list, "family": str, "rng": bool, "durable": bool,
+         "keep_latest": int}
+_OF_SAVES = ("durable", "keep_latest", "rng")
 _ATTACHED = "_ucp_attached"
 INFO = "universal_checkpoint_info"  # DeepSpeed writes this attribute of the module into its model files
 
 
-def attach(engine: Any, family: Any = None, **options: Any) -> Any:
-    """Makes an engine's `save_checkpoint` write a manifest and its `load_checkpoint` take any mesh; returns the engine.
+def attach(engine: Any, family: Any = None, loader: ResumableLoader | None = None, **options: Any) -> Any:
+    """Makes an engine's `save_checkpoint` whole or nothing and its `load_checkpoint` take any mesh; returns the engine.
 
     `family` ("gpt", "llama" or a Family) declares the layouts of a megatron-core model, which tensor parallelism needs.
-    `options` are `hyper`, `checksums` and `allow` of `load`. Raises UnsupportedError for an engine that can't be loaded
-    exactly, on every rank. Twice is once.
+    The position of `loader` is kept in saves and restored by loads. `options` are `durable` and `keep_latest` of `Saving`,
+    `hyper`, `checksums` and `allow` of `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be
+    loaded exactly, on every rank. Twice is once.
     """
     if _ATTACHED in engine.__dict__:
         return engine
+    how = _saving(options, loader)
+    options = {key: value for key, value in options.items() if key not in _OF_SAVES or key == "rng"}
     check_options(**options)
     check_versions()
     with agree.together():
@@ -52,9 +51,8 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
     def save_checkpoint(save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        stock_save(save_dir, tag=tag, client_state=client_state or {}, save_latest=False,
-                   exclude_frozen_parameters=exclude_frozen_parameters)
-        write_manifest(engine, model, Path(save_dir), tag, save_latest, exclude_frozen_parameters)
+        engine.ucp_save_report = save(engine, model, how, stock_save, save_dir, tag, client_state or {}, save_latest,
+                                      exclude_frozen_parameters)
         return True
 
     @functools.wraps(stock_load)
@@ -71,13 +69,18 @@ def attach(engine: Any, family: Any = None, **options: Any) -> Any:
         if not load_module_strict:
             chosen["allow"] = {*chosen.get("allow", ()), "missing", "extra"}
         report = load(engine, load_dir, tag, load_optimizer_states=load_optimizer_states,
-                      load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only, family=family, **chosen)
+                      load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only, family=family,
+                      loader=loader, **chosen)
         _log(report)
         engine.ucp_report = report
         return report.path, report.client_state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     return engine
+
+
+def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
+    return Saving(**{key: options[key] for key in _OF_SAVES if key in options}, loader=loader)
 
 
 def _warn(text: str) -> None:
@@ -91,55 +94,6 @@ def _log(report: Report) -> None:
              ranks=[0])
     for note in report.notes:
         log_dist(f"megatron_ucp: {note}", ranks=[0])
-
-
-def write_manifest(engine: Any, model: Model | None, folder: Path, tag: str, save_latest: bool,
-                   exclude_frozen: bool = False) -> None:
-    """After all ranks wrote their files: the manifest, then `latest`, each replaced by rename. Collective."""
-    live = Live(engine, model)
-    manifest = live.manifest(live.present_states)
-    live.wrapper.restore()
-    with agree.together():
-        if agree.world()[0] == 0:
-            _write(manifest, folder / tag, engine, exclude_frozen)
-            if save_latest:
-                replace_text(folder / "latest", tag)
-
-
-def _write(manifest: Manifest, tag_folder: Path, engine: Any, exclude_frozen: bool) -> None:
-    files: list[FileEntry] = []
-    for name in scan(tag_folder).names:
-        with PtFile(tag_folder / name) as file:
-            files.append(FileEntry(name, file.size_bytes, file.directory_sha256))
-    if exclude_frozen:
-        frozen = {spec.name for spec in manifest.params if spec.kind == "frozen"}
-        kept = [i for i, b in enumerate(manifest.buffers) if not {m.param for m in b.members} & frozen]
-        manifest = _replaced(manifest, params=tuple(p for p in manifest.params if p.name not in frozen),
-                             buffers=tuple(manifest.buffers[i] for i in kept),
-                             scalars=tuple(manifest.scalars[i] for i in kept))
-    import deepspeed
-    run = {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps, "ds_version": deepspeed.__version__}
-    groups = tuple(json.loads(json.dumps(group, default=str)) for group in manifest.groups)
-    replace_text(tag_folder / FILE_NAME, to_json(_replaced(manifest, files=tuple(files), save_id=uuid.uuid4().hex, run=run,
-                                                           groups=groups)))
-
-
-def _replaced(manifest: Manifest, **fields: Any) -> Manifest:
-    import dataclasses
-    return dataclasses.replace(manifest, **fields)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def options_of(config: Any) -> dict[str, Any] | None:
@@ -156,18 +110,19 @@ def options_of(config: Any) -> dict[str, Any] | None:
                          expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
                          found=", ".join(f"{k}: {section[k]!r}" for k in unknown))
     options = {key: value for key, value in section.items() if key != "enabled"}
-    check_options(**{key: value for key, value in options.items() if key != "family"})
+    _saving(options, None)
+    check_options(**{key: value for key, value in options.items() if key != "family" and key not in _OF_SAVES})
     stock = bool((config.get("checkpoint") or {}).get("load_universal"))
     return options if section.get("enabled", stock) else None
 
 
-def initialize(*args: Any, family: Any = None, **kwargs: Any) -> Any:
-    """`deepspeed.initialize`, with the engine attached. Takes and returns what that does."""
+def initialize(*args: Any, family: Any = None, loader: ResumableLoader | None = None, **kwargs: Any) -> Any:
+    """`deepspeed.initialize`, with the engine attached. Takes and returns what that does; `family` and `loader` as `attach`."""
     import deepspeed
     stock = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
     made: Any = stock(*args, **kwargs)
     options = options_of(made[0]._config._param_dict) or {}
-    attach(made[0], **{**options, "family": family or options.get("family")})
+    attach(made[0], loader=loader, **{**options, "family": family or options.get("family")})
     return made
 
 

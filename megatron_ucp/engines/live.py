@@ -121,6 +121,10 @@ class Live:
     def mesh(self) -> Mesh:
         return Mesh(tp=self.tp[0], dp=int(self.engine.seq_dp_world_size), zero=self.wrapper.zero)
 
+    def place(self) -> tuple[int, int]:
+        """This rank's data-parallel rank and pipeline stage."""
+        return rank_in(self.engine.seq_data_parallel_group), 0
+
     def groups(self) -> tuple[Mapping[str, Any], ...]:
         groups = getattr(self.wrapper.base, "param_groups", [])
         return tuple({k: _number(v) for k, v in group.items() if k not in STRUCTURE} for group in groups)

@@ -19,6 +19,8 @@ from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
 from megatron_ucp.engines import agree
 from megatron_ucp.engines.family import model_of
 from megatron_ucp.engines.live import IMPLEMENTATION, Live
+from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.engines.refuse import refuse_engine
 from megatron_ucp.engines.restore import Extras, restore_extras, set_scaler
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
@@ -64,10 +66,12 @@ class _Job:
 
 def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimizer_states: bool = True,
          load_lr_scheduler_states: bool = True, load_module_only: bool = False, hyper: str = "checkpoint",
-         family: Any = None, checksums: bool = True, allow: Collection[str] = ()) -> Report:
+         family: Any = None, checksums: bool = True, allow: Collection[str] = (), rng: bool = True,
+         loader: ResumableLoader | None = None) -> Report:
     """Fills a DeepSpeed engine from a native checkpoint that any ZeRO stage on any number of ranks wrote. Collective.
 
     `family` names the model's family, which tensor parallelism needs (`attach` remembers it).
+    `rng` restores random states; `loader` goes on where the save was. Neither happens with `load_module_only`.
     `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums` compares the
     CRC-32 of every record that the ranks read as a whole. `allow` names what else may happen (see `ALLOWANCES`); all of
     it is listed in the report. Raises a UcpError on every rank; the engine is unchanged where metadata could show the
@@ -87,6 +91,8 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
                 source = opened.enter_context(NativeCheckpoint(path, tag, live.order(), specs=bare.by_name if model else None))
                 job = _prepare(live, bare, source, optimizer, hyper, frozenset(allow))
                 extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only)
+                randoms = Restored.plan(source, live.mesh(), agree.world()[0], live.place()) if rng else Restored(None)
+                position = None if load_module_only else _position(source, loader)
         except UcpError:
             live.wrapper.restore()
             raise
@@ -97,16 +103,38 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
         _finish(job, engine, hyper)
         if not load_module_only:
             restore_extras(engine, extras, job.notes)
+            _restore_run(randoms, loader, position, job.notes)
         mark_usable(engine)
         client_state = extras.client_state
     return Report(str(source.folder), str(source.manifest.mesh), str(live.mesh()), read_bytes, checked, unchecked,
                   time.perf_counter() - started, client_state, tuple(job.notes), int(engine.global_steps))
 
 
-def check_options(hyper: str = "checkpoint", checksums: bool = True, allow: Collection[str] = (), **unknown: Any) -> None:
+def _position(source: NativeCheckpoint, loader: ResumableLoader | None) -> Mapping[str, Any] | None:
+    """The data position of the checkpoint, once it is known to fit the loader. Raises StateMismatchError, UnsupportedError."""
+    found = source.manifest.run.get("data")
+    if loader is not None and found is not None:
+        loader.check(found, str(source.folder))
+    return found
+
+
+def _restore_run(randoms: Restored, loader: ResumableLoader | None, position: Mapping[str, Any] | None, notes: list[str]) -> None:
+    """Random states and the data position."""
+    randoms.apply()
+    if randoms.note:
+        notes.append(randoms.note)
+    if loader is not None and position is not None:
+        loader.load_state_dict(position)
+    elif loader is not None or position is not None:
+        notes.append("the data position was not restored: " + ("no loader was given" if loader is None else
+                                                               "the checkpoint has none"))
+
+
+def check_options(hyper: str = "checkpoint", checksums: bool = True, allow: Collection[str] = (), rng: bool = True,
+                  **unknown: Any) -> None:
     """Raises UsageError for an option of `load` that is not known, before anybody trains for hours with it."""
     if unknown:
-        raise UsageError("an option is not known", expected="hyper, checksums, allow", found=", ".join(sorted(unknown)))
+        raise UsageError("an option is not known", expected="hyper, checksums, allow, rng", found=", ".join(sorted(unknown)))
     if hyper not in ("checkpoint", "config"):
         raise UsageError("hyper says where hyper-parameters come from", expected="checkpoint or config", found=hyper)
     wrong = sorted(set(allow) - set(ALLOWANCES)) if not isinstance(allow, str) else [allow]

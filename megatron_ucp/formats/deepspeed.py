@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, from_json
+from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
@@ -27,6 +27,7 @@ from megatron_ucp.formats.evidence import compare, group_order
 from megatron_ucp.formats.model_file import find_ties, shapes_by_group, training_dtype
 from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, number, reader_for
 from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.recorded import Recorded
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 
 Order = Sequence[Sequence[str]]  # names of each parameter group's trainable parameters, in the optimizer's order
@@ -55,6 +56,7 @@ class NativeCheckpoint:
         self.names: TagFiles = scan(self.folder)
         self._specs = specs
         self.notes: list[str] = []
+        self._closing = ExitStack()
         self._open: dict[str, PtFile] = {}
         self._trees: dict[str, Any] = {}
         with ExitStack() as undo:
@@ -69,14 +71,15 @@ class NativeCheckpoint:
         self.close()
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
+        self._closing.close()
         self._open.clear()
 
     # ---------------------------------------------------------------- structure
 
     def _read(self, order: Order | None, positions_too: bool) -> None:
-        recorded = self._recorded()
+        self.recorded = Recorded(self.folder, self.names.names)
+        self._closing.callback(self.recorded.close)
+        recorded = self.recorded.manifest
         self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
         self.partitions = self._partitions()
@@ -118,23 +121,6 @@ class NativeCheckpoint:
         if names := stock_info.by_default(info, list(shapes)):
             self.notes.append("cut on dim 0 by stock DeepSpeed's default, as no pattern of universal_checkpoint_info matches: "
                               + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
-
-    def _recorded(self) -> Manifest | None:
-        path = self.folder / FILE_NAME
-        if not path.is_file():
-            return None
-        manifest = from_json(path.read_bytes(), str(path))
-        missing = [entry.name for entry in manifest.files if not (self.folder / entry.name).is_file()]
-        if missing:
-            raise NotFoundError("a file that the manifest lists is missing", file=self.folder / missing[0],
-                                expected=f"{len(manifest.files)} files", found=f"{len(missing)} missing",
-                                fix="restore the file, or load another tag")
-        self.files: Mapping[str, FileEntry] = {entry.name: entry for entry in manifest.files}
-        extra = sorted(set(self.names.names) - set(self.files))
-        if extra:
-            raise ForeignFileError("a state file is not part of the save that the manifest describes",
-                                   file=self.folder / extra[0], found=f"{len(extra)} such files")
-        return manifest
 
     def _count(self, key: str) -> int:
         """A number of ranks in the model file; 1 where it says nothing."""
@@ -307,13 +293,9 @@ class NativeCheckpoint:
     def file(self, name: str) -> PtFile:
         """An open file of the tag folder. Raises ForeignFileError where it is not the file that the manifest names."""
         if name not in self._open:
-            file = PtFile(self.folder / name)
+            file = self._closing.enter_context(PtFile(self.folder / name))
             self._open[name] = file
-            entry = getattr(self, "files", {}).get(name)
-            if entry is not None and (file.size_bytes, file.directory_sha256) != (entry.size_bytes, entry.directory_sha256):
-                raise ForeignFileError("a file is not the one that was saved with the manifest", file=file.path,
-                                       expected=f"{entry.size_bytes} bytes, directory {entry.directory_sha256[:12]}",
-                                       found=f"{file.size_bytes} bytes, directory {file.directory_sha256[:12]}")
+            self.recorded.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]
 
     def opened(self, path: str) -> PtFile:

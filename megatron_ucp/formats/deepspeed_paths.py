@@ -41,21 +41,30 @@ def resolve(path: str | Path, tag: str | None = None) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise NotFoundError("there is no such checkpoint folder", file=path, fix="check the path; every rank must see it")
+    if is_unfinished(path.absolute().name):
+        raise NotFoundError("this is a save that was not finished", file=path, expected="a tag folder", found=path.name,
+                            fix="load another tag; the next save removes this folder")
     if tag is not None:
         if not tag or "/" in tag or tag in (".", ".."):
             raise UsageError("a tag is the plain name of a folder", file=path, expected="global_step100", found=tag)
         return _tag_folder(path, tag, "the tag that was asked for")
     if (path / "latest").is_file():
-        return _tag_folder(path, _read(path / "latest"), "the tag that `latest` names")
-    if _state_files(path):
+        return _tag_folder(path, read_pointer(path / "latest"), "the tag that `latest` names")
+    if has_state_files(path):
         return path
     if (path / "latest_universal").is_file():
-        return _tag_folder(path, _read(path / "latest_universal"), "the tag that `latest_universal` names")
+        return _tag_folder(path, read_pointer(path / "latest_universal"), "the tag that `latest_universal` names")
     raise NotFoundError("this folder holds no checkpoint", file=path, expected="a file `latest`, or *_states.pt files",
                         found=_tags(path), fix="give the folder with the file `latest`, a tag folder, or tag=")
 
 
-def _read(path: Path) -> str:
+def is_unfinished(name: str) -> bool:
+    """Whether a folder of that name is a save on its way, or what is left of one."""
+    return name.startswith(".") and name.endswith(".saving")
+
+
+def read_pointer(path: Path) -> str:
+    """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
     text = path.read_text(errors="replace").strip()
     if not text or "/" in text or text in (".", ".."):
         raise NotFoundError("the pointer to the newest tag can't be used", file=path, expected="the name of a folder",
@@ -71,7 +80,7 @@ def _tag_folder(path: Path, tag: str, what: str) -> Path:
 
 
 def _tags(path: Path) -> str:
-    found = sorted(p.name for p in path.iterdir() if p.is_dir() and _state_files(p))
+    found = sorted(p.name for p in path.iterdir() if p.is_dir() and has_state_files(p))
     return "tags: " + ", ".join(found) if found else "no tag folder with state files"
 
 
@@ -81,11 +90,12 @@ def nothing_there(path: str | Path) -> bool:
     if not path.exists():
         return True
     return path.is_dir() and not (path / "latest").exists() and not (path / "latest_universal").exists() and \
-        not _state_files(path) and not any(p.is_dir() and _state_files(p) for p in path.iterdir())
+        not has_state_files(path) and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
 
 
-def _state_files(path: Path) -> bool:
-    return any(p.name.endswith("_states.pt") for p in path.iterdir())
+def has_state_files(path: Path) -> bool:
+    """Whether a folder looks like a tag's."""
+    return not is_unfinished(path.name) and any(p.name.endswith("_states.pt") for p in path.iterdir())
 
 
 def scan(folder: Path) -> TagFiles:

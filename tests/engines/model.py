@@ -1,8 +1,10 @@
 """A small torch model with everything that a checkpoint can get wrong, and engines around it."""
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.ranks import allow_fp16_on_cpu
@@ -79,7 +81,15 @@ class Tiny(Net):
     """With three groups the last one has a single element: most ranks hold nothing but padding of it."""
 
 
-NETS = {kind.__name__: kind for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny)}
+class Noisy(Net):
+    """Its loss needs the generators of torch, numpy and Python."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(()) + np.random.rand() + np.random.randn() + random.random() + random.gauss()
+        return super().forward(tokens) * (1 + 0.1 * float(noise))
+
+
+NETS = {kind.__name__: kind for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny, Noisy)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Random generators of a rank: kept beside a save, the same again on the same mesh, derived anew on another one."""
+
+import hashlib
+import math
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.deepspeed import NativeCheckpoint
+
+# Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where a program uses it.
+_TRACKERS = {"megatron": ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
+             "deepspeed": ("deepspeed.runtime.activation_checkpointing.checkpointing", "get_cuda_rng_tracker")}
+SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
+
+
+def file_name(rank: int) -> str:
+    return f"ucp_rng_{rank:05d}.safetensors"
+
+
+def write(folder: Path, rank: int) -> Path:
+    """Writes this rank's generators; returns the file."""
+    from safetensors.torch import save_file
+    path = folder / file_name(rank)
+    save_file(states(), path)
+    return path
+
+
+def states() -> dict[str, torch.Tensor]:
+    """The generators of torch, numpy, Python, the GPU, and every tracker of tensor-parallel regions, as tensors."""
+    _, keys, place, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    found = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
+             "numpy_place": torch.tensor([place, has_gauss]), "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+             "python": torch.tensor([version, *internal]),
+             "python_gauss": torch.tensor([math.nan if gauss_next is None else gauss_next], dtype=torch.float64)}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    for owner, tracker in _trackers().items():
+        for name, state in tracker.get_states().items():
+            found[f"{owner}.{name}"] = state if isinstance(state, torch.Tensor) else state.get_state()
+    return {name: state.cpu().contiguous().clone() for name, state in found.items()}
+
+
+def _trackers() -> dict[str, Any]:
+    loaded = {owner: (sys.modules[module], name) for owner, (module, name) in _TRACKERS.items() if module in sys.modules}
+    return {owner: getattr(module, name)() for owner, (module, name) in loaded.items()}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load does with the generators, known before it writes anything: `states` to set, or `seed` to derive from."""
+
+    note: str | None
+    states: dict[str, torch.Tensor] | None = None
+    seed: int | None = None
+
+    @classmethod
+    def plan(cls, source: NativeCheckpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
+        """Reads this rank's file where the mesh is the same. `place`: this rank's data-parallel rank and pipeline stage.
+
+        Raises DamagedFileError.
+        """
+        manifest = source.recorded.manifest
+        if manifest is None or not (saved := source.recorded.read(file_name(0))):
+            return cls("random states: the checkpoint has none, this process's own go on")
+        if _ranks(manifest.mesh) == _ranks(here):
+            saved = source.recorded.read(file_name(rank))
+            return cls(None, states=_parse(saved, source.full_path(file_name(rank))))
+        seed, steps = manifest.run[SEED], manifest.run[STEPS]
+        text = f"{seed} {steps} {place[0]} {place[1]}"
+        return cls("random states: derived from the seed, the step and this rank's coordinates, as the mesh is another one",
+                   seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1)
+
+    def apply(self) -> None:
+        """Sets the generators of this rank."""
+        if self.states is not None:
+            _set(self.states)
+        elif self.seed is not None:
+            _derive(self.seed)
+
+
+def _ranks(mesh: Mesh) -> tuple[Any, ...]:
+    """What decides which rank has which place; ZeRO does not."""
+    return (mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.cp, mesh.sp, mesh.dp, mesh.order)
+
+
+def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+    try:
+        found = load(data or b"")
+    except SafetensorError as error:
+        raise DamagedFileError("a file of random states can't be read", file=file, found=str(error)) from None
+    missing = {"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"} - set(found)
+    if missing:
+        raise DamagedFileError("a file of random states is not complete", file=file, expected=", ".join(sorted(missing)),
+                               found="nothing of it")
+    return found
+
+
+def _set(saved: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(saved["torch"])
+    place, has_gauss = saved["numpy_place"].tolist()
+    np.random.set_state(("MT19937", saved["numpy"].numpy().astype(np.uint32), place, has_gauss, saved["numpy_gauss"].item()))
+    version, *internal = saved["python"].tolist()
+    gauss_next = saved["python_gauss"].item()
+    random.setstate((version, tuple(internal), None if math.isnan(gauss_next) else gauss_next))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    for owner, tracker in _trackers().items():
+        tracked = {name.removeprefix(f"{owner}."): state for name, state in saved.items() if name.startswith(f"{owner}.")}
+        if tracked and set(tracked) == set(tracker.get_states()):
+            tracker.set_states(tracked)
+
+
+def _derive(seed: int) -> None:
+    """Tensor-parallel ranks share all but their regions' generators: replicated parameters need the same dropout there."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    for owner, tracker in _trackers().items():
+        if owner == "megatron" and tracker.get_states():
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

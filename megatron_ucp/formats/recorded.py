@@ -1,0 +1,73 @@
+"""What lies beside DeepSpeed's own files: the manifest, locked while it is read, and the files that it lists."""
+
+import fcntl
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, from_json
+from megatron_ucp.errors import ForeignFileError, NotFoundError
+
+
+class Recorded:
+    """The manifest of a tag folder; `manifest` is None and `files` are empty where there is none.
+
+    `state_files` are the names that were found there. Raises NotFoundError for a file that is missing, ForeignFileError
+    for one too many.
+    """
+
+    def __init__(self, folder: Path, state_files: Iterable[str]) -> None:
+        self.folder = folder
+        self.manifest: Manifest | None = None
+        self.files: Mapping[str, FileEntry] = {}
+        path = folder / FILE_NAME
+        self._lock = open(path, "rb") if path.is_file() else None  # noqa: SIM115 - open as long as this is
+        if self._lock is None:
+            return
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._read(self._lock.read(), set(state_files))
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Lets the tag go: from here on retention may remove it."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _read(self, text: bytes, state_files: set[str]) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # type: ignore[arg-type]
+        except BlockingIOError:
+            raise NotFoundError("the tag is being removed, as newer ones are whole", file=self.folder,
+                                fix="load a newer tag") from None
+        except OSError:  # a file system without locks
+            pass
+        manifest = from_json(text, str(self.folder / FILE_NAME))
+        self.files = {entry.name: entry for entry in manifest.files}
+        missing = [name for name in self.files if not (self.folder / name).is_file()]
+        if missing:
+            raise NotFoundError("a file that the manifest lists is missing", file=self.folder / missing[0],
+                                expected=f"{len(self.files)} files", found=f"{len(missing)} missing",
+                                fix="restore the file, or load another tag")
+        extra = sorted(state_files - set(self.files))
+        if extra:
+            raise ForeignFileError("a state file is not part of the save that the manifest describes",
+                                   file=self.folder / extra[0], found=f"{len(extra)} such files")
+        self.manifest = manifest
+
+    def compare(self, name: str, size_bytes: int, sha256: str) -> None:
+        """Raises ForeignFileError where a file is not the one that the manifest lists."""
+        entry = self.files.get(name)
+        if entry is not None and (size_bytes, sha256) != (entry.size_bytes, entry.sha256):
+            raise ForeignFileError("a file is not the one that was saved with the manifest", file=self.folder / name,
+                                   expected=f"{entry.size_bytes} bytes, SHA-256 {entry.sha256[:12]}",
+                                   found=f"{size_bytes} bytes, SHA-256 {sha256[:12]}")
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of a small file that is no state file; None where the manifest lists none of that name."""
+        if name not in self.files:
+            return None
+        data = (self.folder / name).read_bytes()
+        self.compare(name, len(data), hashlib.sha256(data).hexdigest())
+        return data

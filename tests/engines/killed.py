@@ -1,0 +1,155 @@
+"""Ranks that save without a pause, killed at random moments; what is left must load bit for bit.
+
+    python -m tests.engines.killed FOLDER --trials 10 --seed 1
+
+Prints a line of JSON for each trial. DeepSpeed is imported once: every rank is a fork of this process, so that a trial
+takes a second or two and not twenty.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
+STEPS = 80  # more than a trial reaches
+SAVES_S = 0.5  # within which the kill falls, counted from the end of the first save
+LIMIT_S = 100
+
+
+def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: Any) -> int:
+    """Forks a rank that does the work and ends; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        import deepspeed
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": "0"}
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=LIMIT_S),
+                                   init_method=f"file://{store}", rank=rank, world_size=ranks)
+        work(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def together(ranks: int, store: Path, work: Callable[..., None], *args: Any) -> None:
+    """Runs the work on that many ranks, to its end."""
+    pids = [start(rank, ranks, store, work, *args) for rank in range(ranks)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    store.unlink(missing_ok=True)
+    if any(codes):
+        sys.exit(f"{work.__name__} on {ranks} ranks: exit codes {codes}")
+
+
+def make(zero: int, seed: int) -> Any:
+    from tests.engines.model import Setup, make_engine
+    return make_engine(Setup(zero, "fp32", seed=seed))
+
+
+def save_on_and_on(zero: int, folder: Path, steps: int, oracle: Path | None) -> None:
+    """A save after every step; beside them, if asked, the states that the saves hold."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.engines.canonical import canonical
+    from tests.engines.model import train
+    engine = make(zero, seed=1)
+    states = {}
+    for step in range(1, steps + 1):
+        train(engine, 1, first=step)
+        if oracle:
+            states[step] = canonical(engine)
+        else:
+            engine.save_checkpoint(folder, tag=f"step{step % 3}" if step > 6 else f"step{step}")  # new tags, then old ones again
+    if oracle and dist.get_rank() == 0:
+        torch.save(states, oracle)
+
+
+def compare(zero: int, folder: Path, oracle: Path, result: Path) -> None:
+    """Loads the newest whole tag, and what `latest` names, on a mesh of its own."""
+    import torch
+    import torch.distributed as dist
+
+    import megatron_ucp as ucp
+    from tests.engines.canonical import canonical, differences
+    states = torch.load(oracle, weights_only=False)
+    engine = make(zero, seed=2)
+    before = canonical(engine)
+    found = ucp.newest_whole(folder)
+    ucp.load(engine, found.folder)
+    step = engine.global_steps
+    after = canonical(engine)
+    differs = differences(states[step], after)
+    ucp.load(engine, folder)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps({
+            "step": step, "tag": found.folder.name, "latest": (folder / "latest").read_text(), "differences": differs,
+            "differed_before": len(differences(states[step], before)), "passed_over": found.passed_over,
+            "unfinished": [p.name for p in folder.iterdir() if p.name.endswith(".saving")]}))
+
+
+def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
+    """One run that is killed, and what can be loaded after it."""
+    (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
+    checkpoints, store, oracle = folder / f"trial{number}", folder / f"store{number}", folder / f"oracle_{zero}_{ranks}.pt"
+    if not oracle.exists():  # the same run, uninterrupted
+        together(ranks, store, save_on_and_on, zero, checkpoints, STEPS, oracle)
+    pids = [start(rank, ranks, store, save_on_and_on, zero, checkpoints, STEPS, None) for rank in range(ranks)]
+    deadline = time.monotonic() + LIMIT_S
+    while not (checkpoints / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    after_s = dice.uniform(0, SAVES_S)
+    time.sleep(after_s)
+    for pid in dice.sample(pids, len(pids)):
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(dice.choice([0, 0.01]))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    store.unlink(missing_ok=True)
+    result = folder / f"result{number}.json"
+    together(others, folder / f"store{number}b", compare, target, checkpoints, oracle, result)
+    return {"killed_after_s": round(after_s, 3), "source": [zero, ranks], "target": [target, others], "codes": codes,
+            **json.loads(result.read_text())}
+
+
+def prepare() -> None:
+    """Imports all that a rank needs, before the forks."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.pop("LOCAL_SIZE", None)
+    import torch
+    torch.set_num_threads(1)
+    import deepspeed
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.utils.logger.setLevel("WARNING")
+    import tests.engines.canonical
+    import tests.engines.model  # noqa: F401 - before the forks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill saves at random moments and load what is left.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    prepare()
+    dice = random.Random(args.seed)
+    for number in range(args.trials):
+        print(json.dumps(trial(number, args.folder, dice)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A tag's life on disk, without DeepSpeed: killed between any two operations, exchanged, kept, removed."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import NotFoundError, UsageError
+from megatron_ucp.formats import tags
+from megatron_ucp.formats.deepspeed_paths import nothing_there, resolve
+from megatron_ucp.formats.recorded import Recorded
+
+STATE = "mp_rank_00_model_states.pt"
+KILLED = 9
+
+
+def manifest(content: str, at: float, moved: bool = True) -> str:
+    return to_json(Manifest("plain", Mesh(), (), (), files=(FileEntry(STATE, len(content)),), save_id=content,
+                            run={"saved_at": at, "moved_latest": moved}))
+
+
+def save(folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True) -> None:
+    """A save as the engine does it, of one state file."""
+    aside = tags.begin(folder, tag)
+    (aside / STATE).write_text(content)
+    sync = tags.Syncs()
+    tags.commit(aside, manifest(content, at, moved), sync)
+    if moved:
+        tags.replace_text(folder / tags.LATEST, tag, sync)
+
+
+def content_of(folder: Path) -> str:
+    """What a whole tag holds; fails where manifest and file are of two saves."""
+    content = (folder / STATE).read_text()
+    assert json.loads((folder / FILE_NAME).read_text())["save_id"] == content
+    return content
+
+
+def killed_at(operation: int, work: Callable[[], None]) -> bool:
+    """Runs `work` in a child that ends, without any clean-up, before its operation of that number. False: it got through."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    left = operation
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os._exit(KILLED)
+            left -= 1
+            return call(*args, **kwargs)
+        return counted
+
+    for owner, names in ((os, ("rename", "replace", "fsync", "link", "mkdir", "unlink", "rmdir")), (tags, ("_exchange",)),
+                         (Path, ("write_text",))):
+        for name in names:
+            setattr(owner, name, counting(getattr(owner, name)))
+    work()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("tag", ["global_step2", "global_step1"], ids=["a new tag", "the tag that latest names"])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_killed_between_any_two_operations_the_newest_tag_is_whole(tmp_path: Path, tag: str, exchange: bool,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchange:
+        monkeypatch.setattr(tags.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
+    seen: set[str] = set()
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        save(folder, "global_step1", "old")
+        (folder / "global_step1" / "mine.txt").write_text("kept")
+        killed = killed_at(operation, lambda folder=folder: save(folder, tag, "new"))
+        named = (folder / tags.LATEST).read_text()
+        if not exchange and tag == "global_step1" and not (folder / tag).exists():
+            seen.add("between two renames")  # without renameat2 there is such a moment: the old one stays, under another name
+            assert content_of(folder / f"{tag}.replaced") == "old"
+            with pytest.raises(NotFoundError, match=r"global_step1\.replaced"):
+                resolve(folder)
+        else:
+            seen.add(content_of(resolve(folder)))
+            assert content_of(folder / named) in ("old", "new")
+            if tag == "global_step1":
+                assert (folder / tag / "mine.txt").read_text() == "kept"
+        save(folder, "global_step3", "third")  # what was left is in nobody's way, and goes
+        assert content_of(resolve(folder)) == "third"
+        assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+        if not killed:
+            break
+    else:
+        pytest.fail("the save never got through")
+    assert operation > 8
+    assert seen == {"old", "new"} | ({"between two renames"} if tag == "global_step1" and not exchange else set[str]())
+
+
+def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> None:
+    aside = tags.begin(tmp_path, "global_step1")
+    (aside / STATE).write_text("all of it")
+    assert nothing_there(tmp_path)
+    with pytest.raises(NotFoundError, match="was not finished"):
+        resolve(aside)
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])
+def test_a_tag_is_a_plain_name(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(UsageError, match="plain name"):
+        tags.begin(tmp_path, tag)
+
+
+def test_a_file_in_the_place_of_the_tag_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "global_step1").write_text("mine")
+    with pytest.raises(UsageError, match="a file has the name"):
+        tags.begin(tmp_path, "global_step1")
+
+
+def test_folders_of_a_user_are_kept_where_links_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+    monkeypatch.setattr(os, "link", refuse)
+    save(tmp_path, "one", "old")
+    (tmp_path / "one" / "tokenizer").mkdir()
+    (tmp_path / "one" / "tokenizer" / "vocab.txt").write_text("a b c")
+    (tmp_path / "one" / "mp_rank_01_model_states.pt").write_text("of a larger mesh")
+    save(tmp_path, "one", "new")
+    assert (tmp_path / "one" / "tokenizer" / "vocab.txt").read_text() == "a b c"
+    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [STATE, "tokenizer", FILE_NAME]
+
+
+# ---------------------------------------------------------------- retention
+
+def left(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir())
+
+
+def many(folder: Path) -> None:
+    for number in range(1, 6):
+        save(folder, f"step{number}", f"content {number}", at=float(number))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 9])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    many(tmp_path)
+    notes = tags.prune(tmp_path, keep)
+    assert left(tmp_path) == [f"step{n}" for n in range(1, 6)][-keep:]
+    assert notes == [f"removed step{n}" for n in range(5 - keep, 0, -1)]
+
+
+def test_newest_is_by_the_time_of_the_save_and_not_by_name(tmp_path: Path) -> None:
+    save(tmp_path, "step600", "abandoned", at=1.0)
+    save(tmp_path, "step450", "after going back", at=2.0)
+    tags.prune(tmp_path, 1)
+    assert left(tmp_path) == ["step450"]
+
+
+def test_what_is_not_touched(tmp_path: Path) -> None:
+    many(tmp_path)
+    save(tmp_path, "milestone", "kept on purpose", at=0.5, moved=False)
+    shutil.copytree(tmp_path / "step1", tmp_path / "stock")
+    (tmp_path / "stock" / FILE_NAME).unlink()
+    (tmp_path / "step2" / STATE).write_text("cut")  # not whole: nobody counts it, and nobody removes it
+    (tmp_path / "latest").write_text("step3")  # somebody went back
+    tags.prune(tmp_path, 1)
+    assert left(tmp_path) == ["milestone", "step2", "step3", "stock"]
+
+
+def test_the_last_whole_one_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
+    many(tmp_path)
+    for number in (3, 4):
+        (tmp_path / f"step{number}" / STATE).unlink()
+    tags.prune(tmp_path, 2)
+    assert left(tmp_path) == ["step2", "step3", "step4", "step5"]
+
+
+def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
+    many(tmp_path)
+    reader = Recorded(tmp_path / "step1", [STATE])
+    assert "kept step1: it is being read" in tags.prune(tmp_path, 1)
+    assert left(tmp_path) == ["step1", "step5"]
+    reader.close()
+    assert tags.prune(tmp_path, 1) == ["removed step1"]
+
+
+def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
+    many(tmp_path)
+    with open(tmp_path / "step1" / FILE_NAME, "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(NotFoundError, match="being removed"):
+            Recorded(tmp_path / "step1", [STATE])
+    Recorded(tmp_path / "step1", [STATE]).close()
