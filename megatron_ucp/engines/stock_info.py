@@ -10,6 +10,11 @@ from megatron_ucp.families.base import Model
 from megatron_ucp.formats.stock_info import HALVES, REPLICATED, ROW, VOCABULARY
 
 
+# Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load then cuts it on dim 0: wrong
+# without an error for row-parallel and gated weights. Their patterns alone serve both directions.
+_CUT_BY_DEFAULT = (Replicate(), Shard("tp", 0))
+
+
 def info_of(model: Model, tp: int) -> dict[str, Any]:
     """The dict that DeepSpeed merges into the model files: patterns for its old converters, the affine map for the new."""
     from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
@@ -24,7 +29,8 @@ def info_of(model: Model, tp: int) -> dict[str, Any]:
     return {"universal_checkpoint_version": 0.4, "original_vocab_size": model.sizes.vocab,  # padding rows are data here
             **{kind: _patterns(names) for kind, names in kinds.items() if names},
             "affine_map": {"version": AFFINE_MAP_FORMAT_VERSION,
-                           "params": {re.escape(n) + "$": _affine(n, d.shape, d.layout, tp) for n, d in table.items()}}}
+                           "params": {re.escape(n) + "$": _affine(n, d.shape, d.layout, tp) for n, d in table.items()
+                                      if n not in vocabulary and d.layout in _CUT_BY_DEFAULT}}}
 
 
 def empty_extra_state(_module: Any, state: dict[str, Any], *_: Any) -> None:

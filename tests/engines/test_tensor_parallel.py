@@ -206,20 +206,22 @@ def convert_with_stock(folder: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("keep", ["affine map", "patterns"])
-def test_stock_tools_keep_working_on_our_saves(sources: Sources, tmp_path: Path, family: str, keep: str) -> None:
-    """Stock converter and stock load, TP2 to TP1: bit-equal, by the affine map and by the patterns alone."""
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_stock_tools_keep_working_on_our_saves(sources: Sources, tmp_path: Path, family: str, keep: str, before: int,
+                                               after: int) -> None:
+    """Stock converter and stock load at other tensor-parallel sizes: bit-equal, by the affine map and by the patterns alone."""
     import shutil
 
     import torch
     folder = tmp_path / "save"
-    shutil.copytree(source(sources, (2, 1, 1), family), folder)
+    shutil.copytree(source(sources, (before, 1, 1), family), folder)
     if keep == "patterns":
         for path in (folder / "trained").glob("*_model_states.pt"):
             state = torch.load(path, weights_only=False)
             del state["universal_checkpoint_info"]["affine_map"]
             torch.save(state, path)
     convert_with_stock(str(folder))
-    assert sources.ranks.run(1, JOBS + "stock_universal", Mega(family, 1, 1, seed=9), str(folder)) == [[]]
+    assert sources.ranks.run(after, JOBS + "stock_universal", Mega(family, after, 1, seed=9), str(folder)) == [[]] * after
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
