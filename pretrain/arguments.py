@@ -159,7 +159,8 @@ def _choices(args: argparse.Namespace) -> None:
     if args.vocab_size is not None and args.tokenizer_type != "NullTokenizer":
         raise UsageError("--vocab-size contradicts the tokenizer, which has its own", expected="--tokenizer-type NullTokenizer",
                          found=f"--tokenizer-type {args.tokenizer_type}", fix="leave --vocab-size out")
-    for needs, what in (("save_interval", "save"), ("ckpt_step", "load"), ("load_tag", "load"), ("universal_checkpoint", "load"),
+    for needs, what in (("save_interval", "save"), ("keep_latest", "save"), ("ckpt_step", "load"), ("load_tag", "load"),
+                        ("universal_checkpoint", "load"),
                         ("finetune", "load"), ("use_checkpoint_args", "load"), ("allow_vocab_resize", "load")):
         if getattr(args, needs) and not getattr(args, what):
             raise UsageError(f"--{needs.replace('_', '-')} needs --{what}", expected=f"--{what} DIR", found="nothing")

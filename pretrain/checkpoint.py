@@ -22,7 +22,7 @@ from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
-from megatron_ucp.formats.deepspeed_paths import nothing_there, resolve, scan
+from megatron_ucp.formats.deepspeed_paths import has_state_files, nothing_there, resolve, scan
 from megatron_ucp.formats.model_file import shapes_by_group
 from megatron_ucp.formats.pt_file import PtFile
 from pretrain.arguments import MODEL_ARGUMENTS
@@ -35,10 +35,11 @@ _DATA_ARGUMENTS = ("seed", "seq_length", "data_path", "split", "mock_data", "tok
 
 @dataclass(frozen=True)
 class Saved:
-    """What the files of a tag say. `args` are empty for a checkpoint that another program wrote."""
+    """What the files of a tag say, and which tags were passed over for it. `args` are empty for a checkpoint that another
+    program wrote."""
 
     path: str
-    tag: str | None
+    passed_over: tuple[str, ...]
     mesh: Mesh
     padded_vocab: int
     args: Mapping[str, Any]
@@ -74,13 +75,8 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             raise NotFoundError("--load names no checkpoint", file=args.load, expected="a file `latest`", found="nothing",
                                 fix="check the path, or leave --exit-on-missing-checkpoint out to start afresh")
         return None
-    try:
-        folder = resolve(args.load, tag)
-    except NotFoundError as error:
-        error.what_to_do = "give a --load, --ckpt-step or --load-tag that exists"
-        raise
-    specs = _declared(folder, args, sizes)
-    with NativeCheckpoint(args.load, tag, positions_too=True, specs=specs) as checkpoint:
+    folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes))
+    with NativeCheckpoint(folder, positions_too=True, specs=_declared(folder, args, sizes)) as checkpoint:
         manifest, meta = checkpoint.manifest, checkpoint.meta
         schedule = meta.get("lr_scheduler")
         spec = manifest.by_name.get(EMBEDDING)
@@ -88,10 +84,22 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             raise ModelMismatchError("the checkpoint is not of a model that this program builds", file=checkpoint.folder,
                                      parameter=EMBEDDING,
                                      expected="megatron-core's GPTModel", found="no such parameter")
-        return Saved(str(checkpoint.folder), tag, manifest.mesh, spec.extent.stored if spec.extent else spec.shape[0],
+        return Saved(str(checkpoint.folder), passed_over, manifest.mesh, spec.extent.stored if spec.extent else spec.shape[0],
                      dict(meta.get("args") or {}), int(meta.get("iteration") or meta.get("global_steps") or 0),
                      int(meta.get("consumed_train_samples") or meta.get("global_samples") or 0),
                      isinstance(schedule, dict) and "num_steps" in schedule)
+
+
+def _folder(args: argparse.Namespace, tag: str | None, specs: Callable[[Path], Any]) -> tuple[Path, tuple[str, ...]]:
+    """The tag folder to load, and what was passed over for it: the tag that was asked for, else the newest that is whole."""
+    try:
+        if tag is None and Path(args.load).is_dir() and not has_state_files(Path(args.load)):
+            found = ucp.newest_whole(args.load, specs)
+            return found.folder, found.passed_over
+        return resolve(args.load, tag), ()
+    except NotFoundError as error:
+        error.what_to_do = "give a --load, --ckpt-step or --load-tag that exists and is whole"
+        raise
 
 
 def _declared(folder: Path, args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Mapping[str, ParamSpec] | None:
@@ -161,6 +169,8 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     report = ucp.load(engine, saved.path, load_module_only=weights_only, load_optimizer_states=keep,
                       load_lr_scheduler_states=keep and saved.has_schedule, family=args.model_family,
                       rng=not args.no_load_rng, allow={"vocab"} if args.allow_vocab_resize else ())
+    for line in saved.passed_over:
+        say(f"  passed over {line}")
     say(f"loaded {saved.path} ({report.source}) into {report.target} in {report.seconds:.2f} s")
     for note in report.notes:
         if saved.has_schedule and keep or not note.startswith("the scheduler was not restored"):
@@ -197,6 +207,8 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     engine.save_checkpoint(args.save, tag=tag, client_state={
         "iteration": position.iteration, "consumed_train_samples": position.consumed, "args": plain, "checkpoint_version": 3.0})
     say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
+    for note in agree.gather(engine.ucp_save_report.notes)[0]:
+        say(f"  {note}")
 
 
 def seed_random(seed: int) -> None:

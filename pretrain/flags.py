@@ -103,9 +103,11 @@ TRAINING = (
 CHECKPOINT = (
     Flag("--save", help="folder; one tag global_step{iteration} per save"),
     Flag("--save-interval", int, help="iterations; the end and SIGTERM save too"),
+    Flag("--keep-latest", int, help="after a save, remove all but so many of the newest whole tags; default: all stay"),
+    Flag("--no-durable", bool, False, "saves don't wait for the disk: a power cut may take the newest ones"),
     Flag("--no-save-rng", bool, False),
     Flag("--load", help="folder; a run starts afresh where it is empty"),
-    Flag("--ckpt-step", int, help="iteration to load; default the newest"),
+    Flag("--ckpt-step", int, help="iteration to load; default the newest that is whole"),
     Flag("--load-tag", help="as --ckpt-step, by the name of the tag"),
     Flag("--universal-checkpoint", bool, False, "load whatever is there on whatever mesh this is"),
     Flag("--allow-vocab-resize", bool, False,

@@ -67,7 +67,9 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     config = {**args.ds_config, "train_micro_batch_size_per_gpu": args.micro_batch_size, "train_batch_size": args.global_batch_size,
               "gradient_accumulation_steps": args.gradient_accumulation, "gradient_clipping": args.clip_grad}
     config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": args.zero_stage}
-    config["universal_checkpoint"] = {**config.get("universal_checkpoint", {}), "enabled": True, "rng": not args.no_save_rng}
+    keep = {} if args.keep_latest is None else {"keep_latest": args.keep_latest}
+    config["universal_checkpoint"] = {**config.get("universal_checkpoint", {}), "enabled": True, "rng": not args.no_save_rng,
+                                      "durable": not args.no_durable, **keep}
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", NEVER)

@@ -9,7 +9,6 @@ from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.stock_info import HALVES, REPLICATED, ROW, VOCABULARY
 
-
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load then cuts it on dim 0: wrong
 # without an error for row-parallel and gated weights. Their patterns alone serve both directions.
 _CUT_BY_DEFAULT = (Replicate(), Shard("tp", 0))

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,11 +151,11 @@ class Newest:
     passed_over: tuple[str, ...]
 
 
-def newest_whole(path: str | Path, specs: Mapping[str, ParamSpec] | None = None) -> Newest:
+def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None) -> Newest:
     """The tag that `latest` names, if it is whole; else the newest one that is, by the time of its save.
 
     Whole: every file is there, with the size, directory, step and mesh that belong to it; tensor bytes are not read.
-    `specs` as in NativeCheckpoint. Raises NotFoundError that names every tag and what is wrong with it.
+    `specs` gives those of NativeCheckpoint for a tag folder. Raises NotFoundError that names every tag and what is wrong with it.
     """
     path = Path(path)
     passed: list[str] = []
@@ -167,7 +167,7 @@ def newest_whole(path: str | Path, specs: Mapping[str, ParamSpec] | None = None)
         passed.append(f"{named}: `latest` names it, and it is not there")
     for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
         try:
-            check_whole(path / tag, specs)
+            check_whole(path / tag, specs(path / tag))
         except UcpError as error:
             passed.append(f"{tag}: {error.problem}" + (f" ({Path(error.file).name})" if error.file else ""))
             continue

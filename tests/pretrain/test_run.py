@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -265,3 +266,41 @@ def test_program_names_an_unknown_flag() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "pretrain/pretrain_gpt.py"), "--tensor-model-paralel-size", "2"], cwd="/",
                           capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "the nearest is --tensor-model-parallel-size" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- saves that can be trusted
+
+def test_with_dropout_the_same_mesh_goes_on_with_the_same_losses(ranks: RankPool, tmp_path: Path) -> None:
+    model = [*GPT[:-4], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
+    argv = command(model, BATCH, RATES, QUIET, stdlib(), mesh(2, 1), "--train-iters", "6")
+    whole = ranks.run(4, JOB, [*argv, "--save", str(tmp_path), "--save-interval", "3"])[-1]
+    again = [*argv, "--load", str(tmp_path), "--ckpt-step", "3"]
+    assert ranks.run(4, JOB, again)[-1]["losses"] == whole["losses"][3:]
+    without = ranks.run(4, JOB, [*again, "--no-load-rng"])[-1]["losses"]
+    assert all(a != b for a, b in zip(without, whole["losses"][3:], strict=True)), "dropout draws random numbers"
+    other = ranks.run(2, JOB, command(model, BATCH, RATES, QUIET, stdlib(), mesh(1, 3), "--train-iters", "6", "--load",
+                                      str(tmp_path), "--universal-checkpoint", "--ckpt-step", "3"))[-1]
+    assert "derived from the seed, the step" in other["said"]
+    assert other["losses"] == pytest.approx(whole["losses"][3:], rel=0.1) != whole["losses"][3:]
+
+
+def test_without_a_tag_the_newest_whole_one_is_taken_and_others_are_named(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama.folder, tmp_path / "copy")
+    next((folder / f"global_step{ITERATIONS}").glob("*zero_pp_rank_1*")).unlink()
+    result = ranks.run(2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint"))[-1]
+    check_resumed(llama, result)
+    assert f"passed over global_step{ITERATIONS}: a file that the manifest lists is missing" in result["said"]
+    asked = ranks.run(2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint", "--ckpt-step",
+                                         str(ITERATIONS)))
+    assert all(result["error"] == "NotFoundError" for result in asked), "a tag that was asked for is not replaced by another"
+    next((folder / f"global_step{SAVED}").glob("mp_rank_01*")).unlink()
+    for result in ranks.run(2, JOB, llama.argv(mesh(2, 2), "--load", str(folder), "--universal-checkpoint")):
+        assert result["error"] == "NotFoundError" and "no tag in this folder is whole" in result["text"]
+        assert f"global_step{ITERATIONS}: " in result["text"] and f"global_step{SAVED}: " in result["text"]
+
+
+def test_keep_latest(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
+    said = ranks.run(2, JOB, llama.argv(mesh(2, 1), "--save", str(tmp_path), "--save-interval", "1", "--keep-latest", "2",
+                                        "--no-durable", iterations=4))[-1]["said"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["global_step3", "global_step4"]
+    assert "removed global_step2" in said
