@@ -14,7 +14,7 @@ from megatron_ucp.engines.save import Saving, save
 
 def measure(folder: str, size: dict[str, int], repetitions: int) -> list[dict[str, dict[str, float]]]:
     """Saves of one engine, durable and not, one after the other; seconds of each on this rank."""
-    mesh = Mesh(0, 1)
+    mesh = Mesh(zero=1)
     engine = make_engine(mesh, size)
     train_step(engine, mesh)
     stock_save = engine.save_checkpoint

@@ -108,8 +108,8 @@ def test_the_script_with_three_lines(tmp_path: Path) -> None:
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """examples/preemption.sh with fewer kills."""
     done = subprocess.run(["bash", str(ROOT / "examples" / "preemption.sh"), "--out", str(tmp_path), "--kills", "2",
-                           "--iterations", "30", "--longest", "1.5", "--seed", "4"], capture_output=True, text=True, timeout=400)
+                           "--iterations", "60", "--longest", "1.0", "--seed", "4"], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     lives = re.findall(r"life +\d+: .* from iteration +(\d+) to +(\d+), (killed|finished)", done.stdout)
     assert [how for *_, how in lives] == ["killed", "killed", "finished"], done.stdout
-    assert int(lives[1][0]) > 1 and "30 of 30 losses" in done.stdout
+    assert int(lives[1][0]) > 1 and "60 of 60 losses" in done.stdout
