@@ -73,16 +73,15 @@ def _save(engine: Any, model: Model | None, how: Saving, stock_save: Callable[..
           client_state: Any, save_latest: bool, exclude_frozen: bool) -> SaveReport:
     started = time.perf_counter()
     rank = agree.world()[0]
-    names = agree.gather((str(folder), tag))
-    if len(set(names)) > 1:
-        raise UsageError("the ranks don't save into one tag", expected=names[0], found=sorted(set(names))[:4])
-    with _as_save_error(), agree.together():
-        if rank == 0:
-            tags.begin(folder, tag)
     aside, sync = folder / f".{tag}.saving", tags.Syncs(how.durable)
     with ExitStack() as left:
-        if rank == 0:
-            left.callback(shutil.rmtree, aside, ignore_errors=True)  # there is nothing of that name after a save that went well
+        with _as_save_error(), agree.together() as block:
+            block.value = (str(folder), tag)
+            if rank == 0:
+                tags.begin(folder, tag)
+                left.callback(shutil.rmtree, aside, ignore_errors=True)  # there is none of that name after a save that went well
+        if len(set(block.values)) > 1:
+            raise UsageError("the ranks don't save into one tag", expected=block.values[0], found=sorted(set(block.values))[:4])
         before = time.perf_counter()
         with _catching_writes(engine) as written:
             stock_save(str(folder), tag=aside.name, client_state=client_state, save_latest=False,
