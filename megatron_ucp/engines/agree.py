@@ -1,12 +1,14 @@
 """One fate for all ranks: a failure on one rank is raised on every rank, and nobody waits for ever."""
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megatron_ucp.errors import DamagedFileError, RankError, UcpError
 
 T = TypeVar("T")
+_AT_ONCE_BYTES = 4096
 
 
 def world() -> tuple[int, int]:
@@ -16,13 +18,28 @@ def world() -> tuple[int, int]:
 
 
 def gather(value: T) -> list[T]:
-    """The value of every rank, by rank. Collective."""
+    """The value of every rank, by rank. Collective: one, where the values are small, and a second one for what does not fit."""
     import torch.distributed as dist
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
+    data = pickle.dumps(value)
+    first = _all_gather(len(data).to_bytes(8, "little") + data[:_AT_ONCE_BYTES - 8], _AT_ONCE_BYTES)
+    sizes = [int.from_bytes(part[:8], "little") for part in first]
+    if (longest := max(sizes)) > _AT_ONCE_BYTES - 8:
+        first = [bytes(8) + part for part in _all_gather(data, longest)]
+    return [pickle.loads(part[8:8 + size]) for part, size in zip(first, sizes, strict=True)]  # our own ranks' bytes
+
+
+def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
+    """The bytes of every rank, each filled up to one size. (torch's all_gather_object takes two collectives for any value.)"""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_object_coll_device
+    device = _get_object_coll_device(dist.group.WORLD)
+    mine = torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8).to(device)
+    out = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, mine)
+    return [part.cpu().numpy().tobytes() for part in out]
 
 
 class together:
