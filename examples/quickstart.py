@@ -236,9 +236,10 @@ def plot(reference: list[float], rows: list[Row], saved: int, path: Path) -> Non
     apart.set(yscale="log", ylim=(7e-10, 1e-2), xlabel="step", ylabel="|difference of loss|\n(bottom: 1e-9 or less)")
     for axes in (near, apart):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (whole, near, apart):
+    near.margins(y=0.35)  # room for the legend
+    for axes, where in ((whole, {}), (near, {"ncols": 2, "loc": "lower center"}), (apart, {"ncols": 2, "loc": "upper center"})):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", **({"ncols": 2, "loc": "upper center"} if axes is apart else {}))
+        axes.legend(fontsize="small", **where)
     figure.savefig(path, dpi=110)
 
 
