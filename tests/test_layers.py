@@ -29,7 +29,7 @@ LAYERS = {
     "errors": Layer(frozenset(), frozenset()),
     "core": Layer(frozenset({"errors"}), frozenset()),
     "families": Layer(frozenset({"errors", "core"}), frozenset()),
-    "formats": Layer(frozenset({"errors", "core"}), frozenset(TENSORS)),
+    "formats": Layer(frozenset({"errors", "core"}), frozenset({*TENSORS, "isal"})),
     "reshard": Layer(frozenset({"errors", "core", "families", "formats"})),
     "engines": Layer(BELOW_ENGINES | {"patches"}),
     "cli": Layer(BELOW_ENGINES),
