@@ -41,25 +41,35 @@ TRAINING = ["--global-batch-size", str(BATCH), "--lr", "1e-3", "--min-lr", "1e-4
 
 @dataclass(frozen=True)
 class Mesh:
-    tp: int
-    dp: int
-    zero: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    sp: bool = False
+    """Megatron's sequence parallelism, within the tensor-parallel ranks."""
 
     def __str__(self) -> str:
-        return f"tp={self.tp}, dp={self.dp}, ZeRO-{self.zero}"
+        stages = f"pp={self.pp}, " if self.pp > 1 else ""
+        return f"tp={self.tp}, {stages}dp={self.dp}, ZeRO-{self.zero}" + (", SP" if self.sp else "")
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}_dp{self.dp}_zero{self.zero}"
+        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}_zero{self.zero}" + "_sp" * self.sp
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
 
     @property
     def flags(self) -> list[str]:
-        return ["--tensor-model-parallel-size", str(self.tp), "--zero-stage", str(self.zero), "--micro-batch-size",
-                str(BATCH // self.dp)]
+        micro = BATCH // self.dp // (2 if self.pp > 1 else 1)  # a pipeline needs micro batches to have more than one stage at work
+        flags = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp), "--zero-stage",
+                 str(self.zero), "--micro-batch-size", str(micro)]
+        return [*flags, "--sequence-parallel"] if self.sp else flags
 
 
 SOURCE = Mesh(tp=2, dp=2, zero=1)
-TARGETS = [Mesh(1, 4, 3), Mesh(4, 1, 1), Mesh(1, 1, 0)]
+TARGETS = [Mesh(1, 1, 4, 3), Mesh(4, 1, 1, 1), Mesh(1, 1, 1, 0)]
 
 
 @dataclass(frozen=True)
@@ -83,38 +93,49 @@ class Row:
 
 def main() -> int:
     args = parse()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(130))
+    stop_on_signals()
     out: Path = args.out.resolve()
     started = time.monotonic()
-    flags = [*MODEL, *TRAINING, "--train-iters", str(args.steps + args.more), "--lr-warmup-iters", str(min(10, args.steps // 2)),
-             "--data-path", sysconfig.get_paths()["stdlib"]]
-    rows = []
     try:
-        if not args.reuse:
-            clean(out)
-            launch(SOURCE, out, [*flags, "--save-at", str(args.steps), "--save", str(out / "checkpoint"), "--save-interval",
-                                 str(args.steps)], f"train {args.steps} steps, save, {args.more} steps on")
-        reference = read_losses(out / f"{SOURCE.name}.json", args.steps + args.more)
-        for mesh in args.resume:
-            name = f"resumed_{mesh.name}"
-            fault = ["--plant-fault"] if args.plant_fault else []
-            launch(mesh, out, [*flags, "--load", str(out / "checkpoint"), "--universal-checkpoint", *fault],
-                   f"resume, {args.more} steps", name)
-            rows.append(make_row(mesh, json.loads((out / f"{name}.json").read_text()), reference))
+        rows, reference = compare(args.source, args.resume, out, args.steps, args.more, args.reuse, args.plant_fault)
     except KeyboardInterrupt:
         print("\nquickstart: interrupted; all ranks are stopped", file=sys.stderr)
         return 130
     table = make_table(rows, args.more)
     (out / "table.md").write_text(table)
-    plot(reference, rows, args.steps, out / "losses.png")
-    print(f"\nSaved at {SOURCE}, step {args.steps}: {rows[0].parameters:,} parameters, whose masters and two moments take "
+    plot(args.source, reference, rows, args.steps, out / "losses.png")
+    print(f"\nSaved at {args.source}, step {args.steps}: {rows[0].parameters:,} parameters, whose masters and two moments take "
           f"{12 * rows[0].parameters:,} bytes.\nResumed straight from these files:\n\n{table}")
     for row in rows:
         for what in row.different[:5]:
             print(f"NOT EQUAL after the load at {row.mesh}: {what}")
     print(f"Loss curves: {out / 'losses.png'}\n{time.monotonic() - started:.0f} s in all")
     return 0 if rows and all(row.good for row in rows) else 1
+
+
+def stop_on_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(130))
+
+
+def compare(source: Mesh, targets: list[Mesh], out: Path, steps: int, more: int, reuse: bool = False,
+            plant_fault: bool = False) -> tuple[list[Row], list[float]]:
+    """Trains and saves on one mesh, resumes on others; what came of each, and the losses of the uninterrupted run."""
+    flags = [*MODEL, *TRAINING, "--train-iters", str(steps + more), "--lr-warmup-iters", str(min(10, steps // 2)),
+             "--data-path", sysconfig.get_paths()["stdlib"]]
+    if not reuse:
+        clean(out)
+        launch(source, out, [*flags, "--save-at", str(steps), "--save", str(out / "checkpoint"), "--save-interval", str(steps)],
+               f"train {steps} steps, save, {more} steps on")
+    reference = read_losses(out / f"{source.name}.json", steps + more)
+    rows = []
+    for mesh in targets:
+        name = f"resumed_{mesh.name}"
+        fault = ["--plant-fault"] if plant_fault else []
+        launch(mesh, out, [*flags, "--load", str(out / "checkpoint"), "--universal-checkpoint", *fault], f"resume, {more} steps",
+               name)
+        rows.append(make_row(mesh, json.loads((out / f"{name}.json").read_text()), reference))
+    return rows, reference
 
 
 def read_losses(path: Path, steps: int) -> list[float]:
@@ -129,7 +150,7 @@ def clean(out: Path) -> None:
     """Removes what an earlier run left, and nothing else: the folder may be anybody's."""
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    for pattern in ("states.pt", "table.md", "losses.png", "*tp?_dp?_zero?.json", "*tp?_dp?_zero?.log"):
+    for pattern in ("states.pt", "table.md", "losses.png", "*tp?_pp?_dp?_zero?*.json", "*tp?_pp?_dp?_zero?*.log"):
         for path in out.glob(pattern):
             path.unlink()
 
@@ -137,14 +158,14 @@ def clean(out: Path) -> None:
 def launch(mesh: Mesh, out: Path, arguments: list[str], what: str, name: str | None = None) -> None:
     """Runs `train_megatron.py` on a mesh, to its end. Leaves no process behind, whatever happens."""
     name, port = name or mesh.name, free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(mesh.tp * mesh.dp), "--master_addr",
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(mesh.ranks), "--master_addr",
                "127.0.0.1", "--master_port", str(port), str(HERE / "train_megatron.py"), "--out", str(out), "--name", name,
                *mesh.flags, *arguments]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     # With it DeepSpeed makes 66 MiB of shared memory per rank, which a rank that is stopped would leave.
     environment.pop("LOCAL_SIZE", None)
     log = out / f"{name}.log"
-    print(f"{mesh!s:20} {what} ...", end=" ", flush=True)
+    print(f"{mesh!s:26} {what} ...", end=" ", flush=True)
     started = time.monotonic()
     with log.open("w") as output:
         # A session of its own: Ctrl-C comes to this process alone, which then stops the ranks in order.
@@ -197,28 +218,29 @@ def make_row(mesh: Mesh, result: dict[str, Any], reference: list[float]) -> Row:
                result["different"], first, result["losses"], distances)
 
 
-def make_table(rows: list[Row], more: int) -> str:
-    """The results as a Markdown table."""
-    head = ["resumed at", "bytes read", "seconds", "states bit-equal", f"largest loss difference, next {more} steps"]
-    cells = [[str(row.mesh), f"{row.read_bytes:,}", f"{row.seconds:.2f}",
+def make_table(rows: list[Row], more: int, first: str = "resumed at", names: list[str] | None = None) -> str:
+    """The results as a Markdown table; `names` are the first column."""
+    names = names or [str(row.mesh) for row in rows]
+    head = [first, "bytes read", "seconds", "states bit-equal", f"largest loss difference, next {more} steps"]
+    cells = [[name, f"{row.read_bytes:,}", f"{row.seconds:.2f}",
               f"yes ({row.compared:,} values)" if not row.different else f"NO ({len(row.different)} differ)",
-              f"{max(row.distances, default=float('nan')):.1e}"] for row in rows]
+              f"{max(row.distances, default=float('nan')):.1e}"] for name, row in zip(names, rows, strict=True)]
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *cells]
     return "".join("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n" for line in lines)
 
 
-def plot(reference: list[float], rows: list[Row], saved: int, path: Path) -> None:
+def plot(source: Mesh, reference: list[float], rows: list[Row], saved: int, path: Path) -> None:
     """The whole run, the steps after the save, and how far each resumed run is from the uninterrupted one."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     figure, (whole, near, apart) = plt.subplots(3, 1, figsize=(9, 11), height_ratios=[3, 3, 2], layout="constrained")
-    figure.suptitle(f"A run saved at {SOURCE}, resumed on other meshes straight from its files")
+    figure.suptitle(f"A run saved at {source}, resumed on other meshes straight from its files")
     steps = range(len(reference))
     markers, colors = "osD^v<>", plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for axes, first in ((whole, 0), (near, saved)):
-        axes.plot(steps[first:], reference[first:], color="0.75", linewidth=6, label=f"uninterrupted, {SOURCE}")
+        axes.plot(steps[first:], reference[first:], color="0.75", linewidth=6, label=f"uninterrupted, {source}")
         axes.set_ylabel("loss (nats per byte)")
         axes.set_xlabel("step")
     for i, row in enumerate(rows):
@@ -244,10 +266,12 @@ def plot(reference: list[float], rows: list[Row], saved: int, path: Path) -> Non
 
 
 def mesh_argument(text: str) -> Mesh:
-    found = re.fullmatch(r"tp=([124]),dp=([1248]),zero=([0123])", text)
+    found = re.fullmatch(r"tp=([124]),(?:pp=([124]),)?dp=([1248]),zero=([0123])(,sp)?", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not tp=T,dp=D,zero=Z with T of 1, 2, 4, D of 1, 2, 4, 8 and Z from 0 to 3")
-    return Mesh(*map(int, found.groups()))
+        raise argparse.ArgumentTypeError(f"{text!r} is not tp=T,pp=P,dp=D,zero=Z, with T and P of 1, 2, 4, D of 1, 2, 4, 8 and Z "
+                                         "from 0 to 3, and perhaps ,sp after it")
+    tp, pp, dp, zero, sp = found.groups()
+    return Mesh(int(tp), int(pp or 1), int(dp), int(zero), bool(sp))
 
 
 def parse() -> argparse.Namespace:
@@ -259,6 +283,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--more", type=int, default=20, help="steps after it (default 20)")
     parser.add_argument("--resume", type=mesh_argument, nargs="+", default=TARGETS, metavar="MESH",
                         help="meshes to resume on (default tp=1,dp=4,zero=3 tp=4,dp=1,zero=1 tp=1,dp=1,zero=0)")
+    parser.add_argument("--source", type=mesh_argument, default=SOURCE, metavar="MESH",
+                        help="mesh to save on (default tp=2,dp=2,zero=1)")
     parser.add_argument("--reuse", action="store_true",
                         help="resume from the checkpoint of an earlier run with the same --steps and --more")
     parser.add_argument("--plant-fault", action="store_true",

@@ -1,5 +1,6 @@
 """The whole optimizer state of a live megatron-core engine, to check what a load restored: data-parallel pieces are gathered
-by DeepSpeed's own accessors, tensor-parallel shards joined by the attributes that megatron-core sets on its parameters.
+by DeepSpeed's own accessors, tensor-parallel shards joined by the attributes that megatron-core sets on its parameters,
+pipeline stages by the positions of their layers.
 
 Nothing here uses megatron_ucp: a check by the code that it checks would show nothing.
 """
@@ -32,10 +33,10 @@ def masters(engine: Any) -> list[tuple[int, torch.Tensor]]:
 
 
 def gather(engine: Any) -> States:
-    """Every fp32 master, moment and weight in full, each group's steps and hyper-parameters, scheduler, counters.
+    """Every fp32 master, moment and weight in full, each parameter's steps and hyper-parameters, scheduler, counters.
 
-    Collective; every rank returns what its own data-parallel group holds. Moments and steps are left out before the first
-    step, when there are none.
+    Collective; every rank returns what its own data-parallel group holds, of all pipeline stages. Moments and steps are left
+    out before the first step, when there are none.
     """
     stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
     if stage in (1, 2) and base.state:
@@ -44,28 +45,87 @@ def gather(engine: Any) -> States:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found: States = {}
-    for name, param in engine.module.named_parameters():
+    group_of, steps = groups_of(engine), steps_of_groups(engine)
+    for raw, param in engine.module.named_parameters():
+        name, number = canonical(engine, raw), group_of[param]
         held: States = {"master": safe_get_full_fp32_param(param) if stage else param}
         for key in MOMENTS if base.state else ():
             held[key] = safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
             held["weight"] = param.detach().clone()
         for key, shard in held.items():
-            found[f"{key} of {name}"] = join(name, param, shards(engine, shard.detach().clone()))
-    for number, group in enumerate(base.param_groups):
-        found[f"hyper-parameters of group {number}"] = {k: v for k, v in group.items() if k != "params"}
-        mine = {float(base.state[m]["step"]) for g, m in masters(engine) if g == number and base.state}
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        found[f"steps of group {number}"] = sorted(set().union(*ranks))
+            found[f"{key} of {name}"] = join(name, param, shards(shard.detach().clone()))
+        found[f"hyper-parameters of {name}"] = {k: v for k, v in base.param_groups[number].items() if k != "params"}
+        found[f"steps of {name}"] = steps[number]
     found["scheduler"] = engine.lr_scheduler.state_dict()
     found["counters"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
-    return found
+    return of_all_stages(engine, found)
 
 
-def shards(engine: Any, mine: torch.Tensor) -> list[torch.Tensor]:
+def groups_of(engine: Any) -> dict[Any, int]:
+    """The number of the group that steps each parameter."""
+    stage, wrapper = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 3:
+        return {p: wrapper.sub_group_to_group_id[i] for i, group in enumerate(wrapper.fp16_groups) for p in group}
+    groups = wrapper.bit16_groups if stage else [group["params"] for group in wrapper.param_groups]
+    return {p: number for number, group in enumerate(groups) for p in group}
+
+
+def steps_of_groups(engine: Any) -> dict[int, list[float]]:
+    """The steps that each group's states have counted on all ranks of the data-parallel group: one number, if all is well."""
+    state = base_optimizer(engine).state
+    mine = {number: {float(state[m]["step"]) for g, m in masters(engine) if g == number and state}
+            for number in range(len(base_optimizer(engine).param_groups))}
+    group = parallel_state().get_data_parallel_group() if stages(engine) == 1 else engine.grid.get_data_parallel_group()
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, mine, group=group)
+    return {number: sorted(set().union(*(each[number] for each in ranks))) for number in mine}
+
+
+def parallel_state() -> Any:
+    from megatron.core import parallel_state
+    return parallel_state
+
+
+def stages(engine: Any) -> int:
+    return engine.grid.get_pipe_parallel_world_size() if hasattr(engine, "grid") else 1
+
+
+def canonical(engine: Any, name: str) -> str:
+    """A parameter's name in the model without a pipeline. There names begin with the layer's position: 0 is the embedding, the
+    transformer layers follow, then the final norm and the head."""
+    if not hasattr(engine, "grid"):
+        return name
+    first, _, rest = name.partition(".")
+    if first == "tied_modules":
+        return "embedding." + rest.partition(".")[2]
+    layers = len(engine.module._layer_specs) - 3
+    position = int(first)
+    if position == 0:
+        return f"embedding.{rest}"
+    if position <= layers:
+        return f"decoder.layers.{position - 1}.{rest}"
+    return f"decoder.final_layernorm.{rest}" if position == layers + 1 else f"output_layer.{rest}"
+
+
+def of_all_stages(engine: Any, found: States) -> States:
+    """What all stages hold together; two stages that hold one thing differently show as an entry of its own."""
+    if stages(engine) == 1:
+        return found
+    group = engine.grid.get_pipe_parallel_group()
+    each: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(each, found, group=group)
+    out: States = {}
+    for number, stage in enumerate(each):
+        for key, value in stage.items():
+            if not equal(out.setdefault(key, value), value):
+                out[f"{key}, on stage {number}"] = value
+    return out
+
+
+def shards(mine: torch.Tensor) -> list[torch.Tensor]:
     """The shards of one tensor on all ranks of the tensor-parallel group, in their order."""
-    group = engine.mpu.get_tensor_model_parallel_group()
+    group = parallel_state().get_tensor_model_parallel_group()
     out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(out, mine.contiguous(), group=group)
     return out

@@ -32,7 +32,7 @@ def run(tmp_checkpoints: Path) -> tuple[Path, Done]:
     out = tmp_checkpoints / "quickstart"
     out.mkdir()
     (out / "mine.txt").write_text("kept")
-    (out / "resumed_tp1_dp4_zero3.json").write_text("left by an earlier run")
+    (out / "resumed_tp1_pp1_dp4_zero3.json").write_text("left by an earlier run")
     return out, quickstart(out)
 
 
