@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """A ZeRO stage on all ranks; with `tp`, the GPT of megatron-core cut `tp` times, else a model in plain torch."""
+    """A ZeRO stage on all ranks; with `tp`, the GPT of megatron-core cut `tp` times, else a model in plain torch; with `pp`, in
+    as many stages on DeepSpeed's PipelineEngine, which may be one."""
 
     zero: int
     tp: int = 0
+    pp: int = 0
 
     def __str__(self) -> str:
-        return f"tp{self.tp}z{self.zero}" if self.tp else f"z{self.zero}"
+        return (f"pp{self.pp}" if self.pp else f"tp{self.tp}" if self.tp else "") + f"z{self.zero}"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Pair:
 
 
 Z1, Z3 = Mesh(1), Mesh(3)
+PP1Z1, PP2Z1 = Mesh(1, 1, 1), Mesh(1, 1, 2)
 TP1Z1, TP2Z1, TP1Z3, TP2Z3 = Mesh(1, 1), Mesh(1, 2), Mesh(3, 1), Mesh(3, 2)
 SUITES = {
     "data": (  # stock can't cross the stages
@@ -43,6 +46,9 @@ SUITES = {
     "tensor": (
         Pair(TP2Z1, TP1Z1, load=0.8, convert=15.0), Pair(TP1Z1, TP2Z1, load=0.8, convert=15.0),
         Pair(TP2Z3, TP1Z3, load=1.0, convert=15.0), Pair(TP1Z3, TP2Z3, load=1.0, convert=15.0)),
+    "pipeline": (  # stock can't go between an engine with a pipeline and one without
+        Pair(PP2Z1, PP1Z1, load=0.8, convert=15.0), Pair(PP1Z1, PP2Z1, load=0.8, convert=15.0),
+        Pair(PP2Z1, TP1Z1, load=0.8, converts=False), Pair(TP1Z1, PP2Z1, load=0.8, converts=False)),
 }
 
 

@@ -1,7 +1,7 @@
 """Loading against stock DeepSpeed's loading and conversion: seconds, bytes read, memory. 124 million parameters, two ranks.
 
-    python -m benchmarks.load                       # about 15 minutes, 8 GiB of memory, 14 GB of disk
-    python -m benchmarks.load --suites tensor       # across tensor-parallel sizes only; `data`: across ZeRO stages
+    python -m benchmarks.load                       # about 20 minutes, 8 GiB of memory, 14 GB of disk
+    python -m benchmarks.load --suites tensor       # across tensor-parallel sizes only; also `data` (ZeRO stages), `pipeline`
     python -m benchmarks.load --tiny --repetitions 2  # to see that it runs
 
 Every ratio is of medians of one run in the same processes, the repetitions interleaved, the page cache warm. Bytes are
@@ -199,7 +199,7 @@ class Suite:
         seconds: dict[str, dict[str, Any]] = {"seconds": {}, "cpu_seconds": {}, "bytes_checked_unchecked": {}}
         for mesh in meshes(self.pairs):
             count = self.call("save", str(self.folder), mesh, self.size)[0]
-            if mesh.tp < 2:
+            if mesh.tp < 2 and mesh.pp < 2:
                 out["parameters"] = count
         out["stock_can_not"] = refusals = {str(pair): why for pair in self.pairs if (why := self.stock_can_not(pair))}
         able = tuple(replace(pair, converts=pair.converts and str(pair) not in refusals) for pair in self.pairs)

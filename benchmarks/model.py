@@ -6,7 +6,7 @@ import torch
 
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
-from megatron_ucp.engines import models
+from megatron_ucp.engines import models, pipeline
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 768, 12, 12, 50304, 1024
 TINY = {"width": 64, "layers": 2, "vocabulary": 500}  # to try a benchmark out
@@ -52,12 +52,12 @@ def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
     saved too, which stock's converter needs for tensor parallelism."""
     import deepspeed
     torch.manual_seed(0)
-    net = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
+    net: Any = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
     optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
               "zero_optimization": {"stage": mesh.zero}, "steps_per_print": 10**9, "gradient_clipping": 1.0}
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False,
-                                      mpu=models.mpu() if mesh.tp else None)
+                                      mpu=models.mpu() if mesh.tp and not mesh.pp else None)
     return ucp.attach(engine, family=family(mesh)) if attach and mesh.tp else engine
 
 
@@ -67,15 +67,22 @@ def family(mesh: Mesh) -> str | None:
 
 def _megatron(mesh: Mesh, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
     """The same sizes as `Gpt2` in megatron-core."""
-    models.start(mesh.tp, seed=0)
-    return models.build(models.ModelConfig(
+    config = models.ModelConfig(
         "gpt", layers=layers, hidden=width, ffn=4 * width, heads=HEADS, groups=HEADS, head_dim=max(1, width // HEADS), tied=True,
-        vocab=vocabulary, true_vocab=vocabulary, positions=POSITIONS, dtype="bf16"))
+        vocab=vocabulary, true_vocab=vocabulary, positions=POSITIONS, dtype="bf16")
+    if mesh.pp:
+        models.start(mesh.tp, seed=0, pp=mesh.pp)
+        return pipeline.build_pipeline(config, mesh.pp)
+    models.start(mesh.tp, seed=0)
+    return models.build(config)
 
 
 def train_step(engine: Any, mesh: Mesh) -> None:
     """One step on a few tokens, the same on all ranks: the optimizer's states exist afterwards."""
     tokens = torch.arange(16).unsqueeze(0)
+    if mesh.pp:
+        engine.train_batch(iter([(tokens, tokens)]))
+        return
     engine.backward(models.loss(engine, tokens, tokens) if mesh.tp else engine(tokens))
     engine.step()
 
