@@ -7,12 +7,13 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UcpError
 
 __all__ = ["Manifest", "Mesh", "ResumableLoader", "UcpError", "attach", "describe", "diff", "initialize", "install", "load",
-           "newest_whole", "register_family"]
+           "newest_whole", "register_family", "verify"]
 __version__ = "0.1.0"
 
 _HOMES = {"attach": "engines.attach", "initialize": "engines.attach", "install": "engines.attach",
           "ResumableLoader": "engines.loader", "newest_whole": "formats.tags",
-          "load": "engines.load", "register_family": "families", "describe": "reshard.describe", "diff": "reshard.diff"}
+          "load": "engines.load", "register_family": "families", "describe": "reshard.describe", "diff": "reshard.diff",
+          "verify": "reshard.verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -33,19 +33,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-ucp", description="Look into DeepSpeed checkpoints and compare them.")
+    parser = argparse.ArgumentParser(prog="megatron-ucp", description="Look into DeepSpeed checkpoints, check and compare them.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     inspect = verbs.add_parser("inspect", help="engine, mesh, step, sizes and the parameter table of a checkpoint")
     inspect.add_argument("path", help="a tag folder, or the folder with `latest`")
     inspect.add_argument("--tag", help="a tag in that folder instead of the one that `latest` names")
     inspect.add_argument("--no-table", "--no_table", action="store_true", help="leave out the table of parameters")
     inspect.set_defaults(verb=_inspect)
+    verify = verbs.add_parser("verify", help="whether a checkpoint is whole: files, cover; with --deep every byte and copy")
+    verify.add_argument("path", help="a tag folder, or the folder with `latest`")
+    verify.add_argument("--tag", help="a tag in that folder instead of the one that `latest` names")
+    verify.add_argument("--deep", action="store_true", help="read everything: checksums, copies of one parameter, NaN")
+    verify.add_argument("--allow-nan", "--allow_nan", action="store_true", help="NaN is no damage")
+    verify.set_defaults(verb=_verify)
     diff = verbs.add_parser("diff", help="compare two checkpoints of any meshes bit by bit")
     diff.add_argument("a")
     diff.add_argument("b")
     diff.add_argument("--limit", type=int, default=20, help="print at most so many differences (default 20)")
     diff.set_defaults(verb=_diff)
-    for verb in (inspect, diff):
+    for verb in (inspect, verify, diff):
         verb.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -85,6 +91,24 @@ def _row(manifest: Manifest, name: str) -> dict[str, Any]:
             "also": " ".join(ties)}
 
 
+def _verify(args: Any) -> int:
+    from megatron_ucp.reshard.verify import verify
+    found = verify(args.path, args.tag, args.deep, args.allow_nan, _bar(args, "B"))
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return FOUND if found.findings else DONE
+    for one in found.findings:
+        print(": ".join(filter(None, (one.parameter, one.what))))
+        for key in ("file", "expected", "found"):
+            if getattr(one, key):
+                print(f"  {key}: {getattr(one, key)}")
+    for note in found.notes:
+        print(f"note: {note}")
+    what = f"{found.read_bytes:,} bytes read" if args.deep else "tensors were not read: --deep does that"
+    print(f"{found.path}: {len(found.findings) or 'no'} damage found in {found.files} files, {what}")
+    return FOUND if found.findings else DONE
+
+
 def _diff(args: Any) -> int:
     from megatron_ucp.reshard.diff import diff
     bar = _bar(args)
@@ -100,12 +124,12 @@ def _diff(args: Any) -> int:
     return FOUND if found else DONE
 
 
-def _bar(args: Any) -> Any:
+def _bar(args: Any, unit: str = "parameter") -> Any:
     """A progress bar on a terminal, else nothing."""
     if args.json or not sys.stderr.isatty():
         return None
     from tqdm import tqdm
-    bar = tqdm(unit="parameter", leave=False)
+    bar = tqdm(unit=unit, unit_scale=unit == "B", leave=False)
 
     def show(done: int, total: int) -> None:
         bar.total = total

@@ -1,0 +1,200 @@
+"""Whether a checkpoint is whole: every file, exact cover, and with `deep` every byte, every copy, every number."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32
+
+from megatron_ucp.core.layout import Replicate
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Cut, Slot, cuts_of, make_plan, prove
+from megatron_ucp.core.zero import Member
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UnsafePickleError, UsageError
+from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.formats.deepspeed_paths import resolve
+from megatron_ucp.formats.pickle_values import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt_file import PtFile, Record
+from megatron_ucp.formats.whole import check_file
+from megatron_ucp.reshard.diff import one_parameter
+from megatron_ucp.reshard.execute import DTYPES
+
+_BLOCK_BYTES = 4 * 2**20
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    what: str
+    file: str = ""
+    parameter: str = ""
+    expected: str = ""
+    found: str = ""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was looked at, and what is wrong. `notes` say what could not be checked."""
+
+    path: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    files: int
+    read_bytes: int
+
+
+def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_nan: bool = False,
+           progress: Progress | None = None) -> Verified:
+    """Checks that every file is there and belongs to the save, and that every parameter is covered exactly.
+
+    `deep` also compares every record with its CRC-32, copies of one parameter (tied ones, and those that tensor-parallel ranks
+    each have) with each other, and looks for NaN unless `allow_nan`. `progress(done, total)` counts bytes. Raises
+    NotFoundError where there is no checkpoint, UnsupportedError for one that this version does not read.
+    """
+    folder = resolve(path, tag)
+    findings: list[Finding] = []
+    try:
+        with NativeCheckpoint(folder, positions_too=True) as checkpoint:
+            names = checkpoint.names.names
+            for name in names:
+                _note(findings, lambda name=name: check_file(checkpoint, name))
+            for name in set(checkpoint.recorded.files) - set(names):
+                _note(findings, lambda name=name: checkpoint.recorded.read(name))
+            _note(findings, lambda: _check_cover(checkpoint.manifest))
+            notes = [f"{name} has no checksums" for name in names if not checkpoint.file(name).has_checksums]
+            read = 0
+            if deep:
+                read = _check_records(checkpoint, names, allow_nan, findings, progress)
+                findings += _copies(checkpoint)
+            return Verified(str(folder), tuple(findings), tuple(notes), len(names), read)
+    except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
+        return Verified(str(folder), (*findings, _finding(error)), (), 0, 0)
+
+
+def _finding(error: UcpError) -> Finding:
+    shown = [str(value) if value is not None else "" for value in (error.file, error.parameter, error.expected, error.found)]
+    return Finding(error.problem, *shown)
+
+
+def _note(findings: list[Finding], check: Callable[[], object]) -> None:
+    try:
+        check()
+    except UsageError:
+        raise
+    except UcpError as error:
+        findings.append(_finding(error))
+
+
+def _check_cover(manifest: Manifest) -> None:
+    """Every element of every state of every parameter lies somewhere: a plan for the whole of it exists, and is proved."""
+    for spec in manifest.params:
+        for state, dtype in manifest.buffers[manifest.holders[spec.name][0][0]].states:
+            target = one_parameter(spec, state, dtype)
+            prove(make_plan(manifest, target, [(Slot(0, (("tp", 0),), 0, state), state)]), manifest, target)
+
+
+# ---------------------------------------------------------------- every byte
+
+def _check_records(checkpoint: NativeCheckpoint, names: list[str], allow_nan: bool, findings: list[Finding],
+                   progress: Progress | None) -> int:
+    """Compares every record of every file with its CRC-32, on all cores; returns the bytes that were read."""
+    work = [(file, record, dtype) for file in map(checkpoint.file, names) for record, dtype in _records(file)]
+    total = sum(record.size_bytes for _, record, _ in work)
+    done = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading and summing let go of the interpreter
+        scans = pool.map(lambda one: _scan(one[0], one[1], one[2], allow_nan), work)
+        for (file, record, _), found in zip(work, scans, strict=True):
+            findings += [Finding(what, file.path, record.name) for what in found]
+            done += record.size_bytes
+            if progress is not None:
+                progress(done, total)
+    return total
+
+
+def _records(file: PtFile) -> Iterator[tuple[Record, str]]:
+    """Every record with the dtype of the tensors in it; "" where it holds none."""
+    dtypes: dict[str, str] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, TensorRef):
+            dtypes[f"{file.root}/data/{value.storage.key}"] = value.storage.dtype
+        elif isinstance(value, dict):
+            for item in value.values():
+                walk(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                walk(item)
+    walk(file.tree)
+    for name in file.records:
+        yield file.records[name], dtypes.get(name, "")
+
+
+def _scan(file: PtFile, record: Record, dtype: str, allow_nan: bool) -> list[str]:
+    """What is wrong with a record."""
+    buffer, crc, nan = bytearray(min(_BLOCK_BYTES, record.size_bytes)), 0, False
+    looks = not allow_nan and dtype in DTYPES and DTYPES[dtype].is_floating_point
+    for start in range(0, record.size_bytes, _BLOCK_BYTES):
+        block = memoryview(buffer)[:min(_BLOCK_BYTES, record.size_bytes - start)]
+        file.read_into(record, start, block)
+        crc = crc32(block, crc)
+        nan = nan or (looks and bool(torch.frombuffer(block, dtype=DTYPES[dtype]).isnan().any()))
+    wrong = file.has_checksums and crc != record.crc32
+    return [what for what, found in (("a record has a wrong checksum", wrong), ("a record holds NaN", nan)) if found]
+
+
+# ---------------------------------------------------------------- every copy
+
+def _copies(checkpoint: NativeCheckpoint) -> Iterator[Finding]:
+    """Parameters of which several places hold a copy, and the copies differ."""
+    manifest = checkpoint.manifest
+    for name, holders in manifest.holders.items():
+        places = [(b, m, cut) for b, m in holders for cut in cuts_of(manifest, manifest.buffers[b])]
+        if not isinstance(manifest.by_name[name].layout, Replicate):
+            first = cuts_of(manifest, manifest.buffers[holders[0][0]])[0]
+            places = [place for place in places if place[2] == first] if len(holders) > 1 else []
+        states = manifest.buffers[holders[0][0]].states
+        for (one, other), (state, dtype) in product(pairwise(places), states):
+            size = manifest.buffers[one[0]].members[one[1]].size
+            step = _BLOCK_BYTES // ITEMSIZE[dtype]
+            if any(_read(checkpoint, one, state, dtype, low, min(low + step, size)) !=
+                   _read(checkpoint, other, state, dtype, low, min(low + step, size)) for low in range(0, size, step)):
+                file = checkpoint.where(_slot(checkpoint, other, state, 0)).file
+                yield Finding(f"two copies of the state {state} differ", file.path, name, "the same bits",
+                              f"{_said(manifest, one)} and {_said(manifest, other)}")
+
+
+_Place = tuple[int, int, Cut]
+
+
+def _slot(checkpoint: NativeCheckpoint, place: _Place, state: str, low: int) -> Slot:
+    buffer = checkpoint.manifest.buffers[place[0]]
+    member: Member = buffer.members[place[1]]
+    return Slot(place[0], place[2], buffer.owners(member, low, low + 1)[0], state)
+
+
+def _read(checkpoint: NativeCheckpoint, place: _Place, state: str, dtype: str, low: int, high: int) -> bytes:
+    """Elements [low, high) of what a place holds of a parameter."""
+    b, m, cut = place
+    buffer = checkpoint.manifest.buffers[b]
+    member: Member = buffer.members[m]
+    size, out = ITEMSIZE[dtype], bytearray()
+    for part in buffer.owners(member, low, high) if low < high else ():
+        first, last = buffer.owned(member, part)
+        first, last = max(first, low), min(last, high)
+        where = checkpoint.where(Slot(b, cut, part, state))
+        block = bytearray((last - first) * size)
+        where.file.read_into(where.record, where.offset_bytes + buffer.offset(member, part, first) * size, memoryview(block))
+        out += block
+    return bytes(out)
+
+
+def _said(manifest: Manifest, place: _Place) -> str:
+    return ", ".join(f"{axis} {index}" for axis, index in (*manifest.buffers[place[0]].at, *place[2])) or "the first"
+

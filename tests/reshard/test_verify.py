@@ -1,0 +1,138 @@
+"""`verify` on real checkpoints: nothing to say about good ones, and every damage found."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.cli import main
+from megatron_ucp.errors import NotFoundError
+from megatron_ucp.formats.pt_file import PtFile
+from tests.engines.model import Setup
+from tests.engines.sources import Sources, drop_record, without_manifest
+from tests.engines.tensor_jobs import Mega
+
+pytestmark = pytest.mark.ranks
+FLIPS = 1000
+NO_OPTIMIZER = {"attach": False, "more": 0}
+
+
+def tensor_parallel(sources: Sources) -> str:
+    return sources.get(2, Mega("llama", 2, 1), "tests.engines.tensor_jobs:save")
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_good_checkpoint(sources: Sources, dp: int, zero: int, deep: bool) -> None:
+    found = ucp.verify(sources.get(dp, Setup(zero, "bf16")), deep=deep)
+    assert found.findings == () and found.notes == () and found.files >= 1
+    size = sum(p.stat().st_size for p in Path(found.path).glob("*.pt"))
+    assert 0.4 * size < found.read_bytes < size if deep else found.read_bytes == 0
+
+
+def test_a_good_checkpoint_at_tp2(sources: Sources) -> None:
+    assert ucp.verify(tensor_parallel(sources), deep=True).findings == ()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_every_flipped_byte_of_a_tensor_is_found(sources: Sources, tmp_path: Path, zero: int) -> None:
+    folder = shutil.copytree(Path(sources.get(2, Setup(zero, "bf16"))) / "trained", tmp_path / "copy")
+    places = []
+    for path in sorted(folder.glob("*.pt")):
+        with PtFile(path) as file:
+            places += [(path, file.records[n].offset_bytes + i) for n in file.records if "/data/" in n
+                       for i in range(file.records[n].size_bytes)]
+    dice = random.Random(zero)
+    for path, at in dice.sample(places, FLIPS // 2):
+        with open(path, "r+b") as file:
+            file.seek(at)
+            old = file.read(1)
+            file.seek(at)
+            file.write(bytes([old[0] ^ (1 << dice.randrange(8))]))
+            file.flush()
+            found = ucp.verify(folder, deep=True).findings
+            assert [one.file for one in found if "checksum" in one.what or "holds NaN" in one.what] or found, (path, at)
+            assert all(one.file == str(path) for one in found if "checksum" in one.what)
+            assert any("checksum" in one.what for one in found), (path, at, found)
+            file.seek(at)
+            file.write(old)
+    assert ucp.verify(folder, deep=True).findings == ()
+
+
+def test_missing_and_foreign_files(sources: Sources, broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = broken()
+    path = next((folder / "filled").glob("*rank_1*optim*"))
+    other = next((folder / "trained").glob("*rank_1*optim*"))
+    shutil.copy(other, path)
+    assert main(["verify", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert found[0]["file"] == str(path) and "not the one that was saved" in found[0]["what"]
+    path.unlink()
+    assert main(["verify", str(folder)]) == 1
+    assert "is missing" in capsys.readouterr().out
+    drop_record(next((folder / "trained").glob("*rank_1*optim*")), 0)
+    assert ucp.verify(without_manifest(folder) / "trained").findings
+
+
+def rewritten(path: Path, change: Any) -> None:
+    tree = torch.load(path, weights_only=False)
+    change(tree)
+    torch.save(tree, path)
+
+
+def test_nan_is_found_unless_it_is_allowed(sources: Sources, broken: Any) -> None:
+    folder = without_manifest(broken()) / "trained"
+    path = next(folder.glob("*rank_1*optim*"))
+
+    def change(tree: Any) -> None:
+        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][3] = float("nan")
+    rewritten(path, change)
+    found = ucp.verify(folder, deep=True).findings
+    assert [(one.what, one.file) for one in found] == [("a record holds NaN", str(path))]
+    assert ucp.verify(folder, deep=True, allow_nan=True).findings == () == ucp.verify(folder).findings
+
+
+def test_copies_that_differ_are_found(sources: Sources, tmp_path: Path) -> None:
+    """Every tensor-parallel rank has its own copy of a norm: one of them gets another moment."""
+    folder = shutil.copytree(Path(tensor_parallel(sources)) / "trained", tmp_path / "copy")
+    with PtFile(next(folder.glob("*mp_rank_01_optim*"))) as file:
+        before = file.directory_sha256
+
+    def change(tree: Any) -> None:
+        groups = tree["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        groups[1]["exp_avg"][0] += 1  # the group of norms
+    rewritten(next(folder.glob("*mp_rank_01_optim*")), change)
+    manifest = json.loads((folder / "ucp_manifest.json").read_text())
+    with PtFile(next(folder.glob("*mp_rank_01_optim*"))) as file:  # the manifest says that this is the file
+        assert file.directory_sha256 != before
+        manifest["files"] = [[n, file.size_bytes, file.directory_sha256] if sha == before else [n, size, sha]
+                             for n, size, sha in manifest["files"]]
+    (folder / "ucp_manifest.json").write_text(json.dumps(manifest))
+    assert ucp.verify(folder).findings == ()
+    found = ucp.verify(folder, deep=True).findings
+    assert {one.what for one in found} == {"two copies of the state exp_avg differ"} and len(found) == 1
+    assert found[0].parameter.endswith("layernorm.weight") and found[0].found == "tp 0 and tp 1"
+
+
+def test_a_file_without_checksums_is_a_note_and_no_damage(sources: Sources, broken: Any) -> None:
+    folder = without_manifest(broken()) / "trained"
+    path = next(folder.glob("*rank_0*optim*"))
+    torch.serialization.set_crc32_options(False)
+    try:
+        rewritten(path, lambda tree: None)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = ucp.verify(folder, deep=True)
+    assert found.findings == () and found.notes == (f"{path.name} has no checksums",)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        ucp.verify(tmp_path)
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert "no such checkpoint folder" in capsys.readouterr().err
