@@ -155,12 +155,7 @@ def _copies(checkpoint: NativeCheckpoint) -> Iterator[Finding]:
     """Parameters of which several places hold a copy, and the copies differ."""
     manifest = checkpoint.manifest
     for name, holders in manifest.holders.items():
-        places = [(b, m, cut) for b, m in holders for cut in cuts_of(manifest, manifest.buffers[b])]
-        if not isinstance(manifest.by_name[name].layout, Replicate):
-            first = cuts_of(manifest, manifest.buffers[holders[0][0]])[0]
-            places = [place for place in places if place[2] == first] if len(holders) > 1 else []
-        states = manifest.buffers[holders[0][0]].states
-        for (one, other), (state, dtype) in product(pairwise(places), states):
+        for (one, other), (state, dtype) in product(_pairs(manifest, name), manifest.buffers[holders[0][0]].states):
             size = manifest.buffers[one[0]].members[one[1]].size
             step = _BLOCK_BYTES // ITEMSIZE[dtype]
             if any(_read(checkpoint, one, state, dtype, low, min(low + step, size)) !=
@@ -170,7 +165,16 @@ def _copies(checkpoint: NativeCheckpoint) -> Iterator[Finding]:
                               f"{_said(manifest, one)} and {_said(manifest, other)}")
 
 
-_Place = tuple[int, int, Cut]
+def _pairs(manifest: Manifest, name: str) -> list[tuple["_Place", "_Place"]]:
+    """Places that hold the same elements of a parameter, each with the next one."""
+    same: dict[Cut, list[_Place]] = {}
+    for b, m in manifest.holders[name]:
+        for cut in cuts_of(manifest, manifest.buffers[b]):
+            same.setdefault(() if isinstance(manifest.by_name[name].layout, Replicate) else cut, []).append((b, m, cut))
+    return [pair for places in same.values() for pair in pairwise(places)]
+
+
+_Place = tuple[int, int, Cut]  # buffer, member, place along the axes that cut it
 
 
 def _slot(checkpoint: NativeCheckpoint, place: _Place, state: str, low: int) -> Slot:
@@ -181,7 +185,7 @@ def _slot(checkpoint: NativeCheckpoint, place: _Place, state: str, low: int) -> 
 
 def _read(checkpoint: NativeCheckpoint, place: _Place, state: str, dtype: str, low: int, high: int) -> bytes:
     """Elements [low, high) of what a place holds of a parameter."""
-    b, m, cut = place
+    b, m, cut = place[0], place[1], place[2]
     buffer = checkpoint.manifest.buffers[b]
     member: Member = buffer.members[m]
     size, out = ITEMSIZE[dtype], bytearray()
