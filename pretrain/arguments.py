@@ -38,8 +38,8 @@ def spellings(*names: str) -> list[str]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                     description="Train megatron-core's GPTModel under DeepSpeed; resume on any tensor-parallel size, number of "
-                                 "ranks and ZeRO stage.")
+                     description="Train megatron-core's GPTModel under DeepSpeed; resume on any tensor-parallel size, pipeline, "
+                                 "number of ranks and ZeRO stage.")
     for flag in FLAGS:
         _add(parser, flag)
     hidden = {name: (values, "_ignored") for name, values in IGNORED.items()}
@@ -176,12 +176,20 @@ def _exclusive(problem: str, args: argparse.Namespace, *names: str) -> None:
 
 
 def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
-    args.world_size, tp = world, args.tensor_model_parallel_size
+    args.world_size, tp, pp = world, args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if world % tp:
         raise UsageError("--tensor-model-parallel-size does not divide the number of ranks", expected=f"a divisor of {world}",
                          found=tp)
-    args.data_parallel_size = world // tp
+    if world // tp % pp:
+        raise UsageError("--pipeline-model-parallel-size does not divide the number of ranks", found=pp,
+                         expected=f"a divisor of {world // tp}: {world} ranks, --tensor-model-parallel-size {tp}")
+    if args.sequence_parallel and args.seq_length % tp:
+        raise UsageError("--sequence-parallel cuts --seq-length by --tensor-model-parallel-size", expected=f"a multiple of {tp}",
+                         found=args.seq_length)
+    args.data_parallel_size = world // tp // pp
     args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
+    if pp > 1:
+        _pipeline(args)
     args.clip_grad = 1.0 if args.clip_grad is None else args.clip_grad
     once = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
@@ -196,6 +204,26 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
         raise UsageError("gradient_accumulation_steps of the DeepSpeed config contradicts the batch sizes",
                          file=args.deepspeed_config,
                          expected=args.gradient_accumulation, found=said, fix="leave it out: the batch sizes and dp give it")
+
+
+def _pipeline(args: argparse.Namespace) -> None:
+    """What DeepSpeed's pipeline takes."""
+    if args.zero_stage > 1:
+        raise UsageError(f"--zero-stage {args.zero_stage} does not go with --pipeline-model-parallel-size "
+                         f"{args.pipeline_model_parallel_size}", expected="--zero-stage 0 or 1", found=args.zero_stage,
+                         fix="use --zero-stage 1: DeepSpeed's pipeline takes no higher one")
+    if args.fp16 and args.zero_stage == 0:
+        raise UsageError("--fp16 in a pipeline needs --zero-stage 1: stages with different numbers of parameter groups would wait "
+                         "for each other", expected="--zero-stage 1", found=0)
+    if args.no_pipeline_parallel:
+        raise UsageError("the number of pipeline stages is given once", expected="one flag",
+                         found=f"--no-pipeline-parallel and --pipeline-model-parallel-size {args.pipeline_model_parallel_size}")
+    from megatron_ucp.engines.pipeline import stage_method  # here, as it imports torch: --help is quick
+    layers = args.num_layers + 3
+    if args.pipeline_model_parallel_size > layers:
+        raise UsageError("--pipeline-model-parallel-size is more than there are layers", found=args.pipeline_model_parallel_size,
+                         expected=f"at most {layers}: --num-layers {args.num_layers}, embedding, final norm and head")
+    stage_method(args.pipeline_partition_method, layers, args.pipeline_model_parallel_size)
 
 
 def _lengths(args: argparse.Namespace) -> None:

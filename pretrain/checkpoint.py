@@ -16,13 +16,13 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines import agree
+from megatron_ucp.engines import agree, models
 from megatron_ucp.engines.load import Report
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
-from megatron_ucp.formats.deepspeed_paths import has_state_files, nothing_there, resolve, scan
+from megatron_ucp.formats.deepspeed_paths import TagFiles, has_state_files, nothing_there, resolve, scan
 from megatron_ucp.formats.model_file import shapes_by_group
 from megatron_ucp.formats.pt_file import PtFile
 from pretrain.arguments import MODEL_ARGUMENTS
@@ -75,8 +75,9 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             raise NotFoundError("--load names no checkpoint", file=args.load, expected="a file `latest`", found="nothing",
                                 fix="check the path, or leave --exit-on-missing-checkpoint out to start afresh")
         return None
-    folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes))
-    with NativeCheckpoint(folder, positions_too=True, specs=_declared(folder, args, sizes)) as checkpoint:
+    names = _stage_names(args, sizes)
+    folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes), names)
+    with NativeCheckpoint(folder, positions_too=True, specs=_declared(folder, args, sizes), names=names) as checkpoint:
         manifest, meta = checkpoint.manifest, checkpoint.meta
         schedule = meta.get("lr_scheduler")
         spec = manifest.by_name.get(EMBEDDING)
@@ -90,11 +91,12 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
                      isinstance(schedule, dict) and "num_steps" in schedule)
 
 
-def _folder(args: argparse.Namespace, tag: str | None, specs: Callable[[Path], Any]) -> tuple[Path, tuple[str, ...]]:
+def _folder(args: argparse.Namespace, tag: str | None, specs: Callable[[Path], Any],
+            names: Mapping[str, str] | None) -> tuple[Path, tuple[str, ...]]:
     """The tag folder to load, and what was passed over for it: the tag that was asked for, else the newest that is whole."""
     try:
         if tag is None and Path(args.load).is_dir() and not has_state_files(Path(args.load)):
-            found = ucp.newest_whole(args.load, specs)
+            found = ucp.newest_whole(args.load, specs, names)
             return found.folder, found.passed_over
         return resolve(args.load, tag), ()
     except NotFoundError as error:
@@ -106,30 +108,52 @@ def _declared(folder: Path, args: argparse.Namespace, sizes: Callable[[int], Siz
     """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every other one."""
     if (folder / FILE_NAME).is_file():
         return None
-    names = scan(folder).model
-    with PtFile(folder / (names.get((None, 0)) or names.get((0, 0)) or min(names.values()))) as file:
-        meta: Any = file.tree
-        tp = meta.get("mp_world_size") if isinstance(meta, dict) else None
-        if not isinstance(tp, int) or tp < 2:
-            return None
-        shapes: dict[str, Any] = {name: getattr(value, "shape", ()) for name, value in (meta.get("module") or {}).items()}
-        for named in shapes_by_group(meta) or []:  # at ZeRO-3 the module's own tensors are empty
-            shapes.update(named)
-    if not shapes.get(EMBEDDING):
-        return None  # the reader says what is missing
+    rows, tp = _embedding_rows(scan(folder))
+    if tp < 2 or not rows:
+        return None  # whole parameters; or the reader says what is missing
     if args.use_checkpoint_args:
         raise UsageError("--use-checkpoint-args: the checkpoint holds no arguments", file=folder,
                          found="a checkpoint that stock DeepSpeed wrote", fix="give the model's flags")
-    model = Model(find_family(args.model_family), sizes(shapes[EMBEDDING][0] * tp))
+    model = Model(find_family(args.model_family), sizes(rows * tp))
     return {name: ParamSpec(name, declared.shape, "", layout=declared.layout) for name, declared in model.table.items()}
+
+
+def _embedding_rows(files: TagFiles) -> tuple[int, int]:
+    """Rows of a rank's part of the embedding (0: there is none), and the number of parts, as DeepSpeed's own files say."""
+    if files.layers:
+        with PtFile(files.folder / files.layers.get((0, 0), min(files.layers.values()))) as file:
+            shape = getattr(file.tree.get("word_embeddings.weight"), "shape", ()) if isinstance(file.tree, dict) else ()
+        return (shape or (0,))[0], 1 + max(tp for _, tp in files.layers)
+    names = files.model
+    with PtFile(files.folder / (names.get((None, 0)) or names.get((0, 0)) or min(names.values()))) as file:
+        meta: Any = file.tree
+        tp = meta.get("mp_world_size") if isinstance(meta, dict) else None
+        if not isinstance(tp, int):
+            return 0, 1
+        shapes: dict[str, Any] = {name: getattr(value, "shape", ()) for name, value in (meta.get("module") or {}).items()}
+        for named in shapes_by_group(meta) or []:  # at ZeRO-3 the module's own tensors are empty
+            shapes.update(named)
+    return (shapes.get(EMBEDDING) or (0,))[0], tp
+
+
+def _stage_names(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Mapping[str, str] | None:
+    """Canonical names of a pipeline's parameters, where --load holds a pipeline's tag without a manifest: its layer files
+    have positions for names. From the flags; they do not depend on the padded vocabulary."""
+    load = Path(args.load)
+    tags = [path for path in (load, *load.iterdir()) if path.is_dir() and has_state_files(path)] if load.is_dir() else []
+    if args.use_checkpoint_args or all((tag / FILE_NAME).is_file() or not any(tag.glob("layer_*")) for tag in tags):
+        return None
+    return Model(find_family(args.model_family), sizes(1)).pipe
 
 
 def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     """Raises UsageError for flags that contradict the checkpoint."""
-    here = (args.tensor_model_parallel_size, args.data_parallel_size, args.zero_stage)
-    if not args.universal_checkpoint and (saved.mesh.tp, saved.mesh.dp, saved.mesh.zero) != here:
+    here = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size, args.zero_stage)
+    # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh says 1
+    zero = saved.args.get("zero_stage", saved.mesh.zero)
+    if not args.universal_checkpoint and (saved.mesh.tp, saved.mesh.pp, saved.mesh.dp, zero) != here:
         raise UsageError("the checkpoint was written on another mesh", file=saved.path, expected=str(saved.mesh),
-                         found="tp={},dp={},zero={}".format(*here), fix="--universal-checkpoint loads it on this one")
+                         found="tp={},pp={},dp={},zero={}".format(*here), fix="--universal-checkpoint loads it on this one")
     wrong = {name: (saved.args[name], getattr(args, name)) for name in MODEL_ARGUMENTS
              if saved.args.get(name) is not None and saved.args[name] != getattr(args, name)}
     if wrong:
@@ -212,8 +236,9 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
 
 
 def seed_random(seed: int) -> None:
-    """All generators of this rank. Data-parallel ranks share a seed, as in Megatron; tensor-parallel regions differ by rank."""
+    """All generators of this rank. Data-parallel ranks share a seed, as in Megatron; stages and tensor-parallel regions differ."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    seed = models.stage_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -53,6 +53,11 @@ MODEL = (
 )
 MESH = (
     Flag("--tensor-model-parallel-size", int, 1),
+    Flag("--pipeline-model-parallel-size", int, 1, "stages of DeepSpeed's pipeline; needs ZeRO stage 0 or 1"),
+    Flag("--no-pipeline-parallel", bool, False, "one stage, which is the default"),
+    Flag("--pipeline-partition-method", default="type:transformer", aliases=("--pp-partition-method",),
+         help="layers of the stages: uniform, parameters, type:REGEX, or their numbers as 1,3,1,2 (embedding, transformer layers, "
+              "final norm, head)"),
     Flag("--sequence-parallel", bool, False),
     Flag("--zero-stage", int, choices=(0, 1, 2, 3), help="default 1"),
     Flag("--deepspeed_config", help="JSON file, merged with the flags; a contradiction is an error", aliases=("--deepspeed-config",
@@ -134,7 +139,7 @@ FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in gr
 
 # Accepted without effect: what they ask for is what happens here, or a matter of speed alone. The number of values.
 IGNORED = {
-    "--deepspeed": 0, "--no-pipeline-parallel": 0, "--local_rank": 1, "--data-impl": 1, "--data-cache-path": 1,
+    "--deepspeed": 0, "--local_rank": 1, "--data-impl": 1, "--data-cache-path": 1,
     "--no-bias-gelu-fusion": 0, "--no-bias-swiglu-fusion": 0, "--no-bias-dropout-fusion": 0, "--no-masked-softmax-fusion": 0,
     "--no-rope-fusion": 0, "--no-gradient-accumulation-fusion": 0, "--no-persist-layer-norm": 0, "--no-query-key-layer-scaling": 0,
     "--use-mcore-models": 0, "--use-cpu-initialization": 0, "--num-workers": 1, "--distributed-backend": 1,
@@ -143,8 +148,14 @@ IGNORED = {
 
 # Known elsewhere, refused here by name: the number of values (None: any), those that are the same as leaving it out, why.
 REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
-    "--pipeline-model-parallel-size": (1, ("1",), "pipeline stages are not supported"),
-    "--num-layers-per-virtual-pipeline-stage": (1, (), "pipeline stages are not supported"),
+    "--num-layers-per-virtual-pipeline-stage": (1, (), "DeepSpeed's pipeline has no interleaved schedule"),
+    "--num-virtual-stages-per-pipeline-rank": (1, ("1",), "DeepSpeed's pipeline has no interleaved schedule"),
+    "--decoder-first-pipeline-num-layers": (1, (), "--pipeline-partition-method says which layers a stage holds"),
+    "--decoder-last-pipeline-num-layers": (1, (), "--pipeline-partition-method says which layers a stage holds"),
+    "--pipeline-model-parallel-layout": (1, (), "--pipeline-partition-method says which layers a stage holds"),
+    "--account-for-embedding-in-pipeline-split": (0, (), "--pipeline-partition-method says which layers a stage holds"),
+    "--account-for-loss-in-pipeline-split": (0, (), "--pipeline-partition-method says which layers a stage holds"),
+    "--pipeline-model-parallel-split-rank": (1, (), "models of encoder and decoder are not supported"),
     "--expert-model-parallel-size": (1, ("1",), "experts are not supported"),
     "--moe-expert-parallel-size": (1, ("1",), "experts are not supported"),
     "--expert-tensor-parallel-size": (1, ("1",), "experts are not supported"),

@@ -1,4 +1,5 @@
-"""Trains megatron-core's GPTModel under DeepSpeed; resumes on any tensor-parallel size, number of ranks and ZeRO stage.
+"""Trains megatron-core's GPTModel under DeepSpeed; resumes on any tensor-parallel size, pipeline, number of ranks and ZeRO
+stage.
 
     torchrun --nproc_per_node 4 pretrain/pretrain_gpt.py --model-family llama --tensor-model-parallel-size 2 ...
 

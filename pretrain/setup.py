@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import models
+from megatron_ucp.engines import models, pipeline
 from megatron_ucp.errors import UsageError
 from pretrain.schedule import Scheduler, Settings
 
@@ -88,12 +88,15 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
         raise UsageError("--fp16 does not run on this device", expected="a GPU", found=_accelerator().device_name(),
                          fix="use --bf16")
     settings = schedule(args)
-    model = models.build(model_config(args, vocab, padded))
+    config, pp = model_config(args, vocab, padded), args.pipeline_model_parallel_size
+    # a pipeline brings its own groups to DeepSpeed
+    model, mpu = (pipeline.build_pipeline(config, pp, args.pipeline_partition_method), None) if pp > 1 else (models.build(config),
+                                                                                                             models.mpu())
     groups = models.param_groups(model, args.lr, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
     scheduler = Scheduler(optimizer, settings, override=args.override_opt_param_scheduler,
                           use_checkpoint=args.use_checkpoint_opt_param_scheduler,
                           decays=[group["params"][0].dim() > 1 for group in groups])  # also where --weight-decay is 0 for now
     engine, *_ = ucp.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(args),
-                                mpu=models.mpu(), dist_init_required=False, family=args.model_family)
+                                mpu=mpu, dist_init_required=False, family=args.model_family)
     return engine

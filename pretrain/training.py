@@ -18,6 +18,7 @@ from pretrain.checkpoint import Position
 from pretrain.data import Batches, make_samples
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
+from pretrain.steps import make_steps
 from pretrain.tokenizer import make_tokenizer
 
 
@@ -70,13 +71,14 @@ class Run:
             padded = checkpoint.padded_vocab(tokenizer.vocab_size, self.args, saved)
             checkpoint.prepare_folder(self.args)
             setup.schedule(self.args)  # refuses impossible settings before the model is built
-        models.start(self.args.tensor_model_parallel_size, self.args.seed)
+        models.start(self.args.tensor_model_parallel_size, self.args.seed, self.args.pipeline_model_parallel_size)
         self._mesh = models.mpu()
         checkpoint.seed_random(self.args.seed)
         with agree.together():
             self._data = [self._batches(tokenizer, split) for split in (0, 1)]
         self.engine = setup.make_engine(self.args, tokenizer.vocab_size, padded)
         self._device = setup.device()
+        self._steps = make_steps(self.engine, self.args, self._device)
         position = Position()
         if saved is not None:
             position = self.load(saved)
@@ -102,44 +104,21 @@ class Run:
 
     # ---------------------------------------------------------------- one iteration
 
-    def _mean(self, total: torch.Tensor) -> float:
-        """Of a per-rank sum over an iteration's micro batches: the mean over the global batch."""
-        dist.all_reduce(total, group=self._mesh.get_data_parallel_group())
-        return float(total) / (self.args.gradient_accumulation * self.args.data_parallel_size)
-
-    def _loss(self, batches: Batches, consumed: int, step: int) -> torch.Tensor:
-        tokens = batches.get(consumed, step).to(self._device)  # [micro, sequence + 1]
-        return models.loss(self.engine, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
     def _iterate(self) -> float:
         """One optimizer step; the mean loss of its global batch, before the step."""
         train = self._data[0]
         assert train is not None
-        # in float64: the rounding of the sum must not show as a difference between meshes
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for step in range(self.args.gradient_accumulation):
-            loss = self._loss(train, self.result.position.consumed, step)
-            self.engine.backward(loss)
-            self.engine.step(lr_kwargs={"increment": self.args.global_batch_size})
-            total += loss.detach().double()
+        loss = self._steps.train(train, self.result.position.consumed)
         self.result.position.iteration += 1
         self.result.position.consumed += self.args.global_batch_size
-        return self._mean(total)
+        return loss
 
     def evaluate(self) -> float:
         """Mean loss over the first --eval-iters global batches of the validation split, the same at every evaluation."""
         valid = self._data[1]
         assert valid is not None
-        self.engine.eval()
-        total = 0.0
-        with torch.no_grad():
-            for iteration in range(self.args.eval_iters):
-                each = torch.zeros((), dtype=torch.float64, device=self._device)
-                for step in range(self.args.gradient_accumulation):
-                    each += self._loss(valid, iteration * self.args.global_batch_size, step).double()
-                total += self._mean(each)
-        self.engine.train()
-        return total / self.args.eval_iters
+        batch, count = self.args.global_batch_size, self.args.eval_iters
+        return sum(self._steps.evaluate(valid, iteration * batch) for iteration in range(count)) / count
 
     # ---------------------------------------------------------------- the loop
 
@@ -147,7 +126,6 @@ class Run:
         """Until --train-iters, an exit flag or SIGTERM; saves on the way and at the end."""
         args, result = self.args, self.result
         progress = Progress(args)
-        self.engine.train()
         try:
             with Stop() as stop:
                 while result.position.iteration < args.train_iters:

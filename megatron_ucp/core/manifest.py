@@ -16,6 +16,7 @@ from megatron_ucp.errors import DamagedFileError
 FORMAT_VERSION = 1
 FILE_NAME = "ucp_manifest.json"
 KINDS = ("trainable", "frozen", "buffer")
+PLACEMENT = ("pp", "vpp")  # axes that decide who holds a parameter; the first of several holders is the smallest place
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     """`groups` are the hyper-parameters of each parameter group, by number; `scalars` the per-buffer scalar states of
-    the optimizer (`step`), by buffer number; `run` what identifies the save (steps, versions)."""
+    the optimizer (`step`), by buffer number; `names` of a pipeline's parameters, with their canonical ones; `run` what
+    identifies the save (steps, versions)."""
 
     engine: str
     mesh: Mesh
@@ -71,6 +73,7 @@ class Manifest:
     family: str = ""
     save_id: str = ""
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):
@@ -79,6 +82,11 @@ class Manifest:
             for member in buffer.members:
                 if member.param not in self.by_name:
                     raise ValueError(f"a buffer holds {member.param}, which is no parameter")
+            if any(axis not in PLACEMENT or index >= self.mesh.size(axis) for axis, index in buffer.at):
+                raise ValueError(f"a buffer lies at {buffer.at}, which is no place of the mesh {self.mesh}")
+        for name, held in self.holders.items():
+            if len({self.buffers[b].at for b, _ in held}) < len(held):
+                raise ValueError(f"{name} is held twice at one place")
 
     @cached_property
     def by_name(self) -> dict[str, ParamSpec]:
@@ -142,6 +150,7 @@ def _build(data: dict[str, Any]) -> Manifest:
     data["ties"] = tuple(Tie(str(c), tuple(map(str, a))) for c, a in data["ties"])
     data["files"] = tuple(FileEntry(plain_name(n), _ints([s])[0], str(d)) for n, s, d in data["files"])
     data["groups"] = tuple(dict(g) for g in data["groups"])
+    data["names"] = {_pipe_name(pipe): str(name) for pipe, name in data.get("names", {}).items()}
     data["scalars"] = tuple({str(k): v for k, v in s.items() if isinstance(v, int | float)} for s in data["scalars"])
     manifest = Manifest(**data)
     if manifest.scalars and len(manifest.scalars) != len(manifest.buffers):
@@ -171,6 +180,12 @@ def _kind(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of parameter")
     return kind
+
+
+def _pipe_name(name: str) -> str:
+    if not re.fullmatch(r"([0-9]{1,6}|tied_modules\.[^.]+)\..+", name):
+        raise ValueError(f"{name!r} is no name in a pipeline")
+    return name
 
 
 def plain_name(name: object) -> str:

@@ -311,6 +311,8 @@ def _prove_slot(slot: Slot, members: dict[int, list[Op]], fills: Iterable[Fill],
             for box in flat_boxes(view, start - fragment.offset + fragment.low, stop - fragment.offset + fragment.low):
                 left = _subtract(left, box, param, slot)
         for op in sorted(members.pop(fragment.member, []), key=lambda op: op.box.start):
+            if len(op.box.start) != len(view):
+                raise PlanError("a box of the plan has other dims than the parameter", parameter=param, found=op.target)
             left = _subtract(left, op.box, param, slot)
             start = fragment.offset + flat_index(op.box.start, view) - fragment.low
             extents = [(n, s) for n, s in zip(op.box.shape, strides(view), strict=True) if n != 1]

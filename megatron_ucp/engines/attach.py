@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ucp.engines import agree
 from megatron_ucp.engines.family import model_of
+from megatron_ucp.engines.live import is_pipeline, parallel_of
 from megatron_ucp.engines.load import Report, check_options, load
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
@@ -42,7 +43,7 @@ def attach(engine: Any, family: Any = None, loader: ResumableLoader | None = Non
         refuse_engine(engine, model)
         refuse_writer(engine)
     if model is not None and not hasattr(engine.module, INFO):
-        setattr(engine.module, INFO, info_of(model, int(engine.mp_world_size)))
+        setattr(engine.module, INFO, info_of(model, parallel_of(engine)[0][0], model.pipe if is_pipeline(engine) else None))
         engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
     stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from megatron_ucp.engines.live import parallel_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Family, Model, Sizes
 
 _REMEMBERED = "_ucp_model"
 _TRUE_VOCAB = "ucp_true_vocab"  # an attribute of the model: the tokenizer's size, where the vocabulary is padded
+_SIZES = "ucp_sizes"  # an attribute of a PipelineModule, whose stages have no config of all layers: its Sizes
 
 
 def model_of(engine: Any, family: str | Family | None) -> Model | None:
@@ -20,13 +22,16 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
         return engine.__dict__.get(_REMEMBERED)
     chosen = find_family(family) if isinstance(family, str) else family
     model = Model(chosen, sizes_of(engine.module))
-    model.check_cut(int(engine.mp_world_size))
+    model.check_cut(parallel_of(engine)[0][0])
     engine.__dict__[_REMEMBERED] = model
     return model
 
 
 def sizes_of(module: Any) -> Sizes:
-    """Sizes of a megatron-core GPTModel, from its own config. Raises UsageError for another module."""
+    """Sizes of a megatron-core GPTModel, from its own config; of a PipelineModule, from its attribute `ucp_sizes`. Raises
+    UsageError for another module."""
+    if isinstance(told := getattr(module, _SIZES, None), Sizes):
+        return told
     config: Any = getattr(module, "config", None)
     missing = [name for name in ("num_layers", "num_query_groups", "kv_channels", "gated_linear_unit") if not hasattr(config, name)]
     if missing or not hasattr(module, "share_embeddings_and_output_weights"):

@@ -7,7 +7,7 @@ and marked usable again. No collective stands inside the arithmetic.
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_ucp.core.plan import Plan, Slot, Want, make_plan, prove
 from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
 from megatron_ucp.engines import agree
 from megatron_ucp.engines.family import model_of
-from megatron_ucp.engines.live import IMPLEMENTATION, Live
+from megatron_ucp.engines.live import IMPLEMENTATION, Live, dtype_name
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.engines.refuse import refuse_engine
@@ -29,7 +29,16 @@ from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.whole import check_file
 from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute, fresh
-from megatron_ucp.reshard.match import ALLOWANCES, Fit, group_values, has_masters, match_params, one_value, source_states
+from megatron_ucp.reshard.match import (
+    ALLOWANCES,
+    Fit,
+    group_values,
+    has_masters,
+    match_params,
+    match_ties,
+    one_value,
+    source_states,
+)
 
 
 @dataclass(frozen=True)
@@ -86,11 +95,17 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
         live = Live(engine, model)
     with ExitStack() as opened:
         try:
+            with agree.together() as stages:
+                own = live.part(lambda _: ())
+                stages.value = live.told(own)
             with agree.together():
-                bare = live.manifest(lambda _: ())
-                source = opened.enter_context(NativeCheckpoint(path, tag, live.order(), specs=bare.by_name if model else None))
+                whole = live.join(own, stages.values)
+                bare = whole.manifest
+                source = opened.enter_context(NativeCheckpoint(path, tag, whole.order, specs=bare.by_name if model else None,
+                                                               names=model.pipe if model else None))
                 job = _prepare(live, bare, source, optimizer, hyper, frozenset(allow))
-                extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only)
+                extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only,
+                                     groups=_origins(live, source))
                 randoms = Restored.plan(source, live.mesh(), agree.world()[0], live.place()) if rng else Restored(None)
                 position = None if load_module_only else _position(source, loader)
         except UcpError:
@@ -144,48 +159,55 @@ def check_options(hyper: str = "checkpoint", checksums: bool = True, allow: Coll
 
 def _prepare(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bool, hyper: str,
              allow: frozenset[str]) -> _Job:
-    """Everything that needs no tensor byte; raises before anything is written. `bare` is the engine with masters alone."""
+    """Everything that needs no tensor byte; raises before anything is written. `bare` is the engine with masters alone.
+
+    Every rank looks at all stages of the engine, and plans for its own."""
     file = str(source.folder)
-    names = [name for buffer in live.buffers for name in (live.names[p] for p in buffer.params)]
     fit = match_params(source.manifest, bare, allow, file)
-    if not has_masters(source.manifest, names):
+    if not has_masters(source.manifest, (spec.name for spec in bare.params if spec.kind == "trainable")):
         if optimizer:
             raise StateMismatchError("the checkpoint holds no optimizer", file=file,
                                      fix="load with load_optimizer_states=False")
         fit.master = VALUE
+    replicas = match_ties(source.manifest, optimizer, file)
     states, steps, kept = _states(live, bare, source, optimizer, file)
-    by_buffer = {id(buffer): found for buffer, found in zip(live.buffers, states, strict=True)}
-    target = live.manifest(lambda buffer: [(s, live.state_dtype(buffer)) for s in by_buffer[id(buffer)]])
+    dtypes = [live.state_dtype(buffer.states[0][1]) for buffer in bare.buffers]
+    target = replace(bare, buffers=tuple(replace(b, states=(b.states[0], *((s, dtype) for s in found))) for b, dtype, found in
+                                         zip(bare.buffers, dtypes, states, strict=True)))
     wanted = group_values(target, source.manifest.group_of, file) if optimizer else []
-    plan = make_plan(source.manifest, target, _wants(live, target, fit, states), allow)
+    plan = make_plan(source.manifest, target, _wants(live, target, fit), allow)
     prove(plan, source.manifest, target)
     for slot in plan.sources:
         source.where(slot)
     rank, world = agree.world()
     for name in source.names.names[rank::world]:  # the ranks share the work
         check_file(source, name, stale="stale" in allow)
-    job = _Job(live, source, fit, plan, optimizer, wanted if hyper == "checkpoint" else [], steps, kept, states)
+    own = slice(live.first_buffer, live.first_buffer + len(live.buffers))
+    groups = wanted[live.first_group:live.first_group + len(getattr(live.wrapper.base, "param_groups", []))]
+    job = _Job(live, source, fit, plan, optimizer, groups if hyper == "checkpoint" else [], steps[own], kept[own], states[own])
     job.notes += source.notes
+    job.notes += [f"replicas not compared: {name}" for name in replicas]
     _describe(job, target)
     return job
 
 
 def _states(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bool,
             file: str) -> tuple[list[tuple[str, ...]], list[Mapping[str, float]], list[Kept | None]]:
-    """Per live buffer: names of element-wise states, scalar states, and what the optimizer keeps."""
-    if not optimizer:
-        return [()] * len(live.buffers), [{}] * len(live.buffers), [None] * len(live.buffers)
+    """Per buffer of the engine: names of element-wise states, scalar states, and what the optimizer keeps."""
     states: list[tuple[str, ...]] = []
     steps: list[Mapping[str, float]] = []
     kept: list[Kept | None] = []
-    for number, buffer in enumerate(live.buffers):
-        group = live.wrapper.base.param_groups[buffer.group] if buffer.group is not None else {}
-        keeps = kept_by(live.optimizer_name(), group)
-        members = bare.buffers[number].members
-        found = one_value(members, lambda name: {s: True for s in source_states(source.manifest, name)}, "states", file)
-        scalars = one_value(members, source.manifest.scalars_of, "steps", file)
+    for buffer in bare.buffers:
+        if not optimizer or buffer.states[0][0] == VALUE:
+            states.append(())
+            steps.append({})
+            kept.append(None)
+            continue
+        keeps = kept_by(live.optimizer_name(), bare.groups[buffer.group] if buffer.group is not None else {})
+        found = one_value(buffer.members, lambda name: {s: True for s in source_states(source.manifest, name)}, "states", file)
+        scalars = one_value(buffer.members, source.manifest.scalars_of, "steps", file)
         if found or scalars:  # no states at all: a checkpoint from before the first step
-            first = members[0].param
+            first = buffer.members[0].param
             require_equal(keeps.element, found, first, file)
             require_equal(keeps.scalar, scalars, first, file)
         states.append(tuple(found))
@@ -194,17 +216,25 @@ def _states(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: boo
     return states, steps, kept
 
 
-def _wants(live: Live, target: Any, fit: Fit, states: list[tuple[str, ...]]) -> list[Want]:
+def _wants(live: Live, target: Manifest, fit: Fit) -> list[Want]:
     """Every slot of this rank, and the source state that fills it."""
-    cut = live.cut
     wants: list[Want] = []
     for number, part in live.parts():
-        if number < len(live.buffers):
-            wants.append((Slot(number, cut, part, MASTER), fit.master))
-            wants += [(Slot(number, cut, part, state), state) for state in states[number]]
-        elif target.buffers[number].members[0].param not in fit.skipped:
-            wants.append((Slot(number, cut, part, VALUE), VALUE))
+        buffer = target.buffers[number]
+        if buffer.states[0][0] == VALUE and buffer.members[0].param in fit.skipped:
+            continue
+        wants += [(Slot(number, live.cut, part, state), fit.master if state == MASTER else state) for state, _ in buffer.states]
     return wants
+
+
+def _origins(live: Live, source: NativeCheckpoint) -> list[int | None]:
+    """For each of this rank's parameter groups the group of the checkpoint that its first parameter comes from."""
+    out: list[int | None] = [None] * len(getattr(live.wrapper.base, "param_groups", []))
+    for buffer in live.buffers:
+        if buffer.group is not None and out[buffer.group] is None and buffer.params:
+            held = source.manifest.holders.get(live.names[buffer.params[0]])
+            out[buffer.group] = source.manifest.buffers[held[0][0]].group if held else None
+    return out
 
 
 def _describe(job: _Job, target: Any) -> None:
@@ -232,7 +262,7 @@ def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
         del held[key]
     for key in states:
         old = held.get(key)
-        dtype = DTYPES[live.state_dtype(buffer)]
+        dtype = DTYPES[live.state_dtype(dtype_name(buffer.master.dtype))]
         if not isinstance(old, torch.Tensor) or old.shape != buffer.master.shape or old.dtype != dtype:
             held[key] = fresh(buffer.master.detach(), dtype)
 

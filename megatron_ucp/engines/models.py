@@ -6,9 +6,13 @@
                                       mpu=models.mpu(), config=...)
     engine.backward(models.loss(engine, tokens, labels))
     models.stop()
+
+`engines/pipeline` builds the same models in stages.
 """
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,12 +102,12 @@ class ModelConfig:
                      gated=family.gated, biases=family.biases, norm_biases=family.normalization == "LayerNorm")
 
 
-def start(tp: int, seed: int) -> None:
-    """Makes megatron-core's process groups for the current world (dp = world / tp, default rank order) and seeds all
+def start(tp: int, seed: int, pp: int = 1) -> None:
+    """Makes megatron-core's process groups for the current world (dp = world / tp / pp, default rank order) and seeds all
     generators as Megatron does. Applies the patches that training needs; those for machines without a GPU only there.
 
-    Collective. Raises UsageError when torch.distributed is not initialised, when tp does not divide the world, or when
-    the groups of an earlier `start` are still there.
+    Collective. Raises UsageError when torch.distributed is not initialised, when tp x pp does not divide the world, or
+    when the groups of an earlier `start` are still there.
     """
     if not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised", fix="call deepspeed.init_distributed() first")
@@ -111,6 +115,9 @@ def start(tp: int, seed: int) -> None:
     if tp < 1 or world % tp:
         raise UsageError("the tensor-parallel size does not divide the number of ranks",
                          expected=f"a divisor of {world}", found=tp)
+    if pp < 1 or world // tp % pp:
+        raise UsageError("the number of pipeline stages does not divide the number of ranks",
+                         expected=f"a divisor of {world // tp} ({world} ranks, tensor-parallel size {tp})", found=pp)
     import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
 
     for name in PATCHES:
@@ -120,16 +127,32 @@ def start(tp: int, seed: int) -> None:
 
     if parallel_state.model_parallel_is_initialized():
         raise UsageError("megatron-core's process groups are there already", fix="call models.stop() first")
-    before = set(_open_groups())
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
     _groups.clear()
-    _groups.update(set(_open_groups()) - before)
-    torch.manual_seed(seed)  # dropout outside of the tensor-parallel regions: the same on all tensor-parallel ranks
+    with closed_by_stop():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                                                 create_gloo_process_groups=False)
+    seed = stage_seed(seed)
+    torch.manual_seed(seed)  # dropout outside of the tensor-parallel regions: alike on all tensor-parallel ranks
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
+def stage_seed(seed: int) -> int:
+    """The seed of this rank's pipeline stage: Megatron's rule, under which stages draw apart."""
+    from megatron.core import parallel_state
+
+    return seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+
+
+@contextlib.contextmanager
+def closed_by_stop() -> Iterator[None]:
+    """The process groups that are made inside are closed by `stop`."""
+    before = set(_open_groups())
+    yield
+    _groups.update(set(_open_groups()) - before)
+
+
 def stop() -> None:
-    """Takes down what `start` made, so that it can be called again with another size. Collective.
+    """Takes down what `start` made, so that it can be called again with other sizes. Collective.
 
     Destroy the engines first. megatron-core forgets its groups but leaves them open, with a few sockets and threads each;
     they are closed here.
@@ -154,7 +177,8 @@ class _Mpu:
     """megatron-core's parallel_state with the names that DeepSpeed asks for.
 
     DeepSpeed sums gradient norms over, and numbers model files by, the "model parallel" group. megatron-core's own
-    `get_model_parallel_group` would be tensor x pipeline; without pipeline stages the two are the same ranks.
+    `get_model_parallel_group` would be tensor x pipeline; without pipeline stages the two are the same ranks. A pipeline
+    brings an object of its own to DeepSpeed; for what else asks, this one has the right groups there too.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -180,31 +204,53 @@ def mpu() -> Any:
 def build(config: ModelConfig) -> "GPTModel":
     """This rank's part of a model, on the CPU, in fp32. Call `start` first.
 
-    Raises LayoutError when the tensor-parallel size divides heads, vocabulary or ffn not, UsageError before `start`.
+    Raises LayoutError when the tensor-parallel size divides heads, vocabulary or ffn not, UsageError before `start` and
+    after a `start` with pipeline stages.
     """
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes as set_defaults
 
-    if not parallel_state.model_parallel_is_initialized():
-        raise UsageError("megatron-core's process groups are not there", fix="call models.start(tp, seed) first")
-    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    Model(find_family(config.family), config.sizes()).check_cut(tp)
-    transformer = _transformer_config(config, tp)
-    layers: Any = _layers(transformer)  # taken as well as the ModuleSpec that megatron-core declares
+    tp, pp = check_started(config)
+    if pp > 1:
+        raise UsageError("models.start was called for a pipeline", expected="pp 1", found=pp,
+                         fix="build the model with engines.pipeline.build_pipeline")
+    transformer = transformer_config(config, tp)
+    layers: Any = layer_specs(transformer)  # taken as well as the ModuleSpec that megatron-core declares
     model = GPTModel(transformer, layers, vocab_size=config.vocab, max_sequence_length=config.positions,
                      position_embedding_type=FAMILIES[config.family].position_embedding_type,
                      rotary_base=config.rotary_base, share_embeddings_and_output_weights=config.tied)
     for name, param in model.named_parameters():
-        set_defaults(param)  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
-        _initialise(name, param, config, tp, rank)
-        if getattr(param, "sequence_parallel", False):
-            param.register_hook(_sum_over_tensor_parallel)
+        prepare(name, param, config)
     model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
     return model
 
 
-def _transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
+def check_started(config: ModelConfig) -> tuple[int, int]:
+    """The sizes (tp, pp) that `start` was called with. Raises UsageError before it, LayoutError where tp does not divide
+    the model."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise UsageError("megatron-core's process groups are not there", fix="call models.start(tp, seed) first")
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    Model(find_family(config.family), config.sizes()).check_cut(tp)
+    return tp, parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def prepare(name: str, param: torch.nn.Parameter, config: ModelConfig) -> None:
+    """Attributes, first values and hooks of a parameter by its canonical name."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes as set_defaults
+
+    set_defaults(param)  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
+    _initialise(name, param, config, parallel_state.get_tensor_model_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_rank())
+    if getattr(param, "sequence_parallel", False):
+        param.register_hook(_sum_over_tensor_parallel)
+
+
+def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
+    """What megatron-core's modules are built from. It never speaks of pipeline stages: megatron-core would count its own
+    on top of those of DeepSpeed's pipeline, and number the layers twice."""
     from megatron.core.transformer import TransformerConfig
 
     family = FAMILIES[config.family]
@@ -238,7 +284,8 @@ class TaggedNorm:
         return norm
 
 
-def _layers(transformer: "TransformerConfig") -> "TransformerBlockSubmodules":
+def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules":
+    """megatron-core's local layer spec with norms that sequence parallelism can use."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -293,15 +340,28 @@ def loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Ten
 
     `model` is a model of `build` or a DeepSpeed engine around it. Raises UsageError for a sequence that does not fit.
     """
-    bare = _bare(model)
-    length = tokens.shape[1]
-    parts = bare.config.tensor_model_parallel_size if bare.config.sequence_parallel else 1
-    if length > bare.max_sequence_length or length % parts:
-        raise UsageError("the sequence length does not fit the model", found=length,
-                         expected=f"at most {bare.max_sequence_length}" + (f", a multiple of {parts}" if parts > 1 else ""))
+    bare, length = _bare(model), tokens.shape[1]
+    check_length(length, bare.max_sequence_length, bare.config)
     positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-    hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)  # True: not attended to
-    each = model(tokens, positions, hidden, labels=labels).float()  # [batch, sequence]
+    each = model(tokens, positions, not_attended(length, tokens.device), labels=labels)  # [batch, sequence]
+    return mean_of(each.float(), mask)
+
+
+def check_length(length: int, longest: int, transformer: "TransformerConfig") -> None:
+    """Raises UsageError for a sequence that does not fit."""
+    parts = transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
+    if length > longest or length % parts:
+        raise UsageError("the sequence length does not fit the model", found=length,
+                         expected=f"at most {longest}" + (f", a multiple of {parts}" if parts > 1 else ""))
+
+
+def not_attended(length: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, sequence, sequence], True where a token must not look: at those after it."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def mean_of(each: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Mean of [batch, sequence], or of those where `mask` is not 0; 0 where it is 0 everywhere."""
     if mask is None:
         return each.mean()
     weights = mask.float()
@@ -317,7 +377,8 @@ def _bare(model: Any) -> Any:
 
 
 def param_groups(model: torch.nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Megatron's two groups: matrices decay, biases and norms do not. Frozen parameters are left out.
+    """Megatron's two groups: matrices decay, biases and norms do not. Frozen parameters and empty groups are left out; a
+    pipeline stage may have one group only.
 
     Call it before deepspeed.initialize: ZeRO-3 flattens parameters.
     """

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ucp.engines.live import is_pipeline
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 
@@ -24,13 +25,7 @@ def _super(engine: Any) -> bool:
     return config is not None and bool(getattr(config, "super_offload", False))
 
 
-def _pipeline(engine: Any) -> bool:
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-    return isinstance(engine, PipelineEngine)
-
-
 _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("a PipelineEngine", _pipeline, "build the engine without pipeline stages"),
     ("DeepSpeed-MoE layers", lambda e: bool(e.has_moe_layers), "resume on the mesh that wrote the checkpoint"),
     ("optimizer states offloaded to NVMe (zero_optimization.offload_optimizer.device: nvme)",
      _offload("offload_optimizer", "nvme"), "offload to cpu"),
@@ -66,6 +61,10 @@ def refuse_writer(engine: Any) -> None:
 
 def refuse_engine(engine: Any, model: Model | None) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be exact."""
+    if is_pipeline(engine) and (model is None or not model.pipe):
+        raise UnsupportedError("this engine is a pipeline whose parameter names no family explains, which is not supported",
+                               expected="a family with pipeline names", found=model.family.name if model else "no family",
+                               fix='give family="gpt" or family="llama"')
     if model is None and int(engine.mp_world_size) > 1:
         raise UnsupportedError("this engine uses tensor parallelism without a family, which is not supported",
                                found=f"mp_world_size {engine.mp_world_size}", fix='give family="gpt" or family="llama"')

@@ -1,13 +1,14 @@
 """What resumes besides tensors: scheduler, counters, loss scale, client state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_ucp.engines.live import is_pipeline
 from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.deepspeed import OWN_KEYS, NativeCheckpoint
+from megatron_ucp.formats.deepspeed import OWN_KEYS, PER_GROUP, NativeCheckpoint
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef, resolve
 from megatron_ucp.reshard.execute import DTYPES, bytes_of
 
@@ -23,21 +24,39 @@ class Extras:
     client_state: Mapping[str, Any]
 
     @classmethod
-    def read(cls, source: NativeCheckpoint, engine: Any, scheduler: bool) -> "Extras":
-        """Raises StateMismatchError where the scheduler counts other groups than the engine has."""
+    def read(cls, source: NativeCheckpoint, engine: Any, scheduler: bool, groups: Sequence[int | None]) -> "Extras":
+        """`groups` are the checkpoint's for each group of the engine. Raises StateMismatchError where the scheduler counts
+        other groups than the engine has."""
         meta = source.meta
         found = _tensors(source, meta.get("lr_scheduler")) if scheduler else None
-        groups = len(getattr(engine.optimizer, "param_groups", None) or [])
+        if source.pipeline or is_pipeline(engine):
+            found = _of_groups(source, found, groups)
+        count = len(getattr(engine.optimizer, "param_groups", None) or [])
         rates = (found or {}).get("base_lrs")
-        if engine.lr_scheduler is not None and isinstance(rates, list) and len(rates) != groups:
+        if engine.lr_scheduler is not None and isinstance(rates, list) and len(rates) != count:
             raise StateMismatchError("the scheduler of the checkpoint counts another number of groups",
-                                     file=source.folder / source.model_name, expected=groups, found=len(rates),
+                                     file=source.folder / source.model_name, expected=count, found=len(rates),
                                      fix="build the optimizer's groups as the run did, or load with "
                                          "load_lr_scheduler_states=False")
         return cls(found, {key: meta[key] for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size",
                                                       "mp_world_size") if meta.get(key) is not None},
                    _tensors(source, meta.get("random_ltd")), _tensors(source, meta.get("data_sampler")),
                    {key: _tensors(source, value) for key, value in meta.items() if key not in OWN_KEYS})
+
+
+def _of_groups(source: NativeCheckpoint, found: Any, origins: Sequence[int | None]) -> Any:
+    """A scheduler's state for the groups of one stage. Each stage of the checkpoint wrote its own, and has its own groups."""
+    if not isinstance(found, dict) or None in origins:
+        return found
+    saved = [source.tree(source.model_of(stage * source.tensor_parallel)).get("lr_scheduler") or {}
+             for stage in range(source.pipeline_stages)]
+    out = dict(found)
+    for key in PER_GROUP & found.keys():
+        lists: list[list[Any]] = [values for state in saved if isinstance(values := state.get(key), list)]
+        if [len(values) for values in lists] == [len(contents.groups) for contents in source.stages]:
+            every = [value for values in lists for value in values]
+            out[key] = [every[n] for n in origins if n is not None]
+    return out
 
 
 def _tensors(source: NativeCheckpoint, value: Any) -> Any:

@@ -88,7 +88,10 @@ def _save(engine: Any, model: Model | None, how: Saving, stock_save: Callable[..
                        exclude_frozen_parameters=exclude_frozen)
         stock_seconds = time.perf_counter() - before
         live = Live(engine, model)
-        manifest = live.manifest(live.present_states)
+        with agree.together() as stages:
+            own = live.part(live.present_states)
+            stages.value = live.told(own)
+        manifest = live.join(own, stages.values).manifest
         live.wrapper.restore()
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync)

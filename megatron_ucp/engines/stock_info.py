@@ -1,25 +1,29 @@
 """`universal_checkpoint_info` for a family's model, so that stock DeepSpeed's own tools keep working on our saves."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ucp.core.box import flat_index, strides
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.names import TIED
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.stock_info import HALVES, REPLICATED, ROW, VOCABULARY
 
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load then cuts it on dim 0: wrong
 # without an error for row-parallel and gated weights. Their patterns alone serve both directions.
+_ON_SEVERAL_STAGES = "pipeline_replicated_parameter_patterns"
 _CUT_BY_DEFAULT = (Replicate(), Shard("tp", 0))
 
 
-def info_of(model: Model, tp: int) -> dict[str, Any]:
-    """The dict that DeepSpeed merges into the model files: patterns for its old converters, the affine map for the new."""
+def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The dict that DeepSpeed merges into the model files: patterns for its old converters, the affine map for the new.
+    `pipe` maps a pipeline's names to canonical ones: stock's tools know only the former."""
     from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
-    table = model.table
-    vocabulary = [n for n in table if n.endswith(("word_embeddings.weight", "output_layer.weight"))]
+    table = {name: model.table[canonical] for name, canonical in pipe.items()} if pipe else model.table
+    vocabulary = [n for n in table if (pipe or {}).get(n, n).endswith(("word_embeddings.weight", "output_layer.weight"))]
     kinds = {
+        _ON_SEVERAL_STAGES: [n for n in table if n.startswith(f"{TIED}.")] if pipe else [],
         VOCABULARY: vocabulary,
         REPLICATED: [n for n, d in table.items() if isinstance(d.layout, Replicate)],
         ROW: [n for n, d in table.items() if d.layout == Shard("tp", 1)],

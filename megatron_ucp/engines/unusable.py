@@ -4,16 +4,16 @@ from typing import Any
 
 from megatron_ucp.errors import EngineUnusableError
 
-_METHODS = ("step", "save_checkpoint")
+_METHODS = ("step", "train_batch", "save_checkpoint")  # a pipeline trains by `train_batch`
 _SAVED = "_ucp_methods_before_load"
 
 
 def mark_unusable(engine: Any) -> None:
-    """From now on `step` and `save_checkpoint` raise EngineUnusableError. Twice is once."""
+    """From now on `step`, `train_batch` and `save_checkpoint` raise EngineUnusableError. Twice is once."""
     if _SAVED in engine.__dict__:
         return
-    engine.__dict__[_SAVED] = {name: engine.__dict__.get(name) for name in _METHODS}
-    for name in _METHODS:
+    engine.__dict__[_SAVED] = {name: engine.__dict__.get(name) for name in _METHODS if hasattr(engine, name)}
+    for name in engine.__dict__[_SAVED]:
         setattr(engine, name, _refuse)
 
 

@@ -67,11 +67,13 @@ def whole(*shape: int) -> Declared:
 
 @dataclass(frozen=True)
 class Family:
-    """`table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is the file to edit."""
+    """`table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is the file to edit;
+    `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones (None: the family has no pipeline)."""
 
     name: str
     table: Callable[[Sizes], dict[str, Declared]]
     source: str
+    pipe: Callable[[Sizes], dict[str, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Model:
     @cached_property
     def table(self) -> dict[str, Declared]:
         return self.family.table(self.sizes)
+
+    @cached_property
+    def pipe(self) -> dict[str, str]:
+        """Name in a DeepSpeed pipeline -> canonical name; empty for a family without one."""
+        return self.family.pipe(self.sizes) if self.family.pipe else {}
 
     def find(self, name: str) -> Declared:
         """The declaration of a parameter. Raises RuleError that names the nearest one and the file to edit."""

@@ -1,24 +1,8 @@
 """GPT on megatron-core's local layer spec: learned positions, LayerNorm, gelu, biases, tied or untied head."""
 
-from megatron_ucp.families.base import Declared, Family, Sizes, column, gated, row, whole
-
-
-def attention_and_mlp(sizes: Sizes, prefix: str) -> dict[str, Declared]:
-    """One transformer layer; biases, gate and norm biases as the sizes say."""
-    out = {
-        "input_layernorm.weight": whole(sizes.hidden),
-        "self_attention.linear_qkv.weight": column(sizes.qkv, sizes.hidden),
-        "self_attention.linear_proj.weight": row(sizes.hidden, sizes.heads * sizes.head_dim),
-        "pre_mlp_layernorm.weight": whole(sizes.hidden),
-        "mlp.linear_fc1.weight": (gated if sizes.gated else column)(sizes.ffn, sizes.hidden),
-        "mlp.linear_fc2.weight": row(sizes.hidden, sizes.ffn),
-    }
-    if sizes.norm_biases:
-        out |= {"input_layernorm.bias": whole(sizes.hidden), "pre_mlp_layernorm.bias": whole(sizes.hidden)}
-    if sizes.biases:
-        out |= {"self_attention.linear_qkv.bias": column(sizes.qkv), "self_attention.linear_proj.bias": whole(sizes.hidden),
-                "mlp.linear_fc1.bias": (gated if sizes.gated else column)(sizes.ffn), "mlp.linear_fc2.bias": whole(sizes.hidden)}
-    return {prefix + name: declared for name, declared in out.items()}
+from megatron_ucp.families import pipe
+from megatron_ucp.families.base import Declared, Family, Sizes, column, whole
+from megatron_ucp.families.layer import attention_and_mlp
 
 
 def table(sizes: Sizes) -> dict[str, Declared]:
@@ -36,4 +20,4 @@ def table(sizes: Sizes) -> dict[str, Declared]:
     return out
 
 
-FAMILY = Family("gpt", table, "megatron_ucp/families/gpt.py")
+FAMILY = Family("gpt", table, "megatron_ucp/families/gpt.py", pipe.names)

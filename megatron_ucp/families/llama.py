@@ -1,7 +1,7 @@
 """LLaMA on megatron-core's local layer spec: grouped queries, SwiGLU (gate above up), RMSNorm, RoPE, no biases."""
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import gpt
+from megatron_ucp.families import gpt, pipe
 from megatron_ucp.families.base import Declared, Family, Sizes
 
 
@@ -13,4 +13,4 @@ def table(sizes: Sizes) -> dict[str, Declared]:
     return gpt.table(sizes)
 
 
-FAMILY = Family("llama", table, "megatron_ucp/families/llama.py")
+FAMILY = Family("llama", table, "megatron_ucp/families/llama.py", pipe.names)

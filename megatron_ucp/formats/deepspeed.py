@@ -5,7 +5,6 @@ order of parameters that stage 0 does not store, and every file is compared with
 """
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,19 +15,22 @@ from typing import Any, cast
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.names import PipeNames
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.stages import Stage, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError, NotFoundError, RuleError, UnsupportedError
 from megatron_ucp.formats import stock_info
 from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.deepspeed_paths import TagFiles, resolve, scan
+from megatron_ucp.formats.deepspeed_paths import resolve
 from megatron_ucp.formats.evidence import compare, group_order
-from megatron_ucp.formats.model_file import find_ties, shapes_by_group, training_dtype
+from megatron_ucp.formats.folder import TagFolder
+from megatron_ucp.formats.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, number, reader_for
-from megatron_ucp.formats.pt_file import PtFile
-from megatron_ucp.formats.recorded import Recorded
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
+from megatron_ucp.formats.stage_order import group_sizes, of_stages
+from megatron_ucp.formats.weights import LayerFiles, Weights, WholeModel, no_extra_state
 
 Order = Sequence[Sequence[str]]  # names of each parameter group's trainable parameters, in the optimizer's order
 
@@ -38,81 +40,110 @@ OWN_KEYS = frozenset({
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     "num_experts", "ds_autoep_layers", "universal_checkpoint_info", "folding", "sparse_tensor_module_names"})
-_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+# What torch's schedulers keep once per parameter group; the stages of a pipeline may have different groups.
+PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums"})
 
 
-class NativeCheckpoint:
+class NativeCheckpoint(TagFolder):
     """One opened tag folder. `order` names the parameters of each group for stage-0 files that have no manifest; with
     `positions_too` such a file is read without its optimizer, whose states it keeps by position only. `specs` declare
-    whole shapes and layouts; a tensor-parallel checkpoint without a manifest needs them.
+    whole shapes and layouts, which a tensor-parallel checkpoint without a manifest needs; `names` the canonical names of a
+    pipeline's parameters, which one of a pipeline without a manifest needs.
 
     Raises a UcpError for anything that its directories and pickles can show: a missing, truncated, foreign or hostile
-    file. Tensor bytes are not read. Usable as a context manager; closes its files.
+    file. Tensor bytes are not read.
     """
 
-    def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None,
-                 positions_too: bool = False, specs: Mapping[str, ParamSpec] | None = None) -> None:
-        self.folder = resolve(path, tag)
-        self.names: TagFiles = scan(self.folder)
+    def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None, positions_too: bool = False,
+                 specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None) -> None:
+        super().__init__(resolve(path, tag))
         self._specs = specs
+        self._names = names or {}
         self.notes: list[str] = []
-        self._closing = ExitStack()
-        self._open: dict[str, PtFile] = {}
-        self._trees: dict[str, Any] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             self._read(order, positions_too)
             undo.pop_all()
 
-    def __enter__(self) -> "NativeCheckpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._closing.close()
-        self._open.clear()
-
     # ---------------------------------------------------------------- structure
 
     def _read(self, order: Order | None, positions_too: bool) -> None:
-        self.recorded = Recorded(self.folder, self.names.names)
-        self._closing.callback(self.recorded.close)
         recorded = self.recorded.manifest
         self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
         self.partitions = self._partitions()
-        self.tensor_parallel = self._tensor_parallel()
+        self.pipeline = bool(self.names.layers) or self.meta.get("module", {}) is None
+        self.pipeline_stages, self.tensor_parallel = self._degrees()
         if recorded is not None:
-            self._specs = recorded.by_name
+            self._specs, self._names = recorded.by_name, recorded.names
+        self.weights: Weights = self._weights()
         if self.tensor_parallel > 1 and self._specs is None and self.meta.get("universal_checkpoint_info"):
             self._declare_by_stock(self.meta["universal_checkpoint_info"])
         if self.tensor_parallel > 1 and self._specs is None:
             raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family",
                                    file=self.folder / self.model_name, found=f"mp_world_size {self.tensor_parallel}",
                                    fix="load it into an engine that was attached with family=")
-        if recorded is not None and order is None:
-            order = group_order(recorded)
-        tree, file = self._first_optimizer()
         self._format: OptimizerFiles = Plain()
-        unnamed = not self.names.optimizer and order is None and positions_too
-        if tree is None or unnamed:
-            found = Contents("none", (), (), (), {}, ())
-        else:
-            self._format = reader_for(tree, file)
-            found = self.read_contents(tree, file, order)
-        self.contents = found
-        derived = self._manifest(found)
+        self.stages = self._stages(order, positions_too)
+        joined = join([Stage((), c.buffers, c.groups, c.scalars) for c in self.stages])
+        self.first_buffer = joined.first_buffer
+        self.contents = replace(self.stages[0], buffers=joined.buffers, groups=joined.groups, scalars=joined.scalars,
+                                indices=tuple(index for c in self.stages for index in c.indices))
+        derived = self._manifest(self.contents)
+        check_replicas(derived, str(self.folder))
         if recorded is not None:
             compare(recorded, derived, self.folder / FILE_NAME)
         # An elastic file holds no hyper-parameters: there the manifest is the only evidence.
         self.manifest: Manifest = derived if recorded is None else replace(
             recorded, groups=derived.groups if any(derived.groups) else recorded.groups)
 
+    def _weights(self) -> Weights:
+        if not self.pipeline:
+            return WholeModel(self, {tp: self.model_of(tp) for tp in range(self.tensor_parallel)})
+        if not self._names:
+            raise UnsupportedError("a pipeline checkpoint without a manifest needs a family", file=self.folder / self.model_name,
+                                   found=f"{self.pipeline_stages} stages",
+                                   fix="load it into an engine that was attached with family=")
+        return LayerFiles(self, PipeNames(self._names), self.tensor_parallel)
+
+    def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
+        """The optimizer of every stage, as the files of its first tensor-parallel rank say. Each numbers from 0."""
+        recorded, out, orders = self.recorded.manifest, list[Contents](), self._orders(order)
+        for stage in range(self.pipeline_stages):
+            mp = stage * self.tensor_parallel
+            wanted = orders[stage] if recorded is None else group_order(recorded, stage)
+            tree, file = self._optimizer_of(mp)
+            unnamed = not self.names.optimizer and wanted is None and positions_too
+            if tree is None or unnamed:
+                out.append(Contents("none", (), (), (), {}, ()))
+            else:
+                self._format = reader_for(tree, file)
+                out.append(self.read_contents(tree, file, wanted, mp))
+            if out[0].engine != out[-1].engine:
+                raise ForeignFileError("the stages of the pipeline have different kinds of optimizers", file=file,
+                                       expected=out[0].engine, found=out[-1].engine)
+        return out
+
+    def _orders(self, order: Order | None) -> list[Order | None]:
+        """What `order` is for each stage, whose optimizer of stage 0 says only how many parameters it keeps."""
+        if order is None or self.recorded.manifest is not None or self.names.optimizer or not self.pipeline:
+            return [order] * self.pipeline_stages
+        trees = [self._optimizer_of(stage * self.tensor_parallel) for stage in range(self.pipeline_stages)]
+        if any(tree is None for tree, _ in trees):
+            return [order] * self.pipeline_stages
+        try:
+            sizes = [group_sizes(tree) for tree, _ in trees]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedFileError("an optimizer file has another structure than its keys promise", file=trees[0][1],
+                                   found=f"{type(error).__name__}: {error}") from error
+        module = self.weights.module()
+        return [*of_stages(order, PipeNames(self._names), [size for size, _ in sizes],
+                           (lambda name: math.prod(self._shape(module, name))) if sizes[0][1] else lambda _: 1, trees[0][1])]
+
     def _declare_by_stock(self, info: Any) -> None:
         """Layouts as stock DeepSpeed's converter would take them; `notes` says where only its default spoke."""
-        shapes: dict[str, Ints] = {name: value.shape for name, value in self.module().items() if isinstance(value, TensorRef)}
+        shapes: dict[str, Ints] = {name: value.shape for name, value in self.weights.module().items()
+                                   if isinstance(value, TensorRef)}
         for named in shapes_by_group(self.meta) or []:
             shapes.update(named)
         buffers = set(self.meta.get("buffer_names") or [])
@@ -149,20 +180,32 @@ class NativeCheckpoint:
                                    expected=len(want), found=len(have))
         return said
 
-    def _tensor_parallel(self) -> int:
-        """Number of model-parallel ranks: as the model file says, and as many model files must be there."""
+    def _degrees(self) -> tuple[int, int]:
+        """Pipeline stages and tensor-parallel ranks: as the model file says, and as many model files must be there."""
         said = self._count("mp_world_size")
         have = {mp for _, mp in self.names.model}
         if have != set(range(said)):
             raise NotFoundError("a model file is missing, or there is one too many", file=self.folder,
                                 expected=f"model-parallel ranks 0 to {said - 1}", found=", ".join(map(str, sorted(have))),
                                 fix="restore the files of one save, or load another tag")
-        return said
+        if not self.pipeline:
+            return 1, said
+        degrees = self.meta.get("checkpoint_parallel_dimensions")
+        tp: Any = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+        if tp is None:  # older files: there is a layer file for every tensor-parallel rank
+            tp = 1 + max((rank for _, rank in self.names.layers), default=0)
+        if type(tp) is not int or tp < 1 or said % tp:
+            raise DamagedFileError("the model file does not say how its ranks divide into stages and tensor-parallel ranks",
+                                   file=self.full_path(self.model_name), expected=f"a divisor of {said}",
+                                   found=repr(number(tp))[:80])
+        return said // tp, tp
 
-    def _first_optimizer(self) -> tuple[Any, str]:
+    def _optimizer_of(self, mp: int) -> tuple[Any, str]:
+        """The optimizer's state dict of a model-parallel rank (of its first partition), and its file."""
         if not self.names.optimizer:
-            return self.meta.get("optimizer"), self.full_path(self.model_name)
-        return self.optimizer_tree(0), self.full_path(self.names.optimizer[0, 0])
+            name = self.model_of(mp)
+            return self.tree(name).get("optimizer"), self.full_path(name)
+        return self.optimizer_tree(0, mp), self.full_path(self.names.optimizer[0, mp])
 
     def optimizer_tree(self, part: int, mp: int = 0) -> Any:
         """The optimizer state dict of one partition's file."""
@@ -173,25 +216,35 @@ class NativeCheckpoint:
                                    expected="optimizer_state_dict", found=type(tree).__name__)
         return cast("Any", tree)
 
-    def read_contents(self, tree: Any, file: str, order: Order | None) -> Contents:
-        shapes = shapes_by_group(self.meta)
-        if self.names.optimizer:
-            if not isinstance(shapes, list):
-                raise DamagedFileError("the model file does not say how parameters are flattened",
-                                       file=self.full_path(self.model_name), expected="param_shapes",
-                                       found=type(shapes).__name__)
-        else:
-            if order is None:
-                raise NotFoundError("a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
-                                    file=file, expected=FILE_NAME, found="no manifest",
-                                    fix="load it into an engine, which knows the order of its own groups")
-            module = self.module()
-            shapes = [{name: self._shape(module, name) for name in names} for names in order]
+    def read_contents(self, tree: Any, file: str, order: Order | None, mp: int = 0) -> Contents:
+        """One optimizer file of the model-parallel rank `mp`, with canonical names."""
         try:
-            return self._format.contents(tree, cast("Any", shapes), self.partitions, file, lambda ref: self.scalar(file, ref))
+            return self._format.contents(tree, self._flattened(tree, file, order, mp), self.partitions, file,
+                                         lambda ref: self.scalar(file, ref))
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise DamagedFileError("an optimizer file has another structure than its keys promise", file=file,
                                    found=f"{type(error).__name__}: {error}") from error
+
+    def _flattened(self, tree: Any, file: str, order: Order | None, mp: int) -> list[dict[str, Ints]]:
+        """Names and rank-local shapes of each group's parameters in the order in which they are flattened."""
+        model = self.model_of(mp)
+        shapes = shapes_by_group(self.tree(model))
+        if self.names.optimizer and isinstance(shapes, list):
+            return [{self.weights.name_of(name, model): shape for name, shape in named.items()} for named in shapes]
+        if self.names.optimizer and "param_slice_mappings" in tree:
+            # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in order
+            order = [list(dict.fromkeys(self.weights.name_of(name, model) for part in range(self.partitions)
+                                        for name in self.optimizer_tree(part, mp)["param_slice_mappings"][group]))
+                     for group in range(len(tree["param_slice_mappings"]))]
+        elif self.names.optimizer:
+            raise DamagedFileError("the model file does not say how parameters are flattened", file=self.full_path(model),
+                                   expected="param_shapes", found=type(shapes).__name__)
+        if order is None:
+            raise NotFoundError("a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
+                                file=file, expected=FILE_NAME, found="no manifest",
+                                fix="load it into an engine, which knows the order of its own groups")
+        module = self.weights.module(mp % self.tensor_parallel)
+        return [{name: self._shape(module, name) for name in names} for names in order]
 
     def _shape(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
@@ -209,33 +262,39 @@ class NativeCheckpoint:
                                 expected=f"partition {part}, model-parallel rank {mp}", fix="restore it, or load another tag")
         return found
 
-    def module(self, mp: int = 0) -> Mapping[str, Any]:
-        """Weights and buffers of one model-parallel rank's model file."""
-        module = self.tree(self.model_of(mp)).get("module")
-        if not isinstance(module, dict):
-            raise UnsupportedError("the model file holds no module weights (a pipeline checkpoint)",
-                                   file=self.full_path(self.model_of(mp)))
-        return cast("Mapping[str, Any]", module)
-
     def _manifest(self, found: Contents) -> Manifest:
-        module = self.module()
+        module = self.weights.module()
         flat = {m.param for buffer in found.buffers for m in buffer.members}
-        shapes: dict[str, Ints] = {}
-        for named in shapes_by_group(self.meta) or []:
-            shapes.update(named)
+        shapes = self._flat_shapes()
         dtype = training_dtype(self.meta, module, shapes)
-        ties = find_ties(module, flat, self.meta.get("shared_params") or {})
-        aliases = {alias for tie in ties for alias in tie.aliases}
-        kept = [name for name, value in module.items() if name not in flat and name not in aliases and
-                not _no_extra_state(name, value)]
-        buffer_names = set(self.meta.get("buffer_names") or [])
-        frozen = self.meta.get("frozen_param_shapes") or {}
+        ties = self.weights.ties(flat)
         params = [self._spec(name, tuple(shapes.get(name) or self._shape(module, name)), dtype, "trainable") for name in
                   dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
-        buffers = list(found.buffers)
+        values = self._values(found, module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
+        mesh = Mesh(tp=self.tensor_parallel, pp=self.pipeline_stages, dp=self._count("dp_world_size"),
+                    zero=self._zero_stage(found))
+        return Manifest(found.engine, mesh, (*params, *(spec for spec, _ in values)), (*found.buffers, *(b for _, b in values)),
+                        found.groups, (*found.scalars, *({},) * len(values)), ties, names=self._names if self.pipeline else {},
+                        run={key: number(self.meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")})
+
+    def _flat_shapes(self) -> dict[str, Ints]:
+        """Rank-local shapes of what is flattened, as the model files of all stages say."""
+        out: dict[str, Ints] = {}
+        for stage in range(self.pipeline_stages):
+            file = self.model_of(stage * self.tensor_parallel)
+            for named in shapes_by_group(self.tree(file)) or []:
+                out |= {self.weights.name_of(name, file): shape for name, shape in named.items()}
+        return out
+
+    def _values(self, found: Contents, module: Mapping[str, Any], known: set[str]) -> list[tuple[ParamSpec, FlatBuffer]]:
+        """Frozen parameters and module buffers, one flat buffer for each."""
+        files = [self.model_of(stage * self.tensor_parallel) for stage in range(self.pipeline_stages)]
+        buffer_names = {self.weights.name_of(name, file) for file in files for name in self.tree(file).get("buffer_names") or []}
+        frozen = self.meta.get("frozen_param_shapes") or {}
         split, old = found.engine == "zero3", "buffer_names" not in self.meta
-        for name in dict.fromkeys([*kept, *frozen]):
-            if name in flat or name in aliases:
+        out: list[tuple[ParamSpec, FlatBuffer]] = []
+        for name in dict.fromkeys([*(n for n, value in module.items() if not no_extra_state(n, value)), *frozen]):
+            if name in known:
                 continue
             ref = module.get(name)
             held = isinstance(ref, TensorRef) and ref.numel > 0
@@ -249,16 +308,11 @@ class NativeCheckpoint:
             if not isinstance(value, TensorRef):
                 raise DamagedFileError("the value of a parameter is missing", file=self.full_path(self.model_name),
                                        parameter=name)
-            params.append(self._spec(name, shape, value.storage.dtype, "frozen" if is_frozen else "buffer"))
             size, parts = math.prod(shape), self.partitions if cut else 1
-            buffers.append(FlatBuffer((Member(name, 0, size),), -(-size // parts) if cut else size, parts,
-                                      "each" if cut else "whole", ((VALUE, value.storage.dtype),)))
-        zero_stage = self._zero_stage(found)
-        world = self._count("dp_world_size")
-        mesh = Mesh(tp=self.tensor_parallel, dp=world, zero=zero_stage)
-        scalars = (*found.scalars, *({},) * (len(buffers) - len(found.buffers)))
-        return Manifest(found.engine, mesh, tuple(params), tuple(buffers), found.groups, scalars, ties,
-                        run={key: number(self.meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")})
+            out.append((self._spec(name, shape, value.storage.dtype, "frozen" if is_frozen else "buffer"),
+                        FlatBuffer((Member(name, 0, size),), -(-size // parts) if cut else size, parts,
+                                   "each" if cut else "whole", ((VALUE, value.storage.dtype),))))
+        return out
 
     def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
         """The parameter with the declared layout, whose share of one rank must have the shape in the file."""
@@ -287,40 +341,6 @@ class NativeCheckpoint:
             return 0
         return 2 if self.optimizer_tree(0)["zero_stage"] == 2 else 1
 
-    def full_path(self, name: str) -> str:
-        return str(self.folder / name)
-
-    def file(self, name: str) -> PtFile:
-        """An open file of the tag folder. Raises ForeignFileError where it is not the file that the manifest names."""
-        if name not in self._open:
-            file = self._closing.enter_context(PtFile(self.folder / name))
-            self._open[name] = file
-            self.recorded.compare(name, file.size_bytes, file.directory_sha256)
-        return self._open[name]
-
-    def opened(self, path: str) -> PtFile:
-        """The open file for a full path."""
-        return self.file(Path(path).name)
-
-    def tree(self, name: str) -> Any:
-        """The pickled tree of a file, a dict."""
-        if name not in self._trees:
-            tree = self.file(name).tree
-            if not isinstance(tree, dict):
-                raise DamagedFileError("a state file holds no dictionary", file=self.full_path(name), found=type(tree).__name__)
-            self._trees[name] = tree
-        return self._trees[name]
-
-    def scalar(self, file: str, ref: TensorRef) -> float:
-        """The value of a one-element tensor."""
-        layout = _SCALARS.get(ref.storage.dtype)
-        if ref.numel != 1 or layout is None:
-            raise DamagedFileError("a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}")
-        data = bytearray(struct.calcsize(layout))
-        opened = self.file(Path(file).name)
-        opened.read_into(opened.record(ref.storage), ref.offset_elems * len(data), memoryview(data))
-        return float(struct.unpack(layout, data)[0])
-
     def _frozen_ref(self, name: str, part: int, mp: int = 0) -> Any:
         held = self.tree(self.model_of(mp, part)).get("frozen_param_fragments") or {}
         return held.get(name)
@@ -328,7 +348,7 @@ class NativeCheckpoint:
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees with the structure."""
         buffer = self.manifest.buffers[slot.buffer]
-        ref, name = self._ref(slot, buffer, dict(slot.cut).get("tp", 0))
+        ref, name = self._ref(slot, buffer)
         if not isinstance(ref, TensorRef):
             raise ForeignFileError(f"a file lacks the state {slot.state} that the first file has", file=self.full_path(name),
                                    parameter=buffer.members[0].param if buffer.members else None,
@@ -343,22 +363,20 @@ class NativeCheckpoint:
         file = self.file(name)
         return Where(file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
 
-    def _ref(self, slot: Slot, buffer: FlatBuffer, mp: int) -> tuple[Any, str]:
+    def stage_of(self, buffer: int) -> int:
+        """The stage of a buffer of the optimizer, by its number in the manifest."""
+        return max(stage for stage, first in enumerate(self.first_buffer) if first <= buffer and self.stages[stage].buffers)
+
+    def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
+        param, tp = buffer.members[0].param if buffer.members else "", dict(slot.cut).get("tp", 0)
         if slot.state == VALUE:
-            param = buffer.members[0].param
             if buffer.partitions > 1 or (self.contents.engine == "zero3" and buffer.rule == "each"):
-                return self._frozen_ref(param, slot.part, mp), self.model_of(mp, slot.part)
-            return self.module(mp).get(param), self.model_of(mp)
+                return self._frozen_ref(param, slot.part, tp), self.model_of(tp, slot.part)
+            return self.weights.module(tp).get(param), self.weights.file_of(param, tp)
+        mp = self.stage_of(slot.buffer) * self.tensor_parallel + tp
         index = self.contents.indices[slot.buffer]
         if not self.names.optimizer:
-            name = self.model_of(mp)
             if slot.state == MASTER and isinstance(self._format, Plain):
-                return self.module(mp).get(buffer.members[0].param), name
-            return self._format.element(self.tree(name)["optimizer"], index, slot.state), name
-        name = self.names.optimizer[slot.part, mp]
-        return self._format.element(self.optimizer_tree(slot.part, mp), index, slot.state), name
-
-
-def _no_extra_state(name: str, value: Any) -> bool:
-    """megatron-core's local layer spec has an `_extra_state` per linear layer that says nothing: None, or empty."""
-    return name.endswith("_extra_state") and (value is None or (isinstance(value, TensorRef) and not value.numel))
+                return self.weights.module(tp).get(param), self.weights.file_of(param, tp)
+            return self._format.element(self.tree(self.model_of(mp))["optimizer"], index, slot.state), self.model_of(mp)
+        return self._format.element(self.optimizer_tree(slot.part, mp), index, slot.state), self.names.optimizer[slot.part, mp]

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ucp.errors import NotFoundError, UnsupportedError, UsageError
+from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError, UsageError
 
 MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 MODEL_PARTITION = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?P<pre>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+LAYER = re.compile(r"layer_(?P<layer>\d+)(-model_(?P<tp>\d+))?-model_states\.pt")
 REFUSED = {
-    r"layer_\d+-.*model_states\.pt": "layer files of a pipeline",
+    r"layer_\d+-(?!(model_\d+-)?model_states\.pt).*model_states\.pt": "layer files of a pipeline with other axes",
     r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of DeepSpeed-MoE",
     r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt": "expert optimizer files of DeepSpeed-MoE",
     r"offloaded_tensors": "tensors that were offloaded to NVMe",
@@ -21,16 +22,18 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class TagFiles:
-    """The state files of one tag folder, by (partition, model-parallel rank); partition is None for unpartitioned."""
+    """The state files of one tag folder, by (partition, model-parallel rank); partition is None for unpartitioned. `layers`
+    are a pipeline's, by (position, tensor-parallel rank)."""
 
     folder: Path
     model: Mapping[tuple[int | None, int], str]
     optimizer: Mapping[tuple[int, int], str]
     prefixes: tuple[str, ...] = field(default=())
+    layers: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
 
     @property
     def names(self) -> list[str]:
-        return sorted([*self.model.values(), *self.optimizer.values()])
+        return sorted([*self.model.values(), *self.optimizer.values(), *self.layers.values()])
 
 
 def resolve(path: str | Path, tag: str | None = None) -> Path:
@@ -102,6 +105,7 @@ def scan(folder: Path) -> TagFiles:
     """The state files of a tag folder. Raises UnsupportedError for files that this version can't read by name."""
     model: dict[tuple[int | None, int], str] = {}
     optimizer: dict[tuple[int, int], str] = {}
+    layers: dict[tuple[int, int], str] = {}
     prefixes: set[str] = set()
     for name in sorted(p.name for p in folder.iterdir()):
         for pattern, what in REFUSED.items():
@@ -112,6 +116,11 @@ def scan(folder: Path) -> TagFiles:
             model[None, int(found["mp"])] = name
         elif found := MODEL_PARTITION.fullmatch(name):
             model[int(found["dp"]), int(found["mp"])] = name
+        elif found := LAYER.fullmatch(name):
+            place = int(found["layer"]), int(found["tp"] or 0)
+            if layers.setdefault(place, name) != name:
+                raise ForeignFileError("two layer files are for one place of the pipeline", file=folder / name,
+                                       expected=layers[place], found=name)
         elif found := OPTIMIZER.fullmatch(name):
             optimizer[int(found["dp"]), int(found["mp"])] = name
             prefixes.add(found["pre"] or "")
@@ -119,4 +128,4 @@ def scan(folder: Path) -> TagFiles:
         raise NotFoundError("the tag folder holds no model states", file=folder,
                             expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
                             found="no such file", fix="load another tag")
-    return TagFiles(folder, model, optimizer, tuple(sorted(prefixes)))
+    return TagFiles(folder, model, optimizer, tuple(sorted(prefixes)), layers)

@@ -151,11 +151,13 @@ class Newest:
     passed_over: tuple[str, ...]
 
 
-def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None) -> Newest:
+def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None,
+                 names: Mapping[str, str] | None = None) -> Newest:
     """The tag that `latest` names, if it is whole; else the newest one that is, by the time of its save.
 
     Whole: every file is there, with the size, directory, step and mesh that belong to it; tensor bytes are not read.
-    `specs` gives those of NativeCheckpoint for a tag folder. Raises NotFoundError that names every tag and what is wrong with it.
+    `specs` gives those of NativeCheckpoint for a tag folder, and `names` are its `names`. Raises NotFoundError that names
+    every tag and what is wrong with it.
     """
     path = Path(path)
     passed: list[str] = []
@@ -167,7 +169,7 @@ def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpe
         passed.append(f"{named}: `latest` names it, and it is not there")
     for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
         try:
-            check_whole(path / tag, specs(path / tag))
+            check_whole(path / tag, specs(path / tag), names)
         except UcpError as error:
             passed.append(f"{tag}: {error.problem}" + (f" ({Path(error.file).name})" if error.file else ""))
             continue
@@ -178,9 +180,9 @@ def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpe
                         found="; ".join(passed) or "no tag", fix="restore the files of one of them")
 
 
-def check_whole(folder: Path, specs: Mapping[str, ParamSpec] | None = None) -> None:
+def check_whole(folder: Path, specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None) -> None:
     """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of another save."""
-    with NativeCheckpoint(folder, positions_too=True, specs=specs) as checkpoint:
+    with NativeCheckpoint(folder, positions_too=True, specs=specs, names=names) as checkpoint:
         for name in checkpoint.names.names:
             check_file(checkpoint, name)
         for name in set(checkpoint.recorded.files) - set(checkpoint.names.names):

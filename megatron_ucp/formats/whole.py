@@ -22,50 +22,67 @@ def check_file(checkpoint: NativeCheckpoint, name: str, stale: bool = False) -> 
     """
     if name in checkpoint.names.optimizer.values():
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
-        found = checkpoint.read_contents(checkpoint.optimizer_tree(part, mp), checkpoint.full_path(name), None)
+        stage = mp // checkpoint.tensor_parallel
+        found = checkpoint.read_contents(checkpoint.optimizer_tree(part, mp), checkpoint.full_path(name), None, mp)
         for what in ("engine", "buffers", "groups", "scalars", "scaler"):
-            ours, theirs = getattr(checkpoint.contents, what), getattr(found, what)
+            ours, theirs = getattr(checkpoint.stages[stage], what), getattr(found, what)
             if ours != theirs:
                 raise ForeignFileError(f"an optimizer file differs from the first one in its {what}",
                                        file=checkpoint.full_path(name), **difference(ours, theirs))
         if not stale and found.engine in ("zero12", "bf16"):
-            _check_weights(checkpoint, part, mp)
+            _check_weights(checkpoint, stage, part, mp)
     elif name in checkpoint.names.model.values():
-        tree = checkpoint.tree(name)
-        for key in ("global_steps", "skipped_steps", "dp_world_size", "ds_version", "param_shapes"):
-            read = shapes_by_group if key == "param_shapes" else lambda meta, key=key: number(meta.get(key))
-            ours, theirs = read(checkpoint.meta), read(tree)
-            if ours != theirs:
-                raise ForeignFileError(f"a model file differs from the first one in {key}", file=checkpoint.full_path(name),
-                                       **difference(ours, theirs))
+        _check_model_file(checkpoint, name)
     else:
         checkpoint.file(name)
+        if name in checkpoint.names.layers.values():
+            checkpoint.weights.check(name)
 
 
-def _check_weights(checkpoint: NativeCheckpoint, part: int, mp: int) -> None:
-    """Samples a partition: its masters, rounded, are the weights of the model file, or it is of another run."""
+def _check_model_file(checkpoint: NativeCheckpoint, name: str) -> None:
+    """Against the first one of the run, and what is flattened against the first one of its stage."""
+    tree = checkpoint.tree(name)
+    mp = next(mp for (_, mp), n in checkpoint.names.model.items() if n == name)
+    first = checkpoint.tree(checkpoint.model_of(mp - mp % checkpoint.tensor_parallel))
+    pairs = {key: (number(checkpoint.meta.get(key)), number(tree.get(key))) for key in
+             ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")}
+    pairs["param_shapes"] = shapes_by_group(first), shapes_by_group(tree)
+    for key, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ForeignFileError(f"a model file differs from the first one in {key}", file=checkpoint.full_path(name),
+                                   **difference(ours, theirs))
+
+
+def _check_weights(checkpoint: NativeCheckpoint, stage: int, part: int, mp: int) -> None:
+    """Samples a partition: its masters, rounded, are the weights beside them, or it is of another run."""
     import torch  # inspecting a checkpoint must not need it
-    module = checkpoint.module(mp)
-    for index, buffer in enumerate(checkpoint.contents.buffers):
+    tp, first = mp % checkpoint.tensor_parallel, checkpoint.first_buffer[stage]
+    module = checkpoint.weights.module(tp)
+    for index, buffer in enumerate(checkpoint.stages[stage].buffers, first):
         fragments = list(buffer.fragments(part))
         for fragment in fragments[::max(1, len(fragments) // SAMPLES)]:
             name = buffer.members[fragment.member].param
             weight = module.get(name)
-            if not isinstance(weight, TensorRef) or not weight.is_contiguous:
+            # Of a tied parameter only the first stage's copy is in a layer file, and the others need not be equal: what a
+            # stage has of a tied module without using it stays as it was initialised.
+            if not isinstance(weight, TensorRef) or not weight.is_contiguous or \
+                    checkpoint.manifest.holders[name][0][0] != index:
                 continue
-            where = checkpoint.where(Slot(index, (("tp", mp),), part, MASTER))
+            where = checkpoint.where(Slot(index, (("tp", tp),), part, MASTER))
             middle = (fragment.high - fragment.low) // 2
             ours = _element(where.file, where.record, where.dtype,
                                  where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + middle)
-            model = checkpoint.file(checkpoint.model_of(mp))
+            beside = checkpoint.weights.file_of(name, tp)
+            model = checkpoint.file(beside)
             theirs = _element(model, model.record(weight.storage), weight.storage.dtype,
                                    weight.offset_elems + fragment.low + middle)
             if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
                 raise ForeignFileError(
                     "the master weights are not those of the model file", file=where.file.path, parameter=name,
-                    expected=f"{theirs.item()} as in {checkpoint.model_of(mp)}", found=f"{ours.item()}",
+                    expected=f"{theirs.item()} as in {beside}", found=f"{ours.item()}",
                     fix="put the files of one save into the folder; if masters were changed on purpose, load with "
                         'allow={"stale"}')
+
 
 def _element(file: PtFile, record: Record, dtype: str, index: int) -> Any:
     import torch

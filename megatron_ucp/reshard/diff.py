@@ -11,7 +11,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, make_plan, prove
 from megatron_ucp.core.zero import FlatBuffer, Member
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.formats.deepspeed import PER_GROUP, NativeCheckpoint
 from megatron_ucp.reshard.execute import DTYPES, check_runs, execute
 
 
@@ -44,6 +44,10 @@ def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | No
 def _run(one: NativeCheckpoint, two: NativeCheckpoint) -> Iterator[Difference]:
     for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler"):
         a, b = one.meta.get(key), two.meta.get(key)
+        if key == "lr_scheduler" and (one.pipeline or two.pipeline):
+            # each stage's scheduler counts its own groups; their rates are compared with the parameters' hyper-parameters
+            a, b = ({k: v for k, v in state.items() if k not in PER_GROUP} if isinstance(state, dict) else state
+                    for state in (a, b))
         if a != b:
             yield Difference("", key, repr(a), repr(b))
 

@@ -106,6 +106,27 @@ def one_value(members: Iterable[Member], of: Callable[[str], Mapping[str, Any]],
     return first[1] if first else {}
 
 
+def match_ties(source: Manifest, optimizer: bool, file: str) -> list[str]:
+    """Parameters that several stages of the checkpoint hold; the first stage's copy is the one that is read.
+
+    Raises StateMismatchError where the copies have other steps or hyper-parameters: no target could have both.
+    """
+    tied = {name: [b for b, _ in held] for name, held in source.holders.items() if len(held) > 1}
+    for name, (first, *others) in tied.items() if optimizer else ():
+        for other in others:
+            for what, of in (("steps", source.scalars), ("hyper-parameters", source.groups)):
+                numbers = [first, other] if what == "steps" else [source.buffers[b].group for b in (first, other)]
+                one, two = (of[n] if of and n is not None else {} for n in numbers)
+                if one != two:
+                    key = next(key for key in {**one, **two} if one.get(key) != two.get(key))
+                    raise StateMismatchError(
+                        f"the stages that hold a tied parameter have different {what}", file=file, parameter=name,
+                        expected=f"{key} {one.get(key)} as at {source.buffers[first].at}",
+                        found=f"{two.get(key)} at {source.buffers[other].at}",
+                        fix="load another tag; the copies of this parameter went apart during training")
+    return list(tied)
+
+
 def group_values(target: Manifest, of: Callable[[str], Mapping[str, Any]], file: str) -> list[Mapping[str, Any]]:
     """The hyper-parameters that each target group gets. Raises StateMismatchError where its members disagree."""
     members: dict[int, list[FlatBuffer]] = {}

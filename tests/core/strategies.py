@@ -4,7 +4,7 @@ The oracle numbers every element of a logical tensor and cuts the array of numbe
 then a list of numbers, -1 for padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -28,6 +28,7 @@ class Model:
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[Layout, ...]
     groups: int
+    tied: frozenset[int] = frozenset()  # parameters that several stages may hold
 
     def name(self, index: int) -> str:
         return f"block.{index}.weight"
@@ -62,7 +63,8 @@ def models(draw: st.DrawFn) -> Model:
         shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
         chosen.append(draw(layouts(shape)))
         shapes.append(tuple(shape))
-    return Model(tuple(shapes), tuple(chosen), draw(st.integers(1, 2)))
+    tied = draw(st.frozensets(st.integers(0, len(shapes) - 1), max_size=2))
+    return Model(tuple(shapes), tuple(chosen), draw(st.integers(1, 2)), tied)
 
 
 @st.composite
@@ -70,8 +72,35 @@ def meshes(draw: st.DrawFn) -> Mesh:
     tp = draw(st.sampled_from(SIZES))
     etp = draw(st.sampled_from([s for s in (1, 2) if s]))
     dp = draw(st.sampled_from([1, 2, 3, 5, 8])) * etp
-    return Mesh(tp=tp, etp=etp, dp=dp, zero=draw(st.sampled_from([0, 1, 2, 3])),
+    pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    return Mesh(tp=tp, pp=pp, vpp=draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1, etp=etp, dp=dp,
+                zero=draw(st.sampled_from([0, 1, 2, 3])),
                 order=draw(st.sampled_from(["dp-pp", "pp-dp"])))
+
+
+Place = tuple[tuple[str, int], ...]
+
+
+def places(mesh: Mesh) -> list[Place]:
+    """Where buffers may lie: each stage's virtual stages, in the order in which layers run through them."""
+    if mesh.pp == 1:
+        return [()]
+    return [(("pp", pp), *((("vpp", vpp),) if mesh.vpp > 1 else ())) for vpp in range(mesh.vpp) for pp in range(mesh.pp)]
+
+
+@st.composite
+def holdings(draw: st.DrawFn, model: Model, mesh: Mesh) -> dict[Place, list[int]]:
+    """The parameters of each place: runs of uneven lengths (in the order of the virtual stages, so that a stage with several
+    of them holds several runs), and the other holders of what is tied. Places may stay empty."""
+    every = places(mesh)
+    count = len(model.shapes)
+    cuts = sorted(draw(st.lists(st.integers(0, count), min_size=len(every) - 1, max_size=len(every) - 1)))
+    out = {place: list(range(a, b)) for place, a, b in zip(every, [0, *cuts], [*cuts, count], strict=True)}
+    for index in sorted(model.tied):
+        for place in draw(st.lists(st.sampled_from(every), max_size=2, unique=True)):
+            if index not in out[place]:
+                out[place].append(index)
+    return out
 
 
 @st.composite
@@ -83,11 +112,13 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
         order = draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else range(len(shape))
         specs.append(ParamSpec(model.name(i), shape, "bfloat16", "trainable", layout, order=tuple(order)))
     ordering = draw(st.permutations(range(len(specs))))
+    held = draw(holdings(model, mesh))
     buffers: list[FlatBuffer] = []
-    for group in range(model.groups):
-        members = [i for i in ordering if i % model.groups == group]
-        if members:
-            buffers += draw(flat_buffers([specs[i] for i in members], mesh, group, dtype))
+    for place in draw(st.permutations(list(held))):  # the order of buffers says nothing about stages
+        for group in range(model.groups):
+            members = [i for i in ordering if i in held[place] and i % model.groups == group]
+            if members:
+                buffers += [replace(b, at=place) for b in draw(flat_buffers([specs[i] for i in members], mesh, group, dtype))]
     return Manifest("zero", mesh, tuple(specs), tuple(buffers), groups=tuple({"lr": 0.1} for _ in range(model.groups)))
 
 

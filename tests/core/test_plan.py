@@ -69,6 +69,91 @@ def test_two_steps_equal_one_and_a_round_trip_is_the_identity(journey):
     same(carry(b, c, through), carry(a, c, first))
 
 
+@settings(max_examples=200, deadline=None)
+@given(journeys(2))
+def test_of_a_tie_the_first_stage_is_read_and_every_stage_written(journey):
+    """Copies that are not the first may hold anything; what each place of the target must hold is the oracle's."""
+    source, target = journey
+    held = oracle_slots(source, "fp32")
+    poisoned = {slot: flat.copy() for slot, flat in held.items()}
+    for name, holders in source.holders.items():
+        assert [source.buffers[b].at for b, _ in holders] == sorted(source.buffers[b].at for b, _ in holders)
+        for b, m in holders[1:]:
+            for slot, flat in poisoned.items():
+                if slot.buffer == b:
+                    for fragment in source.buffers[b].fragments(slot.part):
+                        if fragment.member == m:
+                            flat[fragment.offset:fragment.offset + fragment.high - fragment.low] = -9
+            assert any((poisoned[slot] != held[slot]).any() for slot in held if slot.buffer == b), name
+    same(carry(source, target, poisoned), oracle_slots(target, "fp32"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(journeys(2))
+def test_the_comparison_sees_a_wrong_first_stage(journey):
+    """Negative control of the law above: wrong values in the copy that is read arrive in the target."""
+    source, target = journey
+    tied = [held[0] for held in source.holders.values() if len(held) > 1]
+    if not tied:
+        return
+    held = oracle_slots(source, "fp32")
+    b, m = tied[0]
+    for slot, flat in held.items():
+        for fragment in source.buffers[b].fragments(slot.part) if slot.buffer == b else ():
+            if fragment.member == m:
+                flat[fragment.offset:fragment.offset + fragment.high - fragment.low] = -9
+    with pytest.raises(AssertionError):
+        same(carry(source, target, held), oracle_slots(target, "fp32"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(journeys(2))
+def test_a_holder_that_is_not_written_is_found(journey):
+    """Negative control of "every holder is written": without the copies into one stage the proof fails."""
+    source, target = journey
+    later = [held[-1][0] for held in target.holders.values() if len(held) > 1]
+    plan = make_plan(source, target, all_wants(target, "fp32"), ALLOW)
+    kept = tuple(op for op in plan.ops if op.target.slot.buffer not in later)
+    if len(kept) == len(plan.ops):
+        return
+    with pytest.raises(PlanError, match="has no source"):
+        prove(replace(plan, ops=kept), source, target)
+
+
+def test_the_random_models_have_stages_of_all_kinds():
+    """The laws above are about something: uneven stages, several runs in a stage, ties over stages, empty stages."""
+    seen: set[str] = set()
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(journeys(1))
+    def look(journey):
+        (manifest,) = journey
+        by_stage: dict[int, set[int]] = {}
+        for buffer in manifest.buffers:
+            at = dict(buffer.at)
+            by_stage.setdefault(at.get("pp", 0), set()).add(at.get("vpp", 0))
+        if manifest.mesh.pp > 1:
+            counts = [sum(len(b.members) for b in manifest.buffers if dict(b.at)["pp"] == stage)
+                      for stage in range(manifest.mesh.pp)]
+            seen.update({"uneven"} if len({c for c in counts if c}) > 1 else set(), {"empty"} if 0 in counts else set())
+        if any(len(runs) > 1 for runs in by_stage.values()):
+            seen.add("several runs")
+        if any(len(held) > 1 for held in manifest.holders.values()):
+            seen.add("tied")
+    look()
+    assert seen == {"uneven", "empty", "several runs", "tied"}
+
+
+@pytest.mark.parametrize(("at", "words"), [(((), ()), "held twice"), (((("pp", 1),), (("pp", 1),)), "held twice"),
+                                           (((("pp", 0),), (("pp", 2),)), "no place"), (((("tp", 0),), ()), "no place"),
+                                           (((("pp", 0), ("vpp", 2)), ()), "no place")])
+def test_a_place_that_is_none_and_one_that_is_taken(at, words):
+    spec = ParamSpec("w", (4,), "float32")
+    buffers = tuple(FlatBuffer((Member("w", 0, 4),), 4, 1, "whole", (("fp32", "float32"),), 0, place) for place in at)
+    with pytest.raises(ValueError, match=words):
+        Manifest("zero", Mesh(pp=2, vpp=2), (spec,), buffers, groups=({},))
+
+
 @settings(max_examples=100, deadline=None)
 @given(journeys(1))
 def test_a_manifest_survives_json(journey):
@@ -89,6 +174,8 @@ def test_the_proof_finds_a_planted_fault(journey, data):
         "twice": (op, op),
         "moved": (replace(op, target=replace(op.target, offset=op.target.offset + 1)),),
         "other slot": (replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=99))),),
+        "other stage": (replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=(
+            op.target.slot.buffer + 1) % len(target.buffers)))),) if len(target.buffers) > 1 else (),
         "box moved": (replace(op, box=Box(tuple(s + 1 for s in op.box.start), tuple(s + 1 for s in op.box.stop))),),
         "read past the end": (replace(op, source=replace(op.source, offset=10**9)) if not isinstance(op, Mean) else
                               replace(op, sources=(replace(op.sources[0], offset=10**9),)),),

@@ -28,7 +28,31 @@ def provenance(number: int, state: str, shape: torch.Size) -> torch.Tensor:
 
 
 def names(engine: Any) -> dict[Any, str]:
-    return {p: n for n, p in engine.module.named_parameters()}
+    return {p: global_name(engine, n) for n, p in engine.module.named_parameters()}
+
+
+def global_name(engine: Any, name: str) -> str:
+    """The name that a GPTModel without pipeline has, where the pipeline's layers are embedding, L layers, norm, head."""
+    if not hasattr(engine, "num_stages"):
+        return name
+    head, _, rest = name.partition(".")
+    if head == "tied_modules":
+        return "embedding." + rest.partition(".")[2]
+    layer, layers = int(head), engine.module.config.num_layers
+    fixed = {0: "embedding", layers + 1: "decoder.final_layernorm", layers + 2: "output_layer"}
+    return f"{fixed.get(layer, f'decoder.layers.{layer - 1}')}.{rest}"
+
+
+def named(engine: Any) -> dict[str, Any]:
+    """This rank's parameters by global name."""
+    return {global_name(engine, n): p for n, p in engine.module.named_parameters()}
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The value of every rank."""
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
 
 
 def stage(engine: Any) -> str:
@@ -44,7 +68,7 @@ def _runs(engine: Any) -> list[tuple[str, int, int, torch.Tensor, int, int]]:
 
     From the wrappers' own bookkeeping of where gradients go, not from the package's formulas.
     """
-    opt, named, out = engine.optimizer, names(engine), []
+    opt, known, out = engine.optimizer, names(engine), []
     kind = stage(engine)
     if kind == "DeepSpeedZeroOptimizer":
         for g, master in enumerate(opt.single_partition_of_fp32_groups):
@@ -53,7 +77,7 @@ def _runs(engine: Any) -> list[tuple[str, int, int, torch.Tensor, int, int]]:
                 start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
                 a, b = max(start, low), min(start + p.numel(), low + master.numel())
                 if a < b:
-                    out.append((named[p], a - start, b - a, master, a - low, g))
+                    out.append((known[p], a - start, b - a, master, a - low, g))
     elif kind == "BF16_Optimizer":
         for g, master in enumerate(opt.fp32_groups_flat_partition):
             flat, low = opt.bf16_groups_flat[g], dist.get_rank(opt.real_dp_process_group[g]) * master.numel()
@@ -61,7 +85,7 @@ def _runs(engine: Any) -> list[tuple[str, int, int, torch.Tensor, int, int]]:
                 start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
                 a, b = max(start, low), min(start + p.numel(), low + master.numel())
                 if a < b:
-                    out.append((named[p], a - start, b - a, master, a - low, g))
+                    out.append((known[p], a - start, b - a, master, a - low, g))
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         rank = dist.get_rank(opt.dp_process_group)
         for group in opt.fp16_groups:
@@ -70,32 +94,32 @@ def _runs(engine: Any) -> list[tuple[str, int, int, torch.Tensor, int, int]]:
                 first = rank * width
                 count = max(0, min(width, p.ds_numel - first))
                 if count:
-                    out.append((named[p], first, count, opt.fp32_partitioned_groups_flat[i], offset,
+                    out.append((known[p], first, count, opt.fp32_partitioned_groups_flat[i], offset,
                                 opt.sub_group_to_group_id[i]))
     elif kind == "FP16_UnfusedOptimizer":
-        out = [(named[p], 0, p.numel(), m, 0, g) for g, (ps, ms) in enumerate(zip(opt.fp16_groups, opt.fp32_groups,
+        out = [(known[p], 0, p.numel(), m, 0, g) for g, (ps, ms) in enumerate(zip(opt.fp16_groups, opt.fp32_groups,
                                                                                   strict=True))
                for p, m in zip(ps, ms, strict=True)]
     elif kind == "FP16_Optimizer":
         for g, master in enumerate(opt.fp32_groups_flat):
             at = 0
             for p in opt.fp16_groups[g]:
-                out.append((named[p], 0, p.numel(), master, at, g))
+                out.append((known[p], 0, p.numel(), master, at, g))
                 at += p.numel()
     else:
-        out = [(named[p], 0, p.numel(), p, 0, g) for g, group in enumerate(opt.param_groups) for p in group["params"]
+        out = [(known[p], 0, p.numel(), p, 0, g) for g, group in enumerate(opt.param_groups) for p in group["params"]
                if p.requires_grad]
     return out
 
 
 def shapes(engine: Any) -> dict[str, torch.Size]:
-    return {n: torch.Size(getattr(p, "ds_shape", p.shape)) for n, p in engine.module.named_parameters()}
+    return {n: torch.Size(getattr(p, "ds_shape", p.shape)) for n, p in named(engine).items()}
 
 
 def fill(engine: Any) -> None:
     """Overwrites every master and every element-wise state of this rank with provenance values, then the weights."""
-    numbers = {n: i for i, n in enumerate(sorted(shapes(engine)))}
-    state, params = base_of(engine).state, dict(engine.module.named_parameters())
+    numbers = {n: i for i, n in enumerate(sorted({n for rank in everywhere(list(shapes(engine))) for n in rank}))}
+    state, params = base_of(engine).state, named(engine)
     for name, first, count, master, offset, _ in _runs(engine):
         for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
             values = share(engine, params[name], numbers[name], key, shapes(engine)[name]).reshape(-1)[first:first + count]
@@ -138,45 +162,63 @@ def write_weights(engine: Any) -> None:
 def canonical(engine: Any) -> dict[str, Any]:
     """Every element of every master and state, steps, hyper-parameters per parameter, weights, buffers, frozen, scheduler.
 
-    Collective; the same dict on every rank.
+    Collective; the same dict on every rank. Raises where the stages that hold a tied parameter disagree.
     """
-    full: dict[tuple[str, str, int], torch.Tensor] = {}
-    tp = tensor_rank(engine)
-    scalars: dict[tuple[str, str], float] = {}
-    hyper: dict[str, dict[str, Any]] = {}
     state, groups = base_of(engine).state, base_of(engine).param_groups
-    size = shapes(engine)
-    pieces = []
+    schedule = engine.lr_scheduler.state_dict()
+    pieces, met = [], {n: (shape, cut_of(named(engine)[n])) for n, shape in shapes(engine).items()}
     for name, first, count, master, offset, g in _runs(engine):
         held = state.get(master, {})
         for key in ("fp32", *(k for k in held if isinstance(held[k], torch.Tensor) and held[k].dim())):
             flat = master.data if key == "fp32" else held[key]
-            pieces.append((name, key, tp, first, flat.detach().view(-1)[offset:offset + count].clone().cpu()))
-        group = groups[min(g, len(groups) - 1)]
-        meta = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()
+            pieces.append((name, key, first, flat.detach().view(-1)[offset:offset + count].clone().cpu()))
+        number = min(g, len(groups) - 1)
+        meta = {k: tuple(v) if isinstance(v, list) else v for k, v in groups[number].items()
                 if k in ("lr", "weight_decay", "betas", "eps", "momentum", "initial_lr", "amsgrad", "alpha", "lr_decay")}
-        pieces.append((name, None, tp, {k: float(v) for k, v in held.items() if not isinstance(v, torch.Tensor) or not v.dim()},
-                       meta))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, pieces)
-    for piece in [p for rank in gathered for p in rank]:
-        name, key = piece[0], piece[1]
-        if key is None:
-            for k, v in piece[3].items():
-                if scalars.setdefault((name, k), v) != v:
-                    raise AssertionError(f"ranks disagree on {k} of {name}")
-            if hyper.setdefault(name, piece[4]) != piece[4]:
-                raise AssertionError(f"ranks disagree on the hyper-parameters of {name}")
-            continue
-        whole = full.setdefault((name, key, piece[2]), torch.full(size[name], float("nan")).reshape(-1))
-        whole[piece[3]:piece[3] + len(piece[4])] = piece[4]
-    params = dict(engine.module.named_parameters())
-    joined = {(name, key): join([full[name, key, t].reshape(size[name]) for t in range(tensor_size(engine))], params[name])
-              for name, key, t in full if t == 0}
-    return {"full": joined, "scalars": scalars, "hyper": hyper,
-            "weights": weights(engine), "values": values(engine), "scheduler": engine.lr_scheduler.state_dict(),
+        meta |= {key: schedule[key][number] for key in PER_GROUP if key in schedule}
+        pieces.append((name, None, {k: float(v) for k, v in held.items() if not isinstance(v, torch.Tensor) or not v.dim()}, meta))
+    gathered = everywhere((stage_of(engine), tensor_rank(engine), met, pieces))
+    scalars: dict[tuple[str, str], float] = {}
+    hyper: dict[str, dict[str, Any]] = {}
+    for _, _, _, found in gathered:
+        for name, key, first, meta in found:
+            if key is None:
+                for k, v in first.items():
+                    agreed(scalars, (name, k), v)
+                agreed(hyper, name, meta)
+    return {"full": _joined(engine, gathered), "scalars": scalars, "hyper": hyper,
+            "weights": weights(engine), "values": values(engine),
+            "scheduler": {k: v for k, v in schedule.items() if k not in PER_GROUP},
             "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
             "scale": loss_scale(engine)}
+
+
+def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
+    """Whole tensors from the pieces of all ranks."""
+    known = {n: what for _, _, met, _ in gathered for n, what in met.items()}
+    full: dict[tuple[str, str, int, int], torch.Tensor] = {}
+    for stage, tp, _, found in gathered:
+        for name, key, first, values in found:
+            if key is not None:
+                shape = known[name][0]
+                full.setdefault((name, key, stage, tp), torch.full(shape, float("nan")).reshape(-1))[
+                    first:first + len(values)] = values
+    out: dict[tuple[str, str], torch.Tensor] = {}
+    for name, key, stage, tp in full:
+        shape, cut = known[name]
+        if tp == 0:
+            whole = join([full[name, key, stage, t].reshape(shape) for t in range(tensor_size(engine))], cut)
+            if not torch.equal(bits(out.setdefault((name, key), whole)), bits(whole)):
+                raise AssertionError(f"the stages disagree on {key} of {name}")
+    return out
+
+
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # a scheduler's lists with an entry for each parameter group
+
+
+def agreed(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if known.setdefault(key, value) != value:
+        raise AssertionError(f"ranks disagree on {key}: {known[key]} and {value}")
 
 
 def loss_scale(engine: Any) -> dict[str, Any]:
@@ -190,15 +232,27 @@ def loss_scale(engine: Any) -> dict[str, Any]:
 def weights(engine: Any) -> dict[str, torch.Tensor]:
     """The training copies, as the forward pass sees them."""
     import deepspeed
-    params = dict(engine.module.named_parameters())
-    held: list[Any] = [None] * dist.get_world_size()
+    params = named(engine)
     with deepspeed.zero.GatheredParameters(list(params.values()), enabled=engine.zero_optimization_stage() == 3):
-        dist.all_gather_object(held, (tensor_rank(engine), {n: p.detach().clone().cpu() for n, p in params.items()}))
-    by_rank = {tp: weights for tp, weights in reversed(held)}
-    return {n: join([by_rank[t][n] for t in range(tensor_size(engine))], params[n]) for n in params}
+        held = everywhere((stage_of(engine), tensor_rank(engine),
+                           {n: (p.detach().clone().cpu(), cut_of(p)) for n, p in params.items()}))
+    by_place = {(stage, tp): found for stage, tp, found in reversed(held)}
+    out: dict[str, torch.Tensor] = {}
+    for stage, tp in sorted(by_place):
+        for name, (_, cut) in by_place[stage, tp].items() if tp == 0 else ():
+            whole = join([by_place[stage, t][name][0] for t in range(tensor_size(engine))], cut)
+            if not torch.equal(bits(out.setdefault(name, whole)), bits(whole)):
+                raise AssertionError(f"the stages disagree on the weight {name}")
+    return out
+
+
+def stage_of(engine: Any) -> int:
+    return int(getattr(engine, "stage_id", 0))
 
 
 def tensor_size(engine: Any) -> int:
+    if hasattr(engine, "num_stages"):
+        return int(engine.grid.get_slice_parallel_world_size())
     return int(engine.mp_world_size) if engine.mpu is not None else 1
 
 
@@ -206,21 +260,27 @@ def tensor_rank(engine: Any) -> int:
     return engine.mpu.get_tensor_model_parallel_rank() if tensor_size(engine) > 1 else 0
 
 
-def join(parts: list[torch.Tensor], param: Any) -> torch.Tensor:
-    """One parameter from its shares, by megatron-core's own attributes (not by the package's tables)."""
+def cut_of(param: Any) -> tuple[int, int] | None:
+    """(dim, stride) by megatron-core's own attributes (not by the package's tables); None for a parameter that is not cut."""
+    return (param.partition_dim, param.partition_stride) if getattr(param, "tensor_model_parallel", False) else None
+
+
+def join(parts: list[torch.Tensor], cut: tuple[int, int] | None) -> torch.Tensor:
+    """One parameter from its shares."""
     if len(parts) == 1:
         return parts[0]
-    if not getattr(param, "tensor_model_parallel", False):
+    if cut is None:
         if not all(torch.equal(bits(parts[0]), bits(p)) for p in parts):
             raise AssertionError("copies of a replicated parameter differ")
         return parts[0]
-    dim, stride = param.partition_dim, param.partition_stride
+    dim, stride = cut
     return torch.cat([torch.cat([p.chunk(stride, dim)[i] for p in parts], dim) for i in range(stride)], dim)
 
 
 def values(engine: Any) -> dict[str, torch.Tensor]:
     saved = set(engine._get_buffer_names())
-    return {n: b.detach().clone() for n, b in engine.module.named_buffers() if n in saved}
+    own = {global_name(engine, n): b.detach().clone() for n, b in engine.module.named_buffers() if n in saved}
+    return {n: b for rank in everywhere(own) for n, b in rank.items()} if hasattr(engine, "num_stages") else own
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

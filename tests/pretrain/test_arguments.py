@@ -55,7 +55,7 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
 @pytest.mark.parametrize(("flags", "says"), [
     ("--tensor-model-parallel-sise 2", "the nearest is --tensor-model-parallel-size"), ("--univresal-checkpoint",
                                                                                         "--universal-checkpoint"),
-    ("--pipeline-model-parallel-size 2", "pipeline stages are not supported"), ("--num-experts 8", "experts are not supported"),
+    ("--pipeline-model-parallel-size 3", "a divisor of 4: 4 ranks"), ("--num-experts 8", "experts are not supported"),
     ("--expert-model-parallel-size 2", "experts"), ("--context-parallel-size 2", "context parallelism"), ("--rotary-percent 0.5",
                                                                                                           "partial"),
     ("--tensor-model-parallel-size 3", "a divisor of 4"), ("--global-batch-size 12", "a multiple of 2 x 4"),
@@ -72,6 +72,16 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
     ("--allow-vocab-resize", "needs --load"),
     ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "one flag"), ("--zero-stage 4", "zero-stage"),
     ("--group-query-attention --num-query-groups 0", "at least 1"), ("--micro-batch-size 0", "--micro-batch-size is too small"),
+    ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", "a divisor of 2: 4 ranks, --tensor-model-parallel-size 2"),
+    ("--pipeline-model-parallel-size 2 --zero-stage 2", "--zero-stage 2 does not go with --pipeline-model-parallel-size 2"),
+    ("--pipeline-model-parallel-size 2 --zero-stage 3", "--zero-stage 0 or 1"), ("--pipeline-model-parallel-size 0", "at least 1"),
+    ("--pipeline-model-parallel-size 2 --no-pipeline-parallel", "one flag"),
+    ("--pipeline-model-parallel-size 2 --fp16 --zero-stage 0", "--fp16 in a pipeline needs --zero-stage 1"),
+    ("--pipeline-model-parallel-size 2 --pipeline-partition-method best", "uniform, parameters, type:REGEX"),
+    ("--pipeline-model-parallel-size 2 --pp-partition-method 2,2", "2 numbers of at least 1 with the sum 5"),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", "interleaved"),
+    ("--num-virtual-stages-per-pipeline-rank 2", "interleaved"), ("--decoder-first-pipeline-num-layers 1", "--pipeline-partition"),
+    ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", "a multiple of 4"),
     ("--no-save-optim", "DeepSpeed always writes"), ("--use-distributed-optimizer", "--zero-stage 1")])
 def test_refusals(flags: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -91,6 +101,14 @@ def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs the package tensorboard"):
         arguments("--tensorboard-dir", "x")
+
+
+def test_stages_divide_the_ranks() -> None:
+    args = arguments("--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
+    assert (args.data_parallel_size, args.gradient_accumulation, args.zero_stage) == (2, 4, 1)
+    assert args.pipeline_partition_method == "type:transformer"
+    with pytest.raises(UsageError, match="at most 5: --num-layers 2"):
+        arguments("--pipeline-model-parallel-size", "6", world=6)
 
 
 def test_lengths_in_samples() -> None:

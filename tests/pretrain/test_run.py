@@ -106,7 +106,7 @@ def test_another_mesh_needs_the_flag(ranks: RankPool, llama: Source) -> None:
     results = ranks.run(2, JOB, llama.resume(mesh(2, 1)))
     for result in results:
         assert result["error"] == "UsageError" and "--universal-checkpoint" in result["text"]
-        assert "tp=2,pp=1,dp=2,zero=1" in result["text"] and "tp=2,dp=1,zero=1" in result["text"]
+        assert "tp=2,pp=1,dp=2,zero=1" in result["text"] and "tp=2,pp=1,dp=1,zero=1" in result["text"]
 
 
 def test_same_mesh_needs_no_flag(ranks: RankPool, llama: Source) -> None:
@@ -281,7 +281,8 @@ def test_with_dropout_the_same_mesh_goes_on_with_the_same_losses(ranks: RankPool
     other = ranks.run(2, JOB, command(model, BATCH, RATES, QUIET, stdlib(), mesh(1, 3), "--train-iters", "6", "--load",
                                       str(tmp_path), "--universal-checkpoint", "--ckpt-step", "3"))[-1]
     assert "derived from the seed, the step" in other["said"]
-    assert other["losses"] == pytest.approx(whole["losses"][3:], rel=0.1) != whole["losses"][3:]
+    assert other["losses"] == pytest.approx(whole["losses"][3:], rel=0.1)
+    assert other["losses"] != whole["losses"][3:]
 
 
 def test_without_a_tag_the_newest_whole_one_is_taken_and_others_are_named(ranks: RankPool, llama: Source, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""The files of one tag folder, each opened once."""
+
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.deepspeed_paths import TagFiles, scan
+from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.recorded import Recorded
+from megatron_ucp.formats.safe_pickle import TensorRef
+
+_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+class TagFolder:
+    """Usable as a context manager; closes its files. `recorded` is the manifest beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: TagFiles = scan(folder)
+        self._closing = ExitStack()
+        self._open: dict[str, PtFile] = {}
+        self._trees: dict[str, Any] = {}
+        self.recorded = Recorded(folder, self.names.names)
+        self._closing.callback(self.recorded.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.close()
+        self._open.clear()
+
+    def full_path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def file(self, name: str) -> PtFile:
+        """An open file of the tag folder. Raises ForeignFileError where it is not the file that the manifest names."""
+        if name not in self._open:
+            file = self._closing.enter_context(PtFile(self.folder / name))
+            self._open[name] = file
+            self.recorded.compare(name, file.size_bytes, file.directory_sha256)
+        return self._open[name]
+
+    def opened(self, path: str) -> PtFile:
+        """The open file for a full path."""
+        return self.file(Path(path).name)
+
+    def tree(self, name: str) -> Any:
+        """The pickled tree of a file, a dict."""
+        if name not in self._trees:
+            tree = self.file(name).tree
+            if not isinstance(tree, dict):
+                raise DamagedFileError("a state file holds no dictionary", file=self.full_path(name), found=type(tree).__name__)
+            self._trees[name] = tree
+        return self._trees[name]
+
+    def scalar(self, file: str, ref: TensorRef) -> float:
+        """The value of a one-element tensor."""
+        layout = _SCALARS.get(ref.storage.dtype)
+        if ref.numel != 1 or layout is None:
+            raise DamagedFileError("a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}")
+        data = bytearray(struct.calcsize(layout))
+        opened = self.file(Path(file).name)
+        opened.read_into(opened.record(ref.storage), ref.offset_elems * len(data), memoryview(data))
+        return float(struct.unpack(layout, data)[0])

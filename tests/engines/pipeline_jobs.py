@@ -1,0 +1,183 @@
+"""What the ranks do in the tests of pipeline checkpoints: megatron-core models with and without pipeline stages."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.engines import models, pipeline
+from tests.engines import tensor_jobs
+from tests.engines.canonical import base_of, canonical, differences, fill, named
+from tests.engines.tensor_jobs import BATCH, SEQUENCE, Mega
+from tests.ranks import allow_fp16_on_cpu
+
+
+@dataclass(frozen=True)
+class Staged(Mega):
+    """A Mega in `pp` stages; 0 for an engine without a pipeline. `extras` adds a frozen parameter and a module buffer."""
+
+    layers: int = 3
+    pp: int = 0
+    partition: str | tuple[int, ...] = "uniform"
+    fp32_sums: bool = False
+    extras: bool = False
+
+
+def make(setup: Staged, attach: bool = True) -> Any:
+    """An engine with the groups of Megatron (a stage may have one alone) and LambdaLR."""
+    import deepspeed
+
+    models.start(setup.tp, seed=7, pp=setup.pp or 1)
+    config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
+                                groups=setup.groups, vocab=setup.vocab, true_vocab=setup.true_vocab, positions=SEQUENCE,
+                                tied=setup.tied, init_std=0.15, dtype=setup.dtype, seed=setup.seed)
+    model: Any = pipeline.build_pipeline(config, setup.pp, setup.partition) if setup.pp else models.build(config)
+    if setup.extras:
+        add_extras(model, setup.seed)
+    optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // dp, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0}}
+    if setup.fp32_sums:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if setup.dtype != "fp32":
+        settings[setup.dtype] = {"enabled": True} | ({"initial_scale_power": 8} if setup.dtype == "fp16" else {})
+    if setup.dtype == "fp16":
+        allow_fp16_on_cpu()
+    made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings,
+                                mpu=None if setup.pp else models.mpu(), dist_init_required=False)[0]
+    return ucp.attach(made, family=setup.family) if attach else made
+
+
+def add_extras(model: Any, seed: int) -> None:
+    """In every layer a norm that is not trained, and a buffer beside it."""
+    for name, module in model.named_modules():
+        if name.endswith("pre_mlp_layernorm"):
+            module.weight.requires_grad = False
+            module.weight.data.mul_(seed)
+    for name, module in list(model.named_modules()):
+        if name.endswith("mlp"):
+            module.register_buffer("counted", torch.arange(5.0) * seed)
+
+
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """As tensor_jobs.train."""
+    if not hasattr(engine, "num_stages"):
+        return tensor_jobs.train(engine, steps, first)
+    mpu = models.mpu()
+    losses = []
+    for step in range(first, first + steps):
+        drawn = torch.randint(40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step))
+        mine = drawn.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
+        losses.append(float(engine.train_batch(iter([(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())]))))
+    return losses
+
+
+def save(setup: Staged, folder: str, steps: int = 2, attach: bool = True, more: int = 0) -> None:
+    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them."""
+    engine = make(setup, attach)
+    train(engine, steps)
+    engine.save_checkpoint(folder, tag="trained")
+    states = {"trained": canonical(engine)}
+    fill(engine)
+    engine.save_checkpoint(folder, tag="filled")
+    states["filled"] = canonical(engine)
+    tensor_jobs.close(engine)
+    losses = []
+    if more:
+        engine = make(setup, attach=False)
+        losses = train(engine, steps + more)[steps:]
+        tensor_jobs.close(engine)
+    if dist.get_rank() == 0:
+        torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
+
+
+def resume(setup: Staged, folder: str, more: int = 0, plant: str = "", tags: tuple[str, ...] = ("filled", "trained"),
+           **options: Any) -> dict[str, Any]:
+    """Loads each tag into a fresh engine and compares; trains on after the last one."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    engine = make(setup)
+    before = canonical(engine)
+    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
+    for tag in tags:
+        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
+        if plant:
+            plant_fault(engine, plant)
+        found["before"][tag] = differences(oracle["states"][tag], before)
+        found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
+    if more:
+        found["loss"] = max(abs(a - b) for a, b in zip(train(engine, more, first=oracle["steps"]), oracle["losses"][:more],
+                                                       strict=True))
+    tensor_jobs.close(engine)
+    return found
+
+
+def plant_fault(engine: Any, fault: str) -> None:
+    """One wrong thing of the kinds that stages invite, in an engine with a pipeline."""
+    base, params = base_of(engine), named(engine)
+    if fault == "two layers swapped" and engine.stage_id == 0:
+        names = [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in (0, 1)]
+        one, two = (params[name].data for name in names)
+        one.copy_(two)
+    elif fault == "one bit of a later stage" and engine.stage_id == engine.num_stages - 1:
+        weight = params["decoder.final_layernorm.weight"].data
+        weight.view(torch.int32)[0] ^= 1
+    elif fault == "one group's weight decay" and engine.stage_id == engine.num_stages - 1:
+        base.param_groups[-1]["weight_decay"] += 0.1
+    elif fault == "one step" and engine.stage_id == 1:
+        next(iter(base.state.values()))["step"] += 1
+
+
+def attempt(setup: Staged, folder: str, given: str | None = "gpt") -> dict[str, Any]:
+    """A load that should fail: the error, and whether the engine is as before."""
+    engine = make(setup, attach=False)
+    before = canonical(engine)
+    out: dict[str, Any] = {"error": None, "message": ""}
+    try:
+        ucp.load(engine, folder, tag="trained", family=given)
+    except ucp.UcpError as error:
+        out |= {"error": type(error).__name__, "message": str(error)}
+    out["unchanged"] = differences(before, canonical(engine)) == []
+    tensor_jobs.close(engine)
+    return out
+
+
+def reshard(setup: Staged, folder: str, out: str) -> None:
+    """Loads the tag `trained` and saves it again on this mesh as the tag `again`."""
+    engine = make(setup)
+    ucp.load(engine, folder, tag="trained")
+    engine.save_checkpoint(out, tag="again")
+    tensor_jobs.close(engine)
+
+
+def fails_on_rank(setup: Staged, folder: str, rank: int) -> dict[str, Any]:
+    """A load in which one rank's disk fails while bytes move."""
+    from megatron_ucp.engines import load as loading
+    from megatron_ucp.errors import DamagedFileError
+
+    engine, stock = make(setup), loading.execute
+
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        raise DamagedFileError("only here")
+    if dist.get_rank() == rank:
+        loading.execute = execute
+    out: dict[str, Any] = {"error": None, "refuses": []}
+    try:
+        ucp.load(engine, folder, tag="trained")
+    except ucp.UcpError as error:
+        out["error"] = type(error).__name__
+    finally:
+        loading.execute = stock
+    for method in (lambda: train(engine, 1), lambda: engine.save_checkpoint(folder, tag="after")):
+        try:
+            method()
+        except ucp.UcpError as error:
+            out["refuses"].append(type(error).__name__)
+    tensor_jobs.close(engine)
+    return out
