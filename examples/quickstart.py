@@ -235,7 +235,8 @@ def plot(source: Mesh, reference: list[float], rows: list[Row], saved: int, path
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, (whole, near, apart) = plt.subplots(3, 1, figsize=(9, 11), height_ratios=[3, 3, 2], layout="constrained")
+    figure, (whole, near, apart) = plt.subplots(3, 1, figsize=(9, 11 + len(rows) / 10), height_ratios=[3, 3, 2],
+                                                layout="constrained")
     figure.suptitle(f"A run saved at {source}, resumed on other meshes straight from its files")
     steps = range(len(reference))
     markers, colors = "osD^v<>", plt.rcParams["axes.prop_cycle"].by_key()["color"]
@@ -250,18 +251,18 @@ def plot(source: Mesh, reference: list[float], rows: list[Row], saved: int, path
         # The curves lie on each other: each marks steps of its own, so that all are seen.
         near.plot(mine, row.losses, linewidth=1, markersize=7, markevery=(i, max(1, len(rows))), **style)
         apart.plot(mine, [max(d, 1e-9) for d in row.distances], linewidth=1, markersize=5, **style)
-    whole.axvline(saved, color="0.3", linestyle=":", label=f"saved before step {saved}")
+    saved_at = whole.axvline(saved, color="0.3", linestyle=":", label=f"saved before step {saved}")
     whole.set_title("The whole run")
     near.set_title("After the save: the resumed runs lie on the uninterrupted one")
     apart.set_title("Distance to the uninterrupted run")
-    apart.axhline(TOLERANCE, color="0.3", linestyle="--", label=f"allowed: {TOLERANCE:g}")
+    allowed = apart.axhline(TOLERANCE, color="0.3", linestyle="--", label=f"allowed: {TOLERANCE:g}")
     apart.set(yscale="log", ylim=(7e-10, 1e-2), xlabel="step", ylabel="|difference of loss|\n(bottom: 1e-9 or less)")
     for axes in (near, apart):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    near.margins(y=0.35)  # room for the legend
-    for axes, where in ((whole, {}), (near, {"ncols": 2, "loc": "lower center"}), (apart, {"ncols": 2, "loc": "upper center"})):
+    for axes in (whole, near, apart):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", **where)
+    figure.legend(handles=[*near.get_legend_handles_labels()[0], saved_at, allowed], loc="outside lower center", ncols=2,
+                  fontsize="small")
     figure.savefig(path, dpi=110)
 
 

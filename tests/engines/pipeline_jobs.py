@@ -33,7 +33,8 @@ def make(setup: Staged, attach: bool = True) -> Any:
     models.start(setup.tp, seed=7, pp=setup.pp or 1)
     config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
                                 groups=setup.groups, vocab=setup.vocab, true_vocab=setup.true_vocab, positions=SEQUENCE,
-                                tied=setup.tied, init_std=0.15, dtype=setup.dtype, seed=setup.seed)
+                                tied=setup.tied, init_std=0.15, dtype=setup.dtype, seed=setup.seed,
+                                sequence_parallel=setup.sequence_parallel)
     model: Any = pipeline.build_pipeline(config, setup.pp, setup.partition) if setup.pp else models.build(config)
     if setup.extras:
         add_extras(model, setup.seed)

@@ -14,6 +14,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.pt_file import PtFile
 from tests.engines.model import Setup
+from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, drop_record, without_manifest
 from tests.engines.tensor_jobs import Mega
 
@@ -117,6 +118,32 @@ def test_copies_that_differ_are_found(sources: Sources, tmp_path: Path) -> None:
     found = ucp.verify(folder, deep=True).findings
     assert {one.what for one in found} == {"two copies of the state exp_avg differ"} and len(found) == 1
     assert found[0].parameter.endswith("layernorm.weight") and found[0].found == "tp 0 and tp 1"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_copy_on_another_stage(sources: Sources, tmp_path: Path, tied: bool) -> None:
+    origin = sources.get(2, Staged("llama", 1, 1, pp=2, tied=tied), "tests.engines.pipeline_jobs:save", more=0)
+    folder = without_manifest(shutil.copytree(Path(origin) / "trained", tmp_path / "copy"))
+    shutil.copy(Path(origin) / "trained" / "ucp_manifest.json", folder)
+    assert ucp.verify(folder, deep=True).findings == ()
+    path = next(folder.glob("*mp_rank_01_optim*"))
+    with PtFile(path) as file:
+        before = file.directory_sha256
+    names = json.loads((folder / "ucp_manifest.json").read_text())
+    head = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+    last = [b for b in ucp.describe(folder).buffers if b.at == (("pp", 1),)]
+    index, start = next((i, m.start) for i, b in enumerate(last) for m in b.members if m.param == head)
+
+    def change(tree: Any) -> None:
+        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][index]["exp_avg_sq"][start + 3] += 1
+    rewritten(path, change)
+    with PtFile(path) as file:
+        names["files"] = [[n, file.size_bytes, file.directory_sha256] if sha == before else [n, size, sha]
+                          for n, size, sha in names["files"]]
+    (folder / "ucp_manifest.json").write_text(json.dumps(names))
+    found = ucp.verify(folder, deep=True).findings
+    assert [(one.parameter, one.what) for one in found] == ([("embedding.word_embeddings.weight",
+                                                              "two copies of the state exp_avg_sq differ")] if tied else [])
 
 
 def test_a_file_without_checksums_is_a_note_and_no_damage(sources: Sources, broken: Any) -> None:
