@@ -3,7 +3,7 @@
     bash examples/evaluation.sh                     both tables, up to eight ranks; results in runs/evaluation
     bash examples/evaluation.sh --most-ranks 4      only the rows that four ranks can run
 
-Meshes from the paper and its blog (Lian et al., "Universal Checkpointing", 2024, section 6 and the blog's figures); their rows with
+Meshes from the paper (Lian et al., USENIX ATC 2025, arXiv 2406.18820, section 6) and its blog (July 2024); their rows with
 SP=2 are Ulysses-style there, and here tp=2 with Megatron's sequence parallelism. The paper shows loss curves; here every
 state is compared bit by bit as well, by `states.py`. Exit code 0 when all are equal and no loss is further away than 1e-5.
 """
