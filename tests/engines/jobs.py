@@ -229,13 +229,14 @@ def weights_only(setup: Setup, folder: str) -> dict[str, Any]:
     for option, options in (("load_module_only", {"load_module_only": True}),
                             ("load_optimizer_states", {"load_optimizer_states": False})):
         engine = make_engine(setup)
-        settings = {n: {k: v for k, v in h.items() if k != "lr"} for n, h in canonical(engine)["hyper"].items()}
+        scheduled = ("lr", "_last_lr")
+        settings = {n: {k: v for k, v in h.items() if k not in scheduled} for n, h in canonical(engine)["hyper"].items()}
         ucp.load(engine, folder, tag="trained", **options)
         have = canonical(engine)
         out[option] = {
             "masters": all(torch.equal(have["full"][n, "fp32"], v) for (n, k), v in oracle["full"].items() if k == "fp32"),
             "no states": {k for _, k in have["full"]} == {"fp32"} and not have["scalars"],
-            "own hyper-parameters": settings == {n: {k: v for k, v in h.items() if k != "lr"}
+            "own hyper-parameters": settings == {n: {k: v for k, v in h.items() if k not in scheduled}
                                                  for n, h in have["hyper"].items()},
             "steps": engine.global_steps}
         engine.destroy()
