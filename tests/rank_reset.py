@@ -72,6 +72,9 @@ def destroy_engines() -> None:
     for thing in gc.get_objects():
         if issubclass(type(thing), deepspeed.DeepSpeedEngine):
             thing.destroy()
+            for held in ("pipe_buffers", "total_loss", "loss", "fwd_outputs", "agg_train_loss", "total_additional_losses"):
+                if held in thing.__dict__:  # of a pipeline: the last micro batches' graphs, whose hooks lead back to the engine
+                    setattr(thing, held, None)
 
 
 def reset_zero3() -> None:
