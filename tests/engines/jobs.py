@@ -97,7 +97,8 @@ def attempt(setup: Setup, folder: str, tag: str | None = None, through: str = "l
     out["unchanged"] = differences(before, canonical(engine)) == []
     refusals = []
     marked = "_ucp_methods_before_load" in engine.__dict__  # a step without a backward pass is for an engine that refuses
-    for method in (engine.step if marked else lambda: train(engine, 1), lambda: engine.save_checkpoint(folder, tag="after")):
+    for method in (engine.step if marked else lambda: train(engine, 1),
+                   lambda: engine.save_checkpoint(folder, tag="after", save_latest=False)):  # others may read the folder too
         try:
             method()
         except ucp.UcpError as error:

@@ -70,11 +70,11 @@ def test_missing_and_foreign_files(sources: Sources, broken: Any, capsys: pytest
     path = next((folder / "filled").glob("*rank_1*optim*"))
     other = next((folder / "trained").glob("*rank_1*optim*"))
     shutil.copy(other, path)
-    assert main(["verify", str(folder), "--json"]) == 1
+    assert main(["verify", str(folder / "filled"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert found[0]["file"] == str(path) and "not the one that was saved" in found[0]["what"]
     path.unlink()
-    assert main(["verify", str(folder)]) == 1
+    assert main(["verify", str(folder), "--tag", "filled"]) == 1
     assert "is missing" in capsys.readouterr().out
     drop_record(next((folder / "trained").glob("*rank_1*optim*")), 0)
     assert ucp.verify(without_manifest(folder) / "trained").findings
