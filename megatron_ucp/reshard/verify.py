@@ -6,19 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Cut, Slot, cuts_of, make_plan, prove
+from megatron_ucp.core.plan import Cut, Slot, cuts_of, make_plan, padding, prove
 from megatron_ucp.core.zero import Member
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UnsafePickleError, UsageError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.deepspeed_paths import resolve
-from megatron_ucp.formats.pickle_values import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pickle_values import ITEMSIZE, storages_of
 from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.whole import check_file
 from megatron_ucp.reshard.diff import one_parameter
@@ -73,7 +72,7 @@ def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_n
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)
                 findings += _copies(checkpoint)
-            return Verified(str(folder), tuple(findings), tuple(notes), len(names), read)
+            return Verified(str(folder), tuple(dict.fromkeys(findings)), tuple(notes), len(names), read)
     except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
         return Verified(str(folder), (*findings, _finding(error)), (), 0, 0)
 
@@ -107,9 +106,13 @@ def _check_records(checkpoint: NativeCheckpoint, names: list[str], allow_nan: bo
     """Compares every record of every file with its CRC-32, on all cores; returns the bytes that were read."""
     work = [(file, record, dtype) for file in map(checkpoint.file, names) for record, dtype in _records(file)]
     total = sum(record.size_bytes for _, record, _ in work)
+    unused: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    if not allow_nan:
+        _note(findings, lambda: unused.update(_padding(checkpoint)))
     done = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading and summing let go of the interpreter
-        scans = pool.map(lambda one: _scan(one[0], one[1], one[2], allow_nan), work)
+        scans = pool.map(lambda one: _scan(one[0], one[1], one[2], allow_nan, unused.get(
+            (one[0].path, one[1].name), [])), work)
         for (file, record, _), found in zip(work, scans, strict=True):
             findings += [Finding(what, file.path, record.name) for what in found]
             done += record.size_bytes
@@ -120,23 +123,26 @@ def _check_records(checkpoint: NativeCheckpoint, names: list[str], allow_nan: bo
 
 def _records(file: PtFile) -> Iterator[tuple[Record, str]]:
     """Every record with the dtype of the tensors in it; "" where it holds none."""
-    dtypes: dict[str, str] = {}
-
-    def walk(value: Any) -> None:
-        if isinstance(value, TensorRef):
-            dtypes[f"{file.root}/data/{value.storage.key}"] = value.storage.dtype
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                walk(item)
-    walk(file.tree)
+    dtypes = {f"{file.root}/data/{storage.key}": storage.dtype for storage in storages_of(file.tree)}
     for name in file.records:
         yield file.records[name], dtypes.get(name, "")
 
 
-def _scan(file: PtFile, record: Record, dtype: str, allow_nan: bool) -> list[str]:
+def _padding(checkpoint: NativeCheckpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """Bytes [start, stop) of records that no parameter owns. ZeRO-3 never sets them: what was in the memory gets saved."""
+    manifest = checkpoint.manifest
+    out: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for b, buffer in enumerate(manifest.buffers):
+        for cut, part, (state, dtype) in product(cuts_of(manifest, buffer), range(buffer.partitions), buffer.states):
+            slot = Slot(b, cut, part, state)
+            for fill in padding(buffer, slot):
+                where = checkpoint.where(slot)
+                first, stop = (where.offset_bytes + min(at, where.elems) * ITEMSIZE[dtype] for at in (fill.start, fill.stop))
+                out.setdefault((where.file.path, where.record.name), []).append((first, stop))
+    return out
+
+
+def _scan(file: PtFile, record: Record, dtype: str, allow_nan: bool, unused: list[tuple[int, int]]) -> list[str]:
     """What is wrong with a record."""
     buffer, crc, nan = bytearray(min(_BLOCK_BYTES, record.size_bytes)), 0, False
     looks = not allow_nan and dtype in DTYPES and DTYPES[dtype].is_floating_point
@@ -144,9 +150,17 @@ def _scan(file: PtFile, record: Record, dtype: str, allow_nan: bool) -> list[str
         block = memoryview(buffer)[:min(_BLOCK_BYTES, record.size_bytes - start)]
         file.read_into(record, start, block)
         crc = crc32(block, crc)
-        nan = nan or (looks and bool(torch.frombuffer(block, dtype=DTYPES[dtype]).isnan().any()))
+        if looks and not nan and _has_nan(block, dtype):
+            for first, stop in unused:
+                first, stop = (min(max(at - start, 0), len(block)) for at in (first, stop))
+                block[first:stop] = bytes(stop - first)
+            nan = _has_nan(block, dtype)
     wrong = file.has_checksums and crc != record.crc32
     return [what for what, found in (("a record has a wrong checksum", wrong), ("a record holds NaN", nan)) if found]
+
+
+def _has_nan(block: memoryview, dtype: str) -> bool:
+    return bool(torch.frombuffer(block, dtype=DTYPES[dtype]).isnan().any())
 
 
 # ---------------------------------------------------------------- every copy
