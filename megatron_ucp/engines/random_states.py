@@ -69,10 +69,10 @@ class Restored:
         Raises DamagedFileError.
         """
         manifest = source.recorded.manifest
-        if manifest is None or not (saved := source.recorded.read(file_name(0))):
+        saved = source.recorded.read(file_name(rank))
+        if manifest is None or file_name(0) not in source.recorded.files:
             return cls("random states: the checkpoint has none, this process's own go on")
         if _ranks(manifest.mesh) == _ranks(here):
-            saved = source.recorded.read(file_name(rank))
             return cls(None, states=_parse(saved, source.full_path(file_name(rank))))
         seed, steps = manifest.run[SEED], manifest.run[STEPS]
         text = f"{seed} {steps} {place[0]} {place[1]}"

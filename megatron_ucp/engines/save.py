@@ -73,7 +73,7 @@ def _save(engine: Any, model: Model | None, how: Saving, stock_save: Callable[..
           client_state: Any, save_latest: bool, exclude_frozen: bool) -> SaveReport:
     started = time.perf_counter()
     rank = agree.world()[0]
-    aside, sync = folder / f".{tag}.saving", tags.Syncs(how.durable)
+    aside, sync = tags.aside_of(folder, tag), tags.Syncs(how.durable)
     with ExitStack() as left:
         with _as_save_error(), agree.together() as block:
             block.value = (str(folder), tag)

@@ -50,6 +50,23 @@ class TensorRef:
         return True
 
 
+def storages_of(tree: object) -> list[StorageRef]:
+    """Every storage of a tree, once, in the order of first use."""
+    found: dict[str, StorageRef] = {}
+
+    def walk(value: object) -> None:
+        if isinstance(value, TensorRef):
+            found.setdefault(value.storage.key, value.storage)
+        elif isinstance(value, dict):
+            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+                walk(item)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, list | tuple):
+            for item in value:  # pyright: ignore[reportUnknownVariableType]
+                walk(item)  # pyright: ignore[reportUnknownArgumentType]
+    walk(tree)
+    return list(found.values())
+
+
 def _brief(value: object) -> str:
     return reprlib.repr(value) if type(value) in SCALARS else type(value).__name__
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from isal.isal_zlib import crc32
 
 from megatron_ucp.errors import PlanError
-from megatron_ucp.formats.pickle_values import ITEMSIZE, StorageRef, TensorRef
+from megatron_ucp.formats.pickle_values import ITEMSIZE, StorageRef, TensorRef, storages_of
 from megatron_ucp.formats.pickle_writer import dumps
 
 ALIGNMENT = 64
@@ -35,23 +35,6 @@ class _Written:
     offset: int
     size: int
     crc: int
-
-
-def storages_of(tree: object) -> list[StorageRef]:
-    """Every storage of a tree, once, in the order of first use."""
-    found: dict[str, StorageRef] = {}
-
-    def walk(value: object) -> None:
-        if isinstance(value, TensorRef):
-            found.setdefault(value.storage.key, value.storage)
-        elif isinstance(value, dict):
-            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
-                walk(item)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, list | tuple):
-            for item in value:  # pyright: ignore[reportUnknownVariableType]
-                walk(item)  # pyright: ignore[reportUnknownArgumentType]
-    walk(tree)
-    return list(found.values())
 
 
 def write_pt(path: str | Path, tree: object, payload: Callable[[StorageRef], Chunks]) -> None:
@@ -113,7 +96,7 @@ class _Archive:
             self._file.write(_CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, _FLAGS, 0, 0, _DATE, record.crc, size, size,
                                            len(record.name), len(extra), 0, 0, 0, 0, offset) + record.name + extra)
         end, count = self._file.tell(), len(self._written)
-        if max(end, LIMIT) == end or count > 0xFFFF:
+        if end >= LIMIT or count > 0xFFFF:
             self._file.write(_END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, end - start, start))
             self._file.write(_END64_LOCATOR.pack(b"PK\6\7", 0, end, 1))
         self._file.write(_END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), min(end - start, LIMIT),

@@ -31,6 +31,11 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 # ---------------------------------------------------------------- writing
 
+def aside_of(save_dir: Path, tag: str) -> Path:
+    """The folder that a save of the tag goes into."""
+    return save_dir / f".{tag}.saving"
+
+
 def begin(save_dir: Path, tag: str) -> Path:
     """Makes the folder that a save of the tag goes into, and removes what saves that were killed have left.
 
@@ -43,7 +48,7 @@ def begin(save_dir: Path, tag: str) -> Path:
     save_dir.mkdir(parents=True, exist_ok=True)
     for left in [path for path in save_dir.iterdir() if is_unfinished(path.name)]:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
-    aside = save_dir / f".{tag}.saving"
+    aside = aside_of(save_dir, tag)
     aside.mkdir()
     return aside
 

@@ -181,18 +181,22 @@ def restarts(times: int) -> list[tuple[int, int]]:
     return out
 
 
-def refusals() -> dict[str, str]:
-    """On two ranks: what each wrong call raises."""
-    short = torch.zeros(1, 5, dtype=torch.int64)
-    found: dict[str, str] = {}
-
+def attempting(found: dict[str, str]) -> Callable[[str, Callable[[], Any]], None]:
+    """A function that makes a call and notes under its name what it raised."""
     def attempt(name: str, call: Callable[[], Any]) -> None:
         try:
             call()
             found[name] = "nothing"
         except UcpError as error:
             found[name] = f"{type(error).__name__}: {error}"
+    return attempt
 
+
+def refusals() -> dict[str, str]:
+    """On two ranks: what each wrong call raises."""
+    short = torch.zeros(1, 5, dtype=torch.int64)
+    found: dict[str, str] = {}
+    attempt = attempting(found)
     attempt("not started", lambda: models.build(GPT))
     attempt("world", lambda: models.start(3, 1))
     models.start(2, 1)

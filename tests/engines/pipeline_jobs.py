@@ -1,7 +1,6 @@
 """What the ranks do in the tests of pipeline checkpoints: megatron-core models with and without pipeline stages."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines import models, pipeline
 from tests.engines import tensor_jobs
-from tests.engines.canonical import base_of, canonical, differences, fill, named
+from tests.engines.canonical import base_of, canonical, differences, named
 from tests.engines.tensor_jobs import BATCH, SEQUENCE, Mega
 from tests.ranks import allow_fp16_on_cpu
 
@@ -81,42 +80,14 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 
 def save(setup: Staged, folder: str, steps: int = 2, attach: bool = True, more: int = 0) -> None:
-    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them."""
-    engine = make(setup, attach)
-    train(engine, steps)
-    engine.save_checkpoint(folder, tag="trained")
-    states = {"trained": canonical(engine)}
-    fill(engine)
-    engine.save_checkpoint(folder, tag="filled")
-    states["filled"] = canonical(engine)
-    tensor_jobs.close(engine)
-    losses = []
-    if more:
-        engine = make(setup, attach=False)
-        losses = train(engine, steps + more)[steps:]
-        tensor_jobs.close(engine)
-    if dist.get_rank() == 0:
-        torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
+    """As tensor_jobs.save."""
+    tensor_jobs.save(setup, folder, steps, attach, more, make, train)
 
 
 def resume(setup: Staged, folder: str, more: int = 0, plant: str = "", tags: tuple[str, ...] = ("filled", "trained"),
            **options: Any) -> dict[str, Any]:
-    """Loads each tag into a fresh engine and compares; trains on after the last one."""
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
-    engine = make(setup)
-    before = canonical(engine)
-    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
-    for tag in tags:
-        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
-        if plant:
-            plant_fault(engine, plant)
-        found["before"][tag] = differences(oracle["states"][tag], before)
-        found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
-    if more:
-        found["loss"] = max(abs(a - b) for a, b in zip(train(engine, more, first=oracle["steps"]), oracle["losses"][:more],
-                                                       strict=True))
-    tensor_jobs.close(engine)
-    return found
+    """As tensor_jobs.resume."""
+    return tensor_jobs.resume(setup, folder, more, plant, tags, make, train, plant_fault, **options)
 
 
 def plant_fault(engine: Any, fault: str) -> None:

@@ -1,7 +1,7 @@
 """What the ranks do in the tests of pipelines: the same models, batches and optimizer as in `model_jobs`."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.engines import models, pipeline
-from megatron_ucp.errors import UcpError
 from megatron_ucp.families.pipe import names
-from tests.engines.model_jobs import GLOBAL_BATCH, GPT, LLAMA, SEQUENCE, batch, record_norms
+from tests.engines.model_jobs import GLOBAL_BATCH, GPT, LLAMA, SEQUENCE, attempting, batch, record_norms
 
 
 @dataclass(frozen=True)
@@ -202,14 +201,7 @@ def masked() -> dict[str, float]:
 def refusals() -> dict[str, str]:
     """On two ranks: what each wrong call raises."""
     found: dict[str, str] = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except UcpError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
+    attempt = attempting(found)
     attempt("not started", lambda: pipeline.build_pipeline(GPT, 2))
     attempt("world", lambda: models.start(1, 1, 3))
     attempt("with tp", lambda: models.start(2, 1, 2))

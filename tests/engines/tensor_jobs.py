@@ -82,10 +82,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def save(setup: Mega, folder: str, steps: int = 3, attach: bool = True, more: int = 20) -> None:
-    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them."""
-    engine = make(setup, attach)
-    train(engine, steps)
+def save(setup: Any, folder: str, steps: int = 3, attach: bool = True, more: int = 20, making: Any = make,
+         training: Any = train) -> None:
+    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them.
+
+    `making` and `training` are for engines of another kind, as in pipeline_jobs."""
+    engine = making(setup, attach)
+    training(engine, steps)
     engine.save_checkpoint(folder, tag="trained")
     states = {"trained": canonical(engine)}
     fill(engine)
@@ -94,28 +97,29 @@ def save(setup: Mega, folder: str, steps: int = 3, attach: bool = True, more: in
     close(engine)
     losses = []
     if more:
-        engine = make(setup, attach=False)
-        train(engine, steps)
-        losses = train(engine, more, first=steps)
+        engine = making(setup, attach=False)
+        training(engine, steps)
+        losses = training(engine, more, first=steps)
         close(engine)
     if dist.get_rank() == 0:
         torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
 
 
-def resume(setup: Mega, folder: str, more: int = 0, plant: str | None = None, **options: Any) -> dict[str, Any]:
+def resume(setup: Any, folder: str, more: int = 0, plant: str | None = None, tags: tuple[str, ...] = ("filled", "trained"),
+           making: Any = make, training: Any = train, planting: Any = None, **options: Any) -> dict[str, Any]:
     """Loads each tag into a fresh engine and compares; trains on after the last one."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
-    engine = make(setup)
+    engine = making(setup)
     before = canonical(engine)
-    found: dict[str, Any] = {"differences": {}, "before": {}}
-    for tag in ("filled", "trained") if not plant else ("filled",):
-        ucp.load(engine, folder, tag=tag, **options)
+    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
+    for tag in tags:
+        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
         if plant:
-            plant_fault(engine, plant)
+            (planting or plant_fault)(engine, plant)
         found["before"][tag] = differences(oracle["states"][tag], before)
         found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
     if more:
-        found["loss"] = max(abs(a - b) for a, b in zip(train(engine, more, first=oracle["steps"]), oracle["losses"][:more],
+        found["loss"] = max(abs(a - b) for a, b in zip(training(engine, more, first=oracle["steps"]), oracle["losses"][:more],
                                                        strict=True))
     close(engine)
     return found

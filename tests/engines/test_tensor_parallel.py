@@ -26,7 +26,7 @@ def source(sources: Sources, mesh: Mesh, family: str, **kwargs: Any) -> str:
 
 
 def resume(sources: Sources, mesh: Mesh, family: str, folder: str, more: int = 0, **kwargs: Any) -> list[dict]:
-    options = {key: kwargs.pop(key) for key in ("plant",) if key in kwargs}
+    options = {"plant": kwargs.pop("plant"), "tags": ("filled",)} if "plant" in kwargs else {}
     return sources.ranks.run(mesh[0] * mesh[1], JOBS + "resume", Mega(family, mesh[0], mesh[2], seed=9, **kwargs), folder, more,
                              timeout_s=180, **options)
 
