@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.formats.opened import open_checkpoint
 
 
 def describe(path: str | Path, tag: str | None = None) -> Manifest:
@@ -11,5 +11,5 @@ def describe(path: str | Path, tag: str | None = None) -> Manifest:
 
     A stage-0 checkpoint without a manifest keeps optimizer states by position only: its manifest has weights alone.
     """
-    with NativeCheckpoint(path, tag, positions_too=True) as checkpoint:
+    with open_checkpoint(path, tag) as checkpoint:
         return checkpoint.manifest

@@ -12,6 +12,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, make_plan, prove
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.formats.deepspeed import PER_GROUP, NativeCheckpoint
+from megatron_ucp.formats.opened import open_checkpoint
 from megatron_ucp.reshard.execute import DTYPES, check_runs, execute
 
 
@@ -31,7 +32,7 @@ def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | No
     Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are not compared: they are
     casts of the masters. `progress(done, total)` counts parameters. Raises a UcpError.
     """
-    with NativeCheckpoint(a, positions_too=True) as one, NativeCheckpoint(b, positions_too=True) as two:
+    with open_checkpoint(a) as one, open_checkpoint(b) as two:
         out = list(_run(one, two))
         names = list(dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]))
         for done, name in enumerate(names):

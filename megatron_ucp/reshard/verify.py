@@ -17,6 +17,7 @@ from megatron_ucp.core.zero import Member
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UnsafePickleError, UsageError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.deepspeed_paths import resolve
+from megatron_ucp.formats.opened import open_checkpoint
 from megatron_ucp.formats.pickle_values import ITEMSIZE, storages_of
 from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.whole import check_file
@@ -60,7 +61,7 @@ def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_n
     folder = resolve(path, tag)
     findings: list[Finding] = []
     try:
-        with NativeCheckpoint(folder, positions_too=True) as checkpoint:
+        with open_checkpoint(folder) as checkpoint:
             names = checkpoint.names.names
             for name in names:
                 _note(findings, lambda name=name: check_file(checkpoint, name))
