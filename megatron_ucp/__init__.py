@@ -4,16 +4,17 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.target import Target
 from megatron_ucp.errors import UcpError
 
-__all__ = ["Manifest", "Mesh", "ResumableLoader", "UcpError", "attach", "describe", "diff", "initialize", "install", "load",
-           "newest_whole", "register_family", "verify"]
+__all__ = ["Manifest", "Mesh", "ResumableLoader", "Target", "UcpError", "attach", "convert", "describe", "diff", "initialize",
+           "install", "load", "newest_whole", "register_family", "verify"]
 __version__ = "0.1.0"
 
 _HOMES = {"attach": "engines.attach", "initialize": "engines.attach", "install": "engines.attach",
           "ResumableLoader": "engines.loader", "newest_whole": "formats.tags",
-          "load": "engines.load", "register_family": "families", "describe": "reshard.describe", "diff": "reshard.diff",
-          "verify": "reshard.verify"}
+          "load": "engines.load", "register_family": "families", "convert": "reshard.convert",
+          "describe": "reshard.describe", "diff": "reshard.diff", "verify": "reshard.verify"}
 
 
 def __getattr__(name: str) -> Any:

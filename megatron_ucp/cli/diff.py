@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, progress_bar
+from megatron_ucp.cli.output import DONE, FOUND, add_rules, progress_bar
 
 HELP = "compare two checkpoints of any meshes bit by bit"
 
@@ -13,13 +13,14 @@ HELP = "compare two checkpoints of any meshes bit by bit"
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("a", help="a tag folder, or the folder with `latest`")
     verb.add_argument("b", help="the other one")
+    add_rules(verb)
+    verb.add_argument("--rules-b", "--rules_b", metavar="FILE", help="other rules for B")
     verb.add_argument("--limit", type=int, default=20, help="print at most so many differences (default 20)")
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.diff import diff
-    bar = progress_bar(args)
-    found = diff(args.a, args.b, bar)
+    found = diff(args.a, args.b, progress_bar(args), args.rules, args.rules_b)
     if args.json:
         print(json.dumps([asdict(d) for d in found]))
     else:

@@ -18,7 +18,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.describe import describe
-    manifest = describe(args.path, args.tag)
+    manifest = describe(args.path, args.tag, args.rules)
     rows = [_row(manifest, name) for name in manifest.by_name]
     head = {"engine": manifest.engine, "family": manifest.family, "mesh": str(manifest.mesh), **manifest.run,
             "optimizer": manifest.optimizer, "manifest": bool(manifest.save_id), "parameters": len(rows),

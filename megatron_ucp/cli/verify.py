@@ -18,7 +18,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.verify import verify
-    found = verify(args.path, args.tag, args.deep, args.allow_nan, progress_bar(args, "B"))
+    found = verify(args.path, args.tag, args.deep, args.allow_nan, progress_bar(args, "B"), args.rules)
     if args.json:
         print(json.dumps(asdict(found)))
         return FOUND if found.findings else DONE

@@ -1,7 +1,7 @@
 """Intersecting two manifests into strided copies, and the proof that every target element is produced exactly once."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
@@ -130,6 +130,27 @@ def make_plan(source: Manifest, target: Manifest, wants: Sequence[Want], allow: 
     return Plan(tuple(wants), tuple(ops), tuple(fills))
 
 
+class Windows:
+    """Plans for runs of slots, for a target that is written piece by piece. Offsets count from the start of the run."""
+
+    def __init__(self, source: Manifest, target: Manifest, allow: frozenset[str] = frozenset()) -> None:
+        self._planner, self._target = _Planner(source, target, allow), target
+
+    def plan(self, slot: Slot, state: str, low: int, high: int) -> Plan:
+        """The copies that fill elements [low, high) of a slot. Raises as `make_plan`."""
+        ops: list[Op] = []
+        fills: list[Fill] = []
+        for move in self._planner.moves(slot, low, high):
+            if isinstance(move, Fill):
+                fills.append(Fill(slot, move.start - low, move.stop - low))
+            else:
+                ops.append(self._planner.op(slot, state, replace(move, target_offset=move.target_offset - low)))
+        for fill in padding(self._target.buffers[slot.buffer], slot):
+            if max(fill.start, low) < min(fill.stop, high):
+                fills.append(Fill(slot, max(fill.start, low) - low, min(fill.stop, high) - low))
+        return Plan(((slot, state),), tuple(ops), tuple(fills))
+
+
 def padding(buffer: FlatBuffer, slot: Slot) -> Iterator[Fill]:
     """The runs of a slot that no member owns."""
     at = 0
@@ -162,14 +183,18 @@ class _Planner:
         self.source, self.target, self.allow = source, target, allow
         self._held: dict[tuple[str, int], list[tuple[Cut, tuple[Piece, ...]]]] = {}
 
-    def moves(self, slot: Slot) -> Iterator[_Move | Fill]:
-        """What fills a place of the target, whatever the state."""
+    def moves(self, slot: Slot, low: int = 0, high: int | None = None) -> Iterator[_Move | Fill]:
+        """What fills a place of the target, whatever the state; of its memory the elements [low, high)."""
         buffer = self.target.buffers[slot.buffer]
         for fragment in buffer.fragments(slot.part):
+            first = max(fragment.low, fragment.low + low - fragment.offset)
+            last = fragment.high if high is None else min(fragment.high, fragment.low + high - fragment.offset)
+            if first >= last:
+                continue
             member = buffer.members[fragment.member]
             spec = self.target.by_name[member.param]
             pieces = spec.pieces(_place(self.target, slot.cut))
-            for box in flat_boxes(pieces[0].view, fragment.low, fragment.high):
+            for box in flat_boxes(pieces[0].view, first, last):
                 for piece in pieces:
                     part = piece.clip_local(box)
                     if part is not None:

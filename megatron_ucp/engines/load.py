@@ -26,7 +26,7 @@ from megatron_ucp.engines.restore import Extras, restore_extras, set_scaler
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.engines.wrappers import LiveBuffer
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
 from megatron_ucp.formats.whole import check_file
 from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute, fresh
 from megatron_ucp.reshard.match import (
@@ -62,7 +62,7 @@ class _Job:
     """One load on its way: what to read into where, and what to set."""
 
     live: Live
-    source: NativeCheckpoint
+    source: Checkpoint
     fit: Fit
     plan: Plan
     optimizer: bool
@@ -101,8 +101,8 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
             with agree.together():
                 whole = live.join(own, stages.values)
                 bare = whole.manifest
-                source = opened.enter_context(NativeCheckpoint(path, tag, whole.order, specs=bare.by_name if model else None,
-                                                               names=model.pipe if model else None))
+                source = opened.enter_context(open_checkpoint(path, tag, order=whole.order, specs=bare.by_name if model else None,
+                                                              names=model.pipe if model else None))
                 job = _prepare(live, bare, source, optimizer, hyper, frozenset(allow))
                 extras = Extras.read(source, engine, scheduler=load_lr_scheduler_states and not load_module_only,
                                      groups=_origins(live, source))
@@ -125,7 +125,7 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
                   time.perf_counter() - started, client_state, tuple(job.notes), int(engine.global_steps))
 
 
-def _position(source: NativeCheckpoint, loader: ResumableLoader | None) -> Mapping[str, Any] | None:
+def _position(source: Checkpoint, loader: ResumableLoader | None) -> Mapping[str, Any] | None:
     """The data position of the checkpoint, once it is known to fit the loader. Raises StateMismatchError, UnsupportedError."""
     found = source.manifest.run.get("data")
     if loader is not None and found is not None:
@@ -157,7 +157,7 @@ def check_options(hyper: str = "checkpoint", checksums: bool = True, allow: Coll
         raise UsageError("allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(wrong))
 
 
-def _prepare(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bool, hyper: str,
+def _prepare(live: Live, bare: Manifest, source: Checkpoint, optimizer: bool, hyper: str,
              allow: frozenset[str]) -> _Job:
     """Everything that needs no tensor byte; raises before anything is written. `bare` is the engine with masters alone.
 
@@ -180,7 +180,7 @@ def _prepare(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bo
     for slot in plan.sources:
         source.where(slot)
     rank, world = agree.world()
-    for name in source.names.names[rank::world]:  # the ranks share the work
+    for name in source.file_names[rank::world]:  # the ranks share the work
         check_file(source, name, stale="stale" in allow)
     own = slice(live.first_buffer, live.first_buffer + len(live.buffers))
     groups = wanted[live.first_group:live.first_group + len(getattr(live.wrapper.base, "param_groups", []))]
@@ -191,7 +191,7 @@ def _prepare(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bo
     return job
 
 
-def _states(live: Live, bare: Manifest, source: NativeCheckpoint, optimizer: bool,
+def _states(live: Live, bare: Manifest, source: Checkpoint, optimizer: bool,
             file: str) -> tuple[list[tuple[str, ...]], list[Mapping[str, float]], list[Kept | None]]:
     """Per buffer of the engine: names of element-wise states, scalar states, and what the optimizer keeps."""
     states: list[tuple[str, ...]] = []
@@ -227,7 +227,7 @@ def _wants(live: Live, target: Manifest, fit: Fit) -> list[Want]:
     return wants
 
 
-def _origins(live: Live, source: NativeCheckpoint) -> list[int | None]:
+def _origins(live: Live, source: Checkpoint) -> list[int | None]:
     """For each of this rank's parameter groups the group of the checkpoint that its first parameter comes from."""
     out: list[int | None] = [None] * len(getattr(live.wrapper.base, "param_groups", []))
     for buffer in live.buffers:
@@ -267,7 +267,7 @@ def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
             held[key] = fresh(buffer.master.detach(), dtype)
 
 
-def _checksums(filled: list[Counts], source: NativeCheckpoint) -> tuple[int, int, int]:
+def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[int, int, int]:
     """Compares the sums of all ranks' runs, each rank a share of the records. Collective.
 
     Returns bytes: read by this rank; checked and not checked, summed over all ranks.

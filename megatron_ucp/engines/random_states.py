@@ -13,12 +13,13 @@ import torch
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
+from megatron_ucp.formats.opened import Checkpoint
 
 # Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where a program uses it.
 _TRACKERS = {"megatron": ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
              "deepspeed": ("deepspeed.runtime.activation_checkpointing.checkpointing", "get_cuda_rng_tracker")}
 SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
+CONVERTED = "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
 
 
 def file_name(rank: int) -> str:
@@ -63,16 +64,17 @@ class Restored:
     seed: int | None = None
 
     @classmethod
-    def plan(cls, source: NativeCheckpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
+    def plan(cls, source: Checkpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
         """Reads this rank's file where the mesh is the same. `place`: this rank's data-parallel rank and pipeline stage.
 
         Raises DamagedFileError.
         """
         manifest = source.recorded.manifest
         saved = source.recorded.read(file_name(rank))
-        if manifest is None or file_name(0) not in source.recorded.files:
+        kept = file_name(0) in source.recorded.files
+        if manifest is None or not kept and CONVERTED not in manifest.run:
             return cls("random states: the checkpoint has none, this process's own go on")
-        if _ranks(manifest.mesh) == _ranks(here):
+        if kept and _ranks(manifest.mesh) == _ranks(here):
             return cls(None, states=_parse(saved, source.full_path(file_name(rank))))
         seed, steps = manifest.run[SEED], manifest.run[STEPS]
         text = f"{seed} {steps} {place[0]} {place[1]}"

@@ -8,7 +8,8 @@ import torch
 
 from megatron_ucp.engines.live import is_pipeline
 from megatron_ucp.errors import StateMismatchError
-from megatron_ucp.formats.deepspeed import OWN_KEYS, PER_GROUP, NativeCheckpoint
+from megatron_ucp.formats.deepspeed import OWN_KEYS, PER_GROUP
+from megatron_ucp.formats.opened import Checkpoint
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef, resolve
 from megatron_ucp.reshard.execute import DTYPES, bytes_of
 
@@ -24,7 +25,7 @@ class Extras:
     client_state: Mapping[str, Any]
 
     @classmethod
-    def read(cls, source: NativeCheckpoint, engine: Any, scheduler: bool, groups: Sequence[int | None]) -> "Extras":
+    def read(cls, source: Checkpoint, engine: Any, scheduler: bool, groups: Sequence[int | None]) -> "Extras":
         """`groups` are the checkpoint's for each group of the engine. Raises StateMismatchError where the scheduler counts
         other groups than the engine has."""
         meta = source.meta
@@ -44,7 +45,7 @@ class Extras:
                    {key: _tensors(source, value) for key, value in meta.items() if key not in OWN_KEYS})
 
 
-def _of_groups(source: NativeCheckpoint, found: Any, origins: Sequence[int | None]) -> Any:
+def _of_groups(source: Checkpoint, found: Any, origins: Sequence[int | None]) -> Any:
     """A scheduler's state for the groups of one stage. Each stage of the checkpoint wrote its own, and has its own groups."""
     if not isinstance(found, dict) or None in origins:
         return found
@@ -59,7 +60,7 @@ def _of_groups(source: NativeCheckpoint, found: Any, origins: Sequence[int | Non
     return out
 
 
-def _tensors(source: NativeCheckpoint, value: Any) -> Any:
+def _tensors(source: Checkpoint, value: Any) -> Any:
     """The value with every tensor reference read into a tensor of its own."""
     def read(ref: TensorRef) -> torch.Tensor:
         file = source.file(source.model_name)

@@ -1,12 +1,13 @@
 """What a family is: a table of every parameter of a model with its whole shape and its cut."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.partition import Layers
 from megatron_ucp.errors import LayoutError, RuleError
 
 
@@ -68,12 +69,14 @@ def whole(*shape: int) -> Declared:
 @dataclass(frozen=True)
 class Family:
     """`table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is the file to edit;
-    `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones (None: the family has no pipeline)."""
+    `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones, `layers(names)` gives the pipeline's layers for a
+    model with these parameters (None: the family has no pipeline)."""
 
     name: str
     table: Callable[[Sizes], dict[str, Declared]]
     source: str
     pipe: Callable[[Sizes], dict[str, str]] | None = None
+    layers: Callable[[Collection[str]], Layers] | None = None
 
 
 @dataclass(frozen=True)

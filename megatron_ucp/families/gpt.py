@@ -20,4 +20,4 @@ def table(sizes: Sizes) -> dict[str, Declared]:
     return out
 
 
-FAMILY = Family("gpt", table, "megatron_ucp/families/gpt.py", pipe.names)
+FAMILY = Family("gpt", table, "megatron_ucp/families/gpt.py", pipe.names, pipe.layers)

@@ -13,4 +13,4 @@ def table(sizes: Sizes) -> dict[str, Declared]:
     return gpt.table(sizes)
 
 
-FAMILY = Family("llama", table, "megatron_ucp/families/llama.py", pipe.names)
+FAMILY = Family("llama", table, "megatron_ucp/families/llama.py", pipe.names, pipe.layers)

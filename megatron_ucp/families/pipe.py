@@ -4,6 +4,9 @@ Position 0 is the embedding, 1 to L the transformer layers, L+1 the final norm, 
 TiedLayerSpec with the key "embed", and the head is the same module on the last stage.
 """
 
+from collections.abc import Collection
+
+from megatron_ucp.core.partition import Layers
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.layer import attention_and_mlp
 
@@ -24,3 +27,23 @@ def names(sizes: Sizes) -> dict[str, str]:
     if not sizes.tied:
         out[f"{sizes.layers + 2}.weight"] = "output_layer.weight"
     return out
+
+
+def layers(held: Collection[str]) -> Layers:
+    """The list of layers of a model that has the parameters `held`. The head of a tied model is called through a function:
+    its word matrix lies on the last stage, but in no file of its own."""
+    count = 1 + max((int(name.split(".")[2]) for name in held if name.startswith("decoder.layers.")), default=-1)
+    sizes = Sizes(count, 0, 0, 0, 0, 0, 0, 0, positions=int("embedding.position_embeddings.weight" in held),
+                  tied="output_layer.weight" not in held, biases="decoder.layers.0.mlp.linear_fc1.bias" in held,
+                  norm_biases="decoder.final_layernorm.bias" in held)
+    found = names(sizes)
+    at: list[dict[str, str]] = [{} for _ in range(count + 3)]
+    for pipe in found:
+        head, _, rest = pipe.partition(".")
+        if head.isdigit():
+            at[int(head)][rest] = pipe
+        else:
+            at[0][rest.partition(".")[2]] = pipe
+    if sizes.tied:
+        at[-1] = {name: pipe for name, pipe in at[0].items() if name == "word_embeddings.weight"}
+    return Layers(tuple(at), found, frozenset(range(len(at) - sizes.tied)))

@@ -17,12 +17,13 @@ from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.names import PipeNames
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.stages import Stage, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError, NotFoundError, RuleError, UnsupportedError
-from megatron_ucp.formats import stock_info
 from megatron_ucp.formats.base import Where
+from megatron_ucp.formats.declared import Declared, compared, pipe_names
 from megatron_ucp.formats.deepspeed_paths import resolve
 from megatron_ucp.formats.evidence import compare, group_order
 from megatron_ucp.formats.folder import TagFolder
@@ -48,18 +49,20 @@ class NativeCheckpoint(TagFolder):
     """One opened tag folder. `order` names the parameters of each group for stage-0 files that have no manifest; with
     `positions_too` such a file is read without its optimizer, whose states it keeps by position only. `specs` declare
     whole shapes and layouts, which a tensor-parallel checkpoint without a manifest needs; `names` the canonical names of a
-    pipeline's parameters, which one of a pipeline without a manifest needs.
+    pipeline's parameters, which one of a pipeline without a manifest needs. `rules` declare both; those that contradict a
+    manifest are an error.
 
     Raises a UcpError for anything that its directories and pickles can show: a missing, truncated, foreign or hostile
     file. Tensor bytes are not read.
     """
 
     def __init__(self, path: str | Path, tag: str | None = None, order: Order | None = None, positions_too: bool = False,
-                 specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None) -> None:
+                 specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None,
+                 rules: RuleSet | None = None) -> None:
         super().__init__(resolve(path, tag))
         self._specs = specs
         self._names = names or {}
-        self.notes: list[str] = []
+        self._rules = rules
         with ExitStack() as undo:
             undo.callback(self.close)
             self._read(order, positions_too)
@@ -76,13 +79,17 @@ class NativeCheckpoint(TagFolder):
         self.pipeline_stages, self.tensor_parallel = self._degrees()
         if recorded is not None:
             self._specs, self._names = recorded.by_name, recorded.names
+        elif not self._names and self.pipeline and self._rules is not None and self._rules.pipeline:
+            self._names = pipe_names(self, self.first_of_stages, self._rules)
         self.weights: Weights = self._weights()
-        if self.tensor_parallel > 1 and self._specs is None and self.meta.get("universal_checkpoint_info"):
-            self._declare_by_stock(self.meta["universal_checkpoint_info"])
-        if self.tensor_parallel > 1 and self._specs is None:
-            raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family",
+        info: Any = self.meta.get("universal_checkpoint_info")
+        self.declared = Declared(self.tensor_parallel, self.full_path(self.model_name), self._specs, self._rules,
+                                 info if isinstance(info, dict) else None, {name: pipe for pipe, name in self._names.items()})
+        if self.tensor_parallel > 1 and self.declared.silent:
+            raise UnsupportedError("a tensor-parallel checkpoint without a manifest needs a family or rules",
                                    file=self.folder / self.model_name, found=f"mp_world_size {self.tensor_parallel}",
-                                   fix="load it into an engine that was attached with family=")
+                                   fix="load it into an engine that was attached with family=; or give --rules, which "
+                                       "`megatron-ucp rules` drafts")
         self._format: OptimizerFiles = Plain()
         self.stages = self._stages(order, positions_too)
         joined = join([Stage((), c.buffers, c.groups, c.scalars) for c in self.stages])
@@ -93,6 +100,8 @@ class NativeCheckpoint(TagFolder):
         check_replicas(derived, str(self.folder))
         if recorded is not None:
             compare(recorded, derived, self.folder / FILE_NAME)
+            if self._rules is not None:
+                recorded = compared(recorded, self._rules, str(self.folder / FILE_NAME))
         # An elastic file holds no hyper-parameters: there the manifest is the only evidence.
         self.manifest: Manifest = derived if recorded is None else replace(
             recorded, groups=derived.groups if any(derived.groups) else recorded.groups)
@@ -101,9 +110,10 @@ class NativeCheckpoint(TagFolder):
         if not self.pipeline:
             return WholeModel(self, {tp: self.model_of(tp) for tp in range(self.tensor_parallel)})
         if not self._names:
-            raise UnsupportedError("a pipeline checkpoint without a manifest needs a family", file=self.folder / self.model_name,
-                                   found=f"{self.pipeline_stages} stages",
-                                   fix="load it into an engine that was attached with family=")
+            raise UnsupportedError("a pipeline checkpoint without a manifest needs a family or rules",
+                                   file=self.folder / self.model_name, found=f"{self.pipeline_stages} stages",
+                                   fix="load it into an engine that was attached with family=; or give --rules with [[pipeline]] "
+                                       "entries, which `megatron-ucp rules` drafts")
         return LayerFiles(self, PipeNames(self._names), self.tensor_parallel)
 
     def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
@@ -112,7 +122,7 @@ class NativeCheckpoint(TagFolder):
         for stage in range(self.pipeline_stages):
             mp = stage * self.tensor_parallel
             wanted = orders[stage] if recorded is None else group_order(recorded, stage)
-            tree, file = self._optimizer_of(mp)
+            tree, file = self.optimizer_of(mp)
             unnamed = not self.names.optimizer and wanted is None and positions_too
             if tree is None or unnamed:
                 out.append(Contents("none", (), (), (), {}, ()))
@@ -128,7 +138,7 @@ class NativeCheckpoint(TagFolder):
         """What `order` is for each stage, whose optimizer of stage 0 says only how many parameters it keeps."""
         if order is None or self.recorded.manifest is not None or self.names.optimizer or not self.pipeline:
             return [order] * self.pipeline_stages
-        trees = [self._optimizer_of(stage * self.tensor_parallel) for stage in range(self.pipeline_stages)]
+        trees = [self.optimizer_of(stage * self.tensor_parallel) for stage in range(self.pipeline_stages)]
         if any(tree is None for tree, _ in trees):
             return [order] * self.pipeline_stages
         try:
@@ -140,18 +150,15 @@ class NativeCheckpoint(TagFolder):
         return [*of_stages(order, PipeNames(self._names), [size for size, _ in sizes],
                            (lambda name: math.prod(self._shape(module, name))) if sizes[0][1] else lambda _: 1, trees[0][1])]
 
-    def _declare_by_stock(self, info: Any) -> None:
-        """Layouts as stock DeepSpeed's converter would take them; `notes` says where only its default spoke."""
-        shapes: dict[str, Ints] = {name: value.shape for name, value in self.weights.module().items()
-                                   if isinstance(value, TensorRef)}
-        for named in shapes_by_group(self.meta) or []:
-            shapes.update(named)
-        buffers = set(self.meta.get("buffer_names") or [])
-        shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
-        self._specs = stock_info.declared(info, shapes, self.tensor_parallel, self.full_path(self.model_name))
-        if names := stock_info.by_default(info, list(shapes)):
-            self.notes.append("cut on dim 0 by stock DeepSpeed's default, as no pattern of universal_checkpoint_info matches: "
-                              + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how parameters are cut."""
+        return self.declared.notes
+
+    @property
+    def first_of_stages(self) -> list[str]:
+        """The model file of each stage's first tensor-parallel rank."""
+        return [self.model_of(stage * self.tensor_parallel) for stage in range(self.pipeline_stages)]
 
     def _count(self, key: str) -> int:
         """A number of ranks in the model file; 1 where it says nothing."""
@@ -200,7 +207,7 @@ class NativeCheckpoint(TagFolder):
                                    found=repr(number(tp))[:80])
         return said // tp, tp
 
-    def _optimizer_of(self, mp: int) -> tuple[Any, str]:
+    def optimizer_of(self, mp: int) -> tuple[Any, str]:
         """The optimizer's state dict of a model-parallel rank (of its first partition), and its file."""
         if not self.names.optimizer:
             name = self.model_of(mp)
@@ -280,15 +287,14 @@ class NativeCheckpoint(TagFolder):
     def _flat_shapes(self) -> dict[str, Ints]:
         """Rank-local shapes of what is flattened, as the model files of all stages say."""
         out: dict[str, Ints] = {}
-        for stage in range(self.pipeline_stages):
-            file = self.model_of(stage * self.tensor_parallel)
+        for file in self.first_of_stages:
             for named in shapes_by_group(self.tree(file)) or []:
                 out |= {self.weights.name_of(name, file): shape for name, shape in named.items()}
         return out
 
     def _values(self, found: Contents, module: Mapping[str, Any], known: set[str]) -> list[tuple[ParamSpec, FlatBuffer]]:
         """Frozen parameters and module buffers, one flat buffer for each."""
-        files = [self.model_of(stage * self.tensor_parallel) for stage in range(self.pipeline_stages)]
+        files = self.first_of_stages
         buffer_names = {self.weights.name_of(name, file) for file in files for name in self.tree(file).get("buffer_names") or []}
         frozen = self.meta.get("frozen_param_shapes") or {}
         split, old = found.engine == "zero3", "buffer_names" not in self.meta
@@ -316,7 +322,7 @@ class NativeCheckpoint(TagFolder):
 
     def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
         """The parameter with the declared layout, whose share of one rank must have the shape in the file."""
-        declared = (self._specs or {}).get(name)
+        declared = self.declared.find(name, local, kind)
         if self.tensor_parallel == 1 and (declared is None or declared.shape != local):
             return ParamSpec(name, local, dtype, kind)  # another shape is an error of the comparison with the target
         if declared is None and kind == "buffer":

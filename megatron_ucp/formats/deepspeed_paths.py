@@ -16,7 +16,6 @@ REFUSED = {
     r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of DeepSpeed-MoE",
     r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt": "expert optimizer files of DeepSpeed-MoE",
     r"offloaded_tensors": "tensors that were offloaded to NVMe",
-    r"zero": "a universal folder (made by ds_to_universal)",
 }
 
 
@@ -94,6 +93,11 @@ def nothing_there(path: str | Path) -> bool:
         return True
     return path.is_dir() and not (path / "latest").exists() and not (path / "latest_universal").exists() and \
         not has_state_files(path) and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a tag folder is one of DeepSpeed's universal format."""
+    return (folder / "zero").is_dir()
 
 
 def has_state_files(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """The files of one tag folder, each opened once."""
 
+import resource
 import struct
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,6 +43,7 @@ class TagFolder:
     def file(self, name: str) -> PtFile:
         """An open file of the tag folder. Raises ForeignFileError where it is not the file that the manifest names."""
         if name not in self._open:
+            _allow_descriptors(len(self._open))
             file = self._closing.enter_context(PtFile(self.folder / name))
             self._open[name] = file
             self.recorded.compare(name, file.size_bytes, file.directory_sha256)
@@ -49,7 +51,12 @@ class TagFolder:
 
     def opened(self, path: str) -> PtFile:
         """The open file for a full path."""
-        return self.file(Path(path).name)
+        return self.file(str(Path(path).relative_to(self.folder)))
+
+    @property
+    def file_names(self) -> list[str]:
+        """Every file with state in it, relative to the folder."""
+        return self.names.names
 
     def tree(self, name: str) -> Any:
         """The pickled tree of a file, a dict."""
@@ -66,6 +73,13 @@ class TagFolder:
         if ref.numel != 1 or layout is None:
             raise DamagedFileError("a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}")
         data = bytearray(struct.calcsize(layout))
-        opened = self.file(Path(file).name)
+        opened = self.opened(file)
         opened.read_into(opened.record(ref.storage), ref.offset_elems * len(data), memoryview(data))
         return float(struct.unpack(layout, data)[0])
+
+
+def _allow_descriptors(held: int) -> None:
+    """Lets this process hold as many files as it may: a folder of thousands is read with all of them open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and 2 * held + 128 > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

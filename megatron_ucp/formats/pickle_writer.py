@@ -7,7 +7,7 @@ from io import BytesIO
 
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.pickle_known import STORAGE_DTYPES
-from megatron_ucp.formats.pickle_values import Stand, StorageRef, TensorRef
+from megatron_ucp.formats.pickle_values import Global, Stand, StorageRef, TensorRef
 
 _STORAGE = {dtype: name for name, dtype in STORAGE_DTYPES.items()
             if not name.startswith("torch.storage.") and name != "torch.UntypedStorage"}
@@ -140,4 +140,5 @@ _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     type(None): lambda write, _, __: write(b"N") and None,
     float: lambda write, value, _: write(b"G" + struct.pack(">d", value)) and None,
     bool: _bool, int: _int, str: _text, bytes: _bytes, list: _list, tuple: _tuple, dict: _dict,  # type: ignore[dict-item]
-    OrderedDict: _ordered, set: _set, StorageRef: _storage, TensorRef: _tensor, Stand: _stand}  # type: ignore[dict-item]
+    OrderedDict: _ordered, set: _set, Global: lambda write, value, _: _global(write, value.qualname),  # type: ignore[dict-item]
+     StorageRef: _storage, TensorRef: _tensor, Stand: _stand}  # type: ignore[dict-item]

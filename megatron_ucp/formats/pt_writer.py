@@ -37,10 +37,11 @@ class _Written:
     crc: int
 
 
-def write_pt(path: str | Path, tree: object, payload: Callable[[StorageRef], Chunks]) -> None:
+def write_pt(path: str | Path, tree: object, payload: Callable[[StorageRef], Chunks], durable: bool = True) -> None:
     """Writes a tree with TensorRefs; `payload` gives the bytes of each storage, in as many chunks as it likes.
 
-    The file is on disk when this returns. Raises PlanError where a payload has another size than its storage, OSError.
+    The file is on disk when this returns, unless `durable` is False. Raises PlanError where a payload has another size than its
+    storage, OSError.
     """
     with open(path, "wb") as file:
         archive = _Archive(file, Path(path).stem)
@@ -55,8 +56,9 @@ def write_pt(path: str | Path, tree: object, payload: Callable[[StorageRef], Chu
                                 expected=f"{storage.size_bytes} of data/{storage.key}")
         archive.add("version", [b"3\n"])
         archive.finish()
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class _Archive:

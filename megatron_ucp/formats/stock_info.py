@@ -11,7 +11,9 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.errors import RuleError, UnsupportedError
+from megatron_ucp.core.rules import LONGEST_NAME
+from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
+from megatron_ucp.formats.patterns import problem_of
 from megatron_ucp.formats.safe_pickle import Stand
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
@@ -19,36 +21,67 @@ ROW, VOCABULARY = "parameter_with_row_parallelism_patterns", "vocabulary_paramet
 HALVES, SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
 
 
-def declared(info: Mapping[str, Any], local_shapes: Mapping[str, Ints], tp: int, file: str) -> dict[str, ParamSpec]:
-    """Whole shapes and layouts of the parameters with these rank-local shapes.
+def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str) -> ParamSpec:
+    """Whole shape and layout of the parameter of which a rank holds `local`.
 
-    Raises RuleError where two patterns match a name, UnsupportedError for uneven sub-parameters.
+    Raises RuleError where two patterns match its name or one can't be used, UnsupportedError for uneven sub-parameters,
+    LayoutError for a dim that the parameter lacks, DamagedFileError for what is no dict of patterns.
     """
-    return {name: _spec(name, shape, info, tp, file) for name, shape in local_shapes.items()}
+    try:
+        return _spec(name, local, info, tp, file)
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise DamagedFileError("universal_checkpoint_info has another structure than DeepSpeed's", file=file, parameter=name,
+                               found=f"{type(error).__name__}: {error}") from None
 
 
-def by_default(info: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Names that no pattern matches: cut on dim 0 by stock's convention alone."""
-    return [name for name in names if not _matches(name, info)]
+def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
+    """Whether a pattern matches; without one a parameter is cut on dim 0 by stock's convention alone. Raises RuleError,
+    DamagedFileError."""
+    return bool(_matches(name, info, file))
 
 
-def _matches(name: str, info: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for kind in (REPLICATED, AVERAGED, ROW, VOCABULARY, HALVES):
-        found += [(kind, pattern) for pattern in info.get(kind) or [] if re.match(pattern, name)]
-    for entry in info.get(SUB_PARAMS) or []:
+        found += [(kind, pattern) for pattern in _usable(info.get(kind), kind, file) if re.match(pattern, name)]
+    for entry in _listed(info.get(SUB_PARAMS), SUB_PARAMS, file):
         fields: Any = entry.state if isinstance(entry, Stand) else entry
-        found += [(SUB_PARAMS, fields) for pattern in fields["patterns"] if re.match(pattern, name)]
+        patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
+        found += [(SUB_PARAMS, fields) for pattern in _usable(patterns, SUB_PARAMS, file) if re.match(pattern, name)]
     return found
 
 
+def _listed(value: Any, kind: str, file: str) -> Sequence[Any]:
+    if value is not None and not isinstance(value, list | tuple):
+        raise DamagedFileError("universal_checkpoint_info has another structure than DeepSpeed's", file=file,
+                               expected=f"{kind}: a list", found=type(value).__name__)
+    return value or ()
+
+
+def _usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
+    """A list of patterns that can be matched in bounded time: whoever wrote the checkpoint wrote them."""
+    for pattern in _listed(patterns, kind, file):
+        problem = problem_of(pattern) if isinstance(pattern, str) else "no text"
+        if problem:
+            raise RuleError("a pattern of universal_checkpoint_info can't be used", file=file, expected=f"a pattern in {kind}",
+                            found=f"{problem} ({str(pattern)[:80]})", fix="give a family or --rules instead")
+    return _listed(patterns, kind, file)
+
+
 def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -> ParamSpec:
-    found = _matches(name, info)
+    if len(name) > LONGEST_NAME:
+        raise RuleError("a name is too long for patterns", file=file, parameter=f"{name[:80]}...",
+                        expected=f"at most {LONGEST_NAME} characters", found=len(name), fix="give a family")
+    found = _matches(name, info, file)
     if len(found) > 1:
         raise RuleError("two patterns of universal_checkpoint_info match one parameter", file=file, parameter=name,
-                        expected="one pattern", found=" and ".join(kind for kind, _ in found), fix="give a family instead")
+                        expected="one pattern", found=" and ".join(kind for kind, _ in found),
+                        fix="give a family or --rules instead")
     kind, entry = found[0] if found else ("", None)
     layout = _layout(kind, entry, name, local, info, tp, file)
+    if any(cut.dim >= len(local) for cut in layout.cuts()):
+        raise LayoutError("universal_checkpoint_info cuts a dim that the parameter does not have", file=file, parameter=name,
+                          expected=layout, found=f"shape {local}", fix="give a family or --rules instead")
     shape = tuple(n * tp if any(cut.dim == dim for cut in layout.cuts()) else n for dim, n in enumerate(local))
     original: Any = info.get("original_vocab_size")
     padded = kind == VOCABULARY and isinstance(original, int) and 0 < original <= shape[0]
@@ -70,6 +103,6 @@ def _layout(kind: str, entry: Any, name: str, local: Ints, info: Mapping[str, An
         if not isinstance(sizes, list | tuple) or sum(sizes) != local[dim] * tp or any(size % tp for size in sizes):
             raise UnsupportedError("sub-parameters that are not cut evenly are not supported", file=file, parameter=name,
                                    expected=f"sizes that add up to {local[dim] * tp}, each a multiple of {tp}", found=sizes,
-                                   fix="give a family")
+                                   fix="give a family or --rules instead")
         return ShardNC("tp", dim, tuple(sizes))
     return Shard("tp", 0)

@@ -188,9 +188,9 @@ def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpe
 def check_whole(folder: Path, specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None) -> None:
     """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of another save."""
     with NativeCheckpoint(folder, positions_too=True, specs=specs, names=names) as checkpoint:
-        for name in checkpoint.names.names:
+        for name in checkpoint.file_names:
             check_file(checkpoint, name)
-        for name in set(checkpoint.recorded.files) - set(checkpoint.names.names):
+        for name in set(checkpoint.recorded.files) - set(checkpoint.file_names):
             checkpoint.recorded.read(name)
 
 

@@ -31,6 +31,10 @@ class Weights(Protocol):
         """Names of one and the same memory."""
         ...
 
+    def stateless(self) -> dict[str, Any]:
+        """Entries that hold nothing (see `no_extra_state`), which a strict load asks for all the same."""
+        ...
+
     def check(self, file: str) -> None:
         """Compares a file with the first one of its kind. Raises ForeignFileError."""
         ...
@@ -57,6 +61,9 @@ class WholeModel:
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
         return find_ties(self.module(), flat, self._folder.tree(self._files[0]).get("shared_params") or {})
+
+    def stateless(self) -> dict[str, Any]:
+        return {name: value for name, value in self.module().items() if no_extra_state(name, value)}
 
     def check(self, file: str) -> None:
         pass
@@ -113,6 +120,14 @@ class LayerFiles:
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
         return ()  # one canonical name for all stages that hold a parameter
+
+    def stateless(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for (layer, rank), file in sorted(self._files.items()):
+            tree = self._folder.tree(file) if rank == 0 else {}
+            keys = frozenset(key for key, value in tree.items() if not no_extra_state(key, value))
+            out |= {self._names.of_layer(layer, key, keys, file): value for key, value in tree.items() if key not in keys}
+        return out
 
     def check(self, file: str) -> None:
         (layer, rank), = (place for place, name in self._files.items() if name == file)

@@ -8,6 +8,7 @@ from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.evidence import difference
 from megatron_ucp.formats.model_file import shapes_by_group
+from megatron_ucp.formats.opened import Checkpoint
 from megatron_ucp.formats.optimizer_files import number
 from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
@@ -15,11 +16,14 @@ from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 
 
-def check_file(checkpoint: NativeCheckpoint, name: str, stale: bool = False) -> None:
+def check_file(checkpoint: Checkpoint, name: str, stale: bool = False) -> None:
     """Compares one file with the structure. Raises ForeignFileError for a file of another run, step or mesh.
 
-    `stale` lets masters differ from the weights in the model file.
+    `stale` lets masters differ from the weights in the model file. Those of a universal folder were compared when it was opened.
     """
+    if not isinstance(checkpoint, NativeCheckpoint):
+        checkpoint.file(name)
+        return
     if name in checkpoint.names.optimizer.values():
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
         stage = mp // checkpoint.tensor_parallel

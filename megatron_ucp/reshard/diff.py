@@ -11,8 +11,8 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, make_plan, prove
 from megatron_ucp.core.zero import FlatBuffer, Member
-from megatron_ucp.formats.deepspeed import PER_GROUP, NativeCheckpoint
-from megatron_ucp.formats.opened import open_checkpoint
+from megatron_ucp.formats.deepspeed import PER_GROUP
+from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
 from megatron_ucp.reshard.execute import DTYPES, check_runs, execute
 
 
@@ -26,13 +26,15 @@ class Difference:
     b: str
 
 
-def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | None = None) -> list[Difference]:
+def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | None = None, rules: str | Path | None = None,
+         rules_b: str | Path | None = None) -> list[Difference]:
     """Every difference in parameters, shapes, master weights, optimizer states, steps, hyper-parameters and counters.
 
     Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are not compared: they are
-    casts of the masters. `progress(done, total)` counts parameters. Raises a UcpError.
+    casts of the masters. `progress(done, total)` counts parameters. `rules` is a file of rules (docs/rules.md)
+    for both, `rules_b` another one for b. Raises a UcpError.
     """
-    with open_checkpoint(a) as one, open_checkpoint(b) as two:
+    with open_checkpoint(a, rules=rules) as one, open_checkpoint(b, rules=rules_b or rules) as two:
         out = list(_run(one, two))
         names = list(dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]))
         for done, name in enumerate(names):
@@ -42,7 +44,7 @@ def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | No
         return out
 
 
-def _run(one: NativeCheckpoint, two: NativeCheckpoint) -> Iterator[Difference]:
+def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
     for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler"):
         a, b = one.meta.get(key), two.meta.get(key)
         if key == "lr_scheduler" and (one.pipeline or two.pipeline):
@@ -53,7 +55,7 @@ def _run(one: NativeCheckpoint, two: NativeCheckpoint) -> Iterator[Difference]:
             yield Difference("", key, repr(a), repr(b))
 
 
-def _parameter(one: NativeCheckpoint, two: NativeCheckpoint, name: str) -> Iterator[Difference]:
+def _parameter(one: Checkpoint, two: Checkpoint, name: str) -> Iterator[Difference]:
     a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
     if a is None or b is None:
         yield Difference(name, "parameter", "missing" if a is None else "present", "missing" if b is None else "present")
@@ -91,7 +93,7 @@ def _values(name: str, state: str, a: torch.Tensor, b: torch.Tensor) -> Iterator
                          repr(a[at].item()), repr(b[at].item()))
 
 
-def read_state(checkpoint: NativeCheckpoint, name: str, state: str) -> torch.Tensor:
+def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
     """One state of one logical parameter, flat, checked against the CRC-32 of the records that it fills."""
     source = checkpoint.manifest
     spec = source.by_name[name]

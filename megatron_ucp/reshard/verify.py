@@ -15,9 +15,8 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Cut, Slot, cuts_of, make_plan, padding, prove
 from megatron_ucp.core.zero import Member
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UnsafePickleError, UsageError
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.deepspeed_paths import resolve
-from megatron_ucp.formats.opened import open_checkpoint
+from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
 from megatron_ucp.formats.pickle_values import ITEMSIZE, storages_of
 from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.whole import check_file
@@ -51,18 +50,19 @@ class Verified:
 
 
 def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_nan: bool = False,
-           progress: Progress | None = None) -> Verified:
+           progress: Progress | None = None, rules: str | Path | None = None) -> Verified:
     """Checks that every file is there and belongs to the save, and that every parameter is covered exactly.
 
     `deep` also compares every record with its CRC-32, copies of one parameter (tied ones, and those that tensor-parallel ranks
-    each have) with each other, and looks for NaN unless `allow_nan`. `progress(done, total)` counts bytes. Raises
-    NotFoundError where there is no checkpoint, UnsupportedError for one that this version does not read.
+    each have) with each other, and looks for NaN unless `allow_nan`. `progress(done, total)` counts bytes. `rules` is
+    a file of rules (docs/rules.md). Raises NotFoundError where there is no checkpoint, UnsupportedError for one that this
+    version does not read, RuleError.
     """
     folder = resolve(path, tag)
     findings: list[Finding] = []
     try:
-        with open_checkpoint(folder) as checkpoint:
-            names = checkpoint.names.names
+        with open_checkpoint(folder, rules=rules) as checkpoint:
+            names = checkpoint.file_names
             for name in names:
                 _note(findings, lambda name=name: check_file(checkpoint, name))
             for name in set(checkpoint.recorded.files) - set(names):
@@ -75,10 +75,10 @@ def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_n
                 findings += _copies(checkpoint)
             return Verified(str(folder), tuple(dict.fromkeys(findings)), tuple(notes), len(names), read)
     except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
-        return Verified(str(folder), (*findings, _finding(error)), (), 0, 0)
+        return Verified(str(folder), (*findings, finding_of(error)), (), 0, 0)
 
 
-def _finding(error: UcpError) -> Finding:
+def finding_of(error: UcpError) -> Finding:
     shown = [str(value) if value is not None else "" for value in (error.file, error.parameter, error.expected, error.found)]
     return Finding(error.problem, *shown)
 
@@ -89,7 +89,7 @@ def _note(findings: list[Finding], check: Callable[[], object]) -> None:
     except UsageError:
         raise
     except UcpError as error:
-        findings.append(_finding(error))
+        findings.append(finding_of(error))
 
 
 def _check_cover(manifest: Manifest) -> None:
@@ -102,7 +102,7 @@ def _check_cover(manifest: Manifest) -> None:
 
 # ---------------------------------------------------------------- every byte
 
-def _check_records(checkpoint: NativeCheckpoint, names: list[str], allow_nan: bool, findings: list[Finding],
+def _check_records(checkpoint: Checkpoint, names: list[str], allow_nan: bool, findings: list[Finding],
                    progress: Progress | None) -> int:
     """Compares every record of every file with its CRC-32, on all cores; returns the bytes that were read."""
     work = [(file, record, dtype) for file in map(checkpoint.file, names) for record, dtype in _records(file)]
@@ -129,7 +129,7 @@ def _records(file: PtFile) -> Iterator[tuple[Record, str]]:
         yield file.records[name], dtypes.get(name, "")
 
 
-def _padding(checkpoint: NativeCheckpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
+def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
     """Bytes [start, stop) of records that no parameter owns. ZeRO-3 never sets them: what was in the memory gets saved."""
     manifest = checkpoint.manifest
     out: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -166,39 +166,39 @@ def _has_nan(block: memoryview, dtype: str) -> bool:
 
 # ---------------------------------------------------------------- every copy
 
-def _copies(checkpoint: NativeCheckpoint) -> Iterator[Finding]:
+def _copies(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Parameters of which several places hold a copy, and the copies differ."""
     manifest = checkpoint.manifest
     for name, holders in manifest.holders.items():
         for (one, other), (state, dtype) in product(_pairs(manifest, name), manifest.buffers[holders[0][0]].states):
             size = manifest.buffers[one[0]].members[one[1]].size
             step = _BLOCK_BYTES // ITEMSIZE[dtype]
-            if any(_read(checkpoint, one, state, dtype, low, min(low + step, size)) !=
-                   _read(checkpoint, other, state, dtype, low, min(low + step, size)) for low in range(0, size, step)):
+            if any(read_copy(checkpoint, one, state, dtype, low, min(low + step, size)) !=
+                   read_copy(checkpoint, other, state, dtype, low, min(low + step, size)) for low in range(0, size, step)):
                 file = checkpoint.where(_slot(checkpoint, other, state, 0)).file
                 yield Finding(f"two copies of the state {state} differ", file.path, name, "the same bits",
                               f"{_said(manifest, one)} and {_said(manifest, other)}")
 
 
-def _pairs(manifest: Manifest, name: str) -> list[tuple["_Place", "_Place"]]:
+def _pairs(manifest: Manifest, name: str) -> list[tuple["Place", "Place"]]:
     """Places that hold the same elements of a parameter, each with the next one."""
-    same: dict[Cut, list[_Place]] = {}
+    same: dict[Cut, list[Place]] = {}
     for b, m in manifest.holders[name]:
         for cut in cuts_of(manifest, manifest.buffers[b]):
             same.setdefault(() if isinstance(manifest.by_name[name].layout, Replicate) else cut, []).append((b, m, cut))
     return [pair for places in same.values() for pair in pairwise(places)]
 
 
-_Place = tuple[int, int, Cut]  # buffer, member, place along the axes that cut it
+Place = tuple[int, int, Cut]  # buffer, member, place along the axes that cut it
 
 
-def _slot(checkpoint: NativeCheckpoint, place: _Place, state: str, low: int) -> Slot:
+def _slot(checkpoint: Checkpoint, place: Place, state: str, low: int) -> Slot:
     buffer = checkpoint.manifest.buffers[place[0]]
     member: Member = buffer.members[place[1]]
     return Slot(place[0], place[2], buffer.owners(member, low, low + 1)[0], state)
 
 
-def _read(checkpoint: NativeCheckpoint, place: _Place, state: str, dtype: str, low: int, high: int) -> bytes:
+def read_copy(checkpoint: Checkpoint, place: Place, state: str, dtype: str, low: int, high: int) -> bytes:
     """Elements [low, high) of what a place holds of a parameter."""
     b, m, cut = place[0], place[1], place[2]
     buffer = checkpoint.manifest.buffers[b]
@@ -214,6 +214,6 @@ def _read(checkpoint: NativeCheckpoint, place: _Place, state: str, dtype: str, l
     return bytes(out)
 
 
-def _said(manifest: Manifest, place: _Place) -> str:
+def _said(manifest: Manifest, place: Place) -> str:
     return ", ".join(f"{axis} {index}" for axis, index in (*manifest.buffers[place[0]].at, *place[2])) or "the first"
 

@@ -1,0 +1,170 @@
+"""Rules in a TOML file: how the parameters of a model are cut, and what those of a pipeline are called. See docs/rules.md."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.layout import LAYOUTS, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.rules import FIELD, Rename, Rule, RuleSet
+from megatron_ucp.errors import NotFoundError, RuleError
+from megatron_ucp.formats.patterns import problem_of
+
+FORMAT = 1
+UNKNOWN = "?"  # a layout that a draft leaves open
+_LARGEST_BYTES = 2**20
+_LARGEST_NUMBER = 2**40
+_AXES = tuple(name for name in Mesh.__dataclass_fields__ if name not in ("zero", "order", "pp", "vpp", "dp"))
+# Keys of a [[rule]] beside the pattern, by layout: those that it needs, those that it may have.
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "Replicate": ((), ()), "Partial": (("axis",), ()), "Shard": (("axis", "dim"), ()), "ShardHy": (("along",), ()),
+    "ShardNC": (("axis", "dim", "parts"), ("unit",))}
+
+
+class _Entry:
+    """One table of the file, which takes its keys one by one and says what is wrong with which."""
+
+    def __init__(self, table: object, what: str, file: str) -> None:
+        self._what, self._file, self._pattern = what, file, None
+        if not isinstance(table, dict):
+            raise self.wrong("an entry is no table", expected=f"[[{what}]]", found=type(table).__name__)
+        self.table: Mapping[str, Any] = table
+        self._pattern = table.get("pattern") if isinstance(table.get("pattern"), str) else None
+
+    def wrong(self, problem: str, expected: object, found: object) -> RuleError:
+        place = self._what if self._pattern is None else f"{self._what} {self._pattern[:200]}"
+        return RuleError(f"{problem} ({place})", file=self._file, expected=expected, found=str(found)[:200],
+                         fix="correct the file; docs/rules.md lists its keys")
+
+    def check_keys(self, needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
+        known = (*needed, *optional)
+        for key in self.table:
+            if key not in known:
+                near = difflib.get_close_matches(key[:80], known, n=1, cutoff=0)
+                raise self.wrong("an unknown key", expected=f"{', '.join(known)}; the nearest is {near[0]}", found=key)
+        for key in needed:
+            if key not in self.table:
+                raise self.wrong(f"the key {key} is missing", expected=", ".join(needed), found=", ".join(self.table))
+
+    def text(self, key: str) -> str:
+        value = self.table[key]
+        if not isinstance(value, str):
+            raise self.wrong(f"{key} is no text", expected="a string", found=repr(value))
+        return value
+
+    def number(self, key: str, smallest: int = 0) -> int:
+        return self.as_number(key, self.table[key], smallest)
+
+    def as_number(self, key: str, value: object, smallest: int) -> int:
+        if type(value) is not int or not smallest <= value <= _LARGEST_NUMBER:
+            raise self.wrong(f"{key} is no number that can be used", expected=f"a whole number from {smallest}", found=repr(value))
+        return value
+
+    def axis(self, value: object) -> str:
+        if value not in _AXES:
+            raise self.wrong("no axis of a mesh that cuts parameters", expected=" or ".join(_AXES), found=repr(value))
+        return str(value)
+
+    def pattern(self) -> str:
+        pattern = self.text("pattern")
+        if problem := problem_of(pattern):
+            raise self.wrong("a pattern can't be used", expected="a regular expression for whole names", found=problem)
+        return pattern
+
+
+def read_rules(path: str | Path) -> RuleSet:
+    """The rules of a file. Raises NotFoundError where there is none, RuleError for what is wrong in it, by entry and key."""
+    file = str(path)
+    try:
+        with open(path, "rb") as opened:
+            data = opened.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise NotFoundError("the file of rules can't be read", file=file, found=error.strerror, fix="check the path") from None
+    if len(data) > _LARGEST_BYTES:
+        raise RuleError("the file of rules is too large", file=file, expected=f"at most {_LARGEST_BYTES} bytes", found="more")
+    try:
+        tree = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise RuleError("the file of rules is no TOML", file=file, expected="TOML in UTF-8", found=str(error)[:200],
+                        fix="correct the file; a pattern in 'single quotes' needs no doubled backslashes") from None
+    return _rule_set(tree, file)
+
+
+def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
+    whole = _Entry(tree, "the file", file)
+    whole.check_keys(("format",), ("rule", "pipeline"))
+    if tree["format"] != FORMAT or type(tree["format"]) is not int:
+        raise whole.wrong("a format that this version does not read", expected=f"format = {FORMAT}", found=repr(tree["format"]))
+    for key in ("rule", "pipeline"):
+        if not isinstance(tree.get(key, []), list):
+            raise whole.wrong(f"{key} is no list of tables", expected=f"[[{key}]]", found=type(tree[key]).__name__)
+    rules = [_Entry(table, "rule", file) for table in tree.get("rule", [])]
+    names = [_Entry(table, "pipeline", file) for table in tree.get("pipeline", [])]
+    if not rules and not names:
+        raise whole.wrong("the file says nothing", expected="[[rule]] or [[pipeline]]", found="neither")
+    found = RuleSet(file, tuple(map(_rule, rules)), tuple(map(_rename, names)))
+    for what, entries in (("rule", found.rules), ("pipeline", found.pipeline)):
+        seen = set[str]()
+        for entry in entries:
+            if entry.pattern in seen:
+                raise whole.wrong("two entries have one pattern", expected=f"one [[{what}]] for each", found=entry.pattern)
+            seen.add(entry.pattern)
+    return found
+
+
+def _rule(entry: _Entry) -> Rule:
+    entry.check_keys(("pattern", "layout"), ("axis", "dim", "parts", "unit", "along", "vocabulary"))
+    pattern, name = entry.pattern(), entry.text("layout")
+    if name == UNKNOWN:
+        raise entry.wrong("the layout of a rule is left open", expected=" or ".join(LAYOUTS), found=UNKNOWN)
+    if name not in _KEYS:
+        near = difflib.get_close_matches(name[:80], LAYOUTS, n=1, cutoff=0)
+        raise entry.wrong("no such layout", expected=f"{', '.join(LAYOUTS)}; the nearest is {near[0]}", found=name)
+    needed, optional = _KEYS[name]
+    entry.check_keys(("pattern", "layout", *needed), (*optional, "vocabulary"))
+    layout, equal_parts = _layout(entry, name)
+    return Rule(pattern, layout, equal_parts, entry.number("vocabulary", 1) if "vocabulary" in entry.table else None)
+
+
+def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
+    """The layout, and the number of equal parts of a ShardNC that lists no sizes."""
+    table = entry.table
+    if name == "Replicate":
+        return Replicate(), 0
+    if name == "ShardHy":
+        along = table["along"]
+        if not isinstance(along, list) or not along or not all(isinstance(one, list) and len(one) == 2 for one in along):
+            raise entry.wrong("along is no list of cuts", expected='[["tp", 0], ["ep", 1]]', found=repr(along))
+        cuts = tuple((entry.axis(axis), entry.as_number("along", dim, 0)) for axis, dim in along)
+        if len({axis for axis, _ in cuts}) < len(cuts):
+            raise entry.wrong("along names an axis twice", expected="each axis once", found=repr(along))
+        return ShardHy(cuts), 0
+    axis = entry.axis(table["axis"])
+    if name == "Partial":
+        return Partial(axis), 0
+    dim = entry.number("dim")
+    if name == "Shard":
+        return Shard(axis, dim), 0
+    parts, unit = table["parts"], entry.number("unit", 1) if "unit" in table else 1
+    if isinstance(parts, list) and len(parts) > 1:
+        return ShardNC(axis, dim, tuple(entry.as_number("parts", part, 1) for part in parts), unit), 0
+    if isinstance(parts, list):
+        raise entry.wrong("parts lists fewer than two sizes", expected="sizes, or the number of equal parts", found=repr(parts))
+    return ShardNC(axis, dim, (), unit), entry.number("parts", 2)
+
+
+def _rename(entry: _Entry) -> Rename:
+    entry.check_keys(("pattern", "name"), ("tied",))
+    pattern, name, tied = entry.pattern(), entry.text("name"), entry.table.get("tied", False)
+    if type(tied) is not bool:
+        raise entry.wrong("tied is neither true nor false", expected="true or false", found=repr(tied))
+    groups = re.compile(pattern).groupindex
+    if "{" in FIELD.sub("", name) or "}" in FIELD.sub("", name):
+        raise entry.wrong("a name has braces that name no group", expected="{group}, {group+1} or {group-1}", found=name)
+    for field in FIELD.finditer(name):
+        if field[1] not in groups:
+            raise entry.wrong("a name uses a group that its pattern lacks", expected=", ".join(groups) or "none", found=field[1])
+    return Rename(pattern, name, tied)

@@ -1,0 +1,312 @@
+"""One checkpoint as another one on disk: native files of any mesh, or DeepSpeed's universal folder.
+
+The output is planned and proved as a whole before its first byte, then written window by window through a buffer of
+bounded size, whatever the model. It appears whole or not at all: everything is written into a folder aside, brought to
+disk, and renamed. Every byte of the source that a copy used is compared with its record's CRC-32 before that.
+"""
+
+import ctypes
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.manifest import Manifest, to_json
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot, Want, Windows, cuts_of, make_plan, prove
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.target import Target
+from megatron_ucp.core.zero import FlatBuffer, Member
+from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.formats import tags
+from megatron_ucp.formats.base import Where
+from megatron_ucp.formats.native_writer import NativeWriter
+from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
+from megatron_ucp.formats.output import Output, Stored, Weight
+from megatron_ucp.formats.pickle_values import StorageRef
+from megatron_ucp.formats.pt_file import Record
+from megatron_ucp.formats.pt_writer import write_pt
+from megatron_ucp.formats.safe_pickle import ITEMSIZE
+from megatron_ucp.formats.universal_writer import UniversalWriter
+from megatron_ucp.formats.whole import check_file
+from megatron_ucp.reshard.execute import DTYPES, Counts, Run, bytes_of, check_runs, execute
+from megatron_ucp.reshard.origin import Origin
+from megatron_ucp.reshard.target import target_manifest, universal_manifest
+
+WINDOW_BYTES = 8 * 2**20
+FORMATS = ("native", "universal")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not as in the source."""
+
+    path: str
+    source_mesh: str
+    mesh: str
+    files: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target | Mesh | None = None, *, tag: str | None = None,
+            rules: str | Path | None = None, config: Mapping[str, Any] | None = None, allow: frozenset[str] = frozenset(),
+            progress: Progress | None = None) -> Converted:
+    """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load takes on the target's mesh
+    (`to="native"`), or a universal folder, which needs no target (`to="universal"`).
+
+    What the target does not say is as in the DeepSpeed config `config`, or in the source. `rules` is a file of rules, `allow`
+    as in `load`; `progress(done, total)` counts bytes. The source is never touched. Raises a UcpError, SaveError where the
+    output can't be written; nothing is left of it then.
+    """
+    started = time.perf_counter()
+    folder = Path(dst)
+    target = _check_arguments(folder, to, target)
+    with open_checkpoint(src, tag, rules) as source:
+        for name in source.file_names:
+            check_file(source, name, stale="stale" in allow)
+        origin = Origin(source, rules is not None)
+        target = target.completed(config if config is not None else origin.config)
+        if config is None and origin.no_config:
+            target = replace(target, dtype=origin.dtype)
+        if to == "universal":
+            manifest = universal_manifest(source.manifest, target, str(source.folder), origin.permuted)
+            layers = origin.layers() if target.mesh.pp > 1 else None
+            manifest = replace(manifest, names=dict(layers.names) if layers else {})
+            run = origin.run(target, manifest)
+            outputs = list(UniversalWriter(manifest, run, {name: pipe for pipe, name in manifest.names.items()}).outputs())
+        else:
+            layers = origin.layers() if target.mesh.pp > 1 else None
+            manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
+            run = origin.run(target, manifest)
+            outputs = list(NativeWriter(manifest, run, layers).outputs())
+        job = _Job(source, manifest, allow, progress)
+        job.prove(outputs)
+        _write(job, outputs, folder, to)
+    notes = [*source.notes, *origin.notes, *_pointer(folder, to)]
+    return Converted(str(folder), str(source.manifest.mesh), str(target.mesh) if to == "native" else "universal", len(outputs),
+                     job.read_bytes, job.done, time.perf_counter() - started, tuple(notes))
+
+
+def _check_arguments(folder: Path, to: str, target: Target | Mesh | None) -> Target:
+    if to not in FORMATS:
+        raise UsageError("there is no such format to convert to", expected=" or ".join(FORMATS), found=to)
+    if target is None and to == "native":
+        raise UsageError("a native checkpoint is for one mesh", expected="a mesh", found="none", fix="give --mesh (target=)")
+    if folder.exists() or folder.is_symlink():
+        raise UsageError("the output exists", file=folder, expected="a folder that does not exist yet", found="one that does",
+                         fix="give another name, or remove it")
+    if folder.absolute().name.startswith(".") or not folder.name:
+        raise UsageError("the output is the plain name of a new folder", file=folder, expected="converted/global_step100",
+                         found=str(folder))
+    if isinstance(target, Mesh) or target is None:
+        return Target(target or Mesh())
+    return target
+
+
+class _Job:
+    """One conversion: plans, windows and counts. Files are written by several threads."""
+
+    def __init__(self, source: Checkpoint, manifest: Manifest, allow: frozenset[str], progress: Progress | None) -> None:
+        self.source, self.manifest, self.allow, self.progress = source, manifest, allow, progress
+        self.total = self.done = self.read_bytes = 0
+        self.stopped = threading.Event()
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._places: dict[Slot, Where] = {}
+        self._weights: dict[str, Manifest] = {}
+        self._runs: list[Run] = []
+        self._records: dict[tuple[str, str], Record] = {}
+
+    def prove(self, outputs: list[Output]) -> None:
+        """Plans everything that will be written, proves it and looks every source up; raises before a byte is written."""
+        payloads = [payload for output in outputs for payload in output.payloads.values()]
+        slots = dict.fromkeys(payload for payload in payloads if isinstance(payload, Slot))
+        self._prove(self.manifest, [(slot, slot.state) for slot in slots], self.allow)
+        for payload in payloads:
+            if isinstance(payload, Weight) and payload.param not in self._weights:
+                self._weights[payload.param] = one = self._training_copy(payload.param)
+                wants = [(Slot(0, cut, 0, MASTER), MASTER) for cut in cuts_of(one, one.buffers[0])]
+                self._prove(one, wants, self.allow | {"narrow"})
+        self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
+
+    def _prove(self, manifest: Manifest, wants: list[Want], allow: frozenset[str]) -> None:
+        plan = make_plan(self.source.manifest, manifest, wants, allow)
+        prove(plan, self.source.manifest, manifest)
+        self._places.update((slot, self.source.where(slot)) for slot in plan.sources)
+
+    def _training_copy(self, name: str) -> Manifest:
+        """A target that holds the training copies of one parameter."""
+        spec = self.manifest.by_name[name]
+        place = {"tp": (self.manifest.mesh.tp, 0)}
+        size = torch.Size(spec.layout.local_shape(name, spec.shape, place)).numel()
+        return Manifest("weight", Mesh(tp=self.manifest.mesh.tp, dp=1), (spec,),
+                        (FlatBuffer((Member(name, 0, size),), size, 1, "whole", ((MASTER, spec.dtype),)),))
+
+    def _storage(self, output: Output, key: str) -> tuple[int, str]:
+        """Elements and dtype of a storage."""
+        payload = output.payloads[key]
+        if isinstance(payload, Slot):
+            buffer = self.manifest.buffers[payload.buffer]
+            return buffer.partition_elems, dict(buffer.states)[payload.state]
+        if isinstance(payload, Weight):
+            buffer = self._weights[payload.param].buffers[0]
+            return buffer.length, buffer.states[0][1]
+        if isinstance(payload, Stored):
+            return payload.ref.numel, payload.ref.storage.dtype
+        return len(payload), "uint8"
+
+    def _size(self, output: Output, key: str) -> int:
+        elems, dtype = self._storage(output, key)
+        return elems * ITEMSIZE[dtype]
+
+    # ---------------------------------------------------------------- bytes
+
+    def write(self, output: Output, path: Path) -> None:
+        """One file. Runs in a thread of its own."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_pt(path, output.tree, lambda storage: self._chunks(output, storage), durable=False)
+
+    def _chunks(self, output: Output, storage: StorageRef) -> Iterator[memoryview | bytes]:
+        payload = output.payloads[storage.key]
+        if isinstance(payload, bytes):
+            yield payload
+        elif isinstance(payload, Stored):
+            yield from self._stored(payload)
+        else:
+            elems, dtype = self._storage(output, storage.key)
+            yield from self._windows(payload, elems, dtype)
+
+    def _windows(self, payload: Slot | Weight, elems: int, dtype: str) -> Iterator[memoryview]:
+        weight = isinstance(payload, Weight)
+        manifest = self._weights[payload.param] if isinstance(payload, Weight) else self.manifest
+        slot = Slot(0, (("tp", payload.tp),), 0, MASTER) if isinstance(payload, Weight) else payload
+        windows = Windows(self.source.manifest, manifest, self.allow | {"narrow"} if weight else self.allow)
+        step = WINDOW_BYTES // ITEMSIZE[dtype]
+        for low in range(0, elems, step):
+            high = min(low + step, elems)
+            memory = self._memory((high - low) * ITEMSIZE[dtype]).view(DTYPES[dtype])
+            plan = windows.plan(slot, slot.state, low, high)
+            counts = execute(plan, self._places.__getitem__, lambda _, memory=memory: memory)
+            self._count(counts, plan.sources, memory.nbytes)
+            yield bytes_of(memory)
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        """This thread's window, of which a part is taken."""
+        if not hasattr(self._local, "memory"):
+            self._local.memory = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+        return self._local.memory[:size_bytes]
+
+    def _stored(self, payload: Stored) -> Iterator[memoryview]:
+        """A tensor that is no parameter's, from the source's first model file."""
+        file, ref = self.source.file(self.source.model_name), payload.ref
+        size = ITEMSIZE[ref.storage.dtype]
+        record = file.record(ref.storage)
+        if ref.is_contiguous:
+            for low in range(0, ref.numel * size, WINDOW_BYTES):
+                memory = self._memory(min(WINDOW_BYTES, ref.numel * size - low))
+                file.read_into(record, ref.offset_elems * size + low, bytes_of(memory))
+                self._count(Counts(read_bytes=memory.nbytes), frozenset(), memory.nbytes)
+                yield bytes_of(memory)
+            return
+        last = 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
+        held = torch.empty(last * size, dtype=torch.uint8)
+        file.read_into(record, ref.offset_elems * size, bytes_of(held))
+        whole = torch.as_strided(held.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride).contiguous()
+        self._count(Counts(read_bytes=held.nbytes), frozenset(), whole.nbytes)
+        yield bytes_of(whole)
+
+    def _count(self, counts: Counts, sources: frozenset[Slot], written: int) -> None:
+        if self.stopped.is_set():
+            raise SaveError("the conversion was stopped")
+        with self._lock:
+            self.read_bytes += counts.read_bytes
+            self.done += written
+            self._runs += counts.runs
+            self._records.update(counts.records)
+            for slot in sources:
+                where = self._places[slot]
+                self._records.setdefault((where.file.path, where.record.name), where.record)
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+    def check_sources(self) -> None:
+        """Compares every record that was used with its CRC-32; those that were read in part are read again as a whole."""
+        summed = {(run.file, run.record) for run in self._runs}
+        whole = check_runs(self._runs, self._records, self.source.opened)
+        if whole[1] or len(summed) < len(self._records):
+            for (path, _), record in self._records.items():
+                self.source.opened(path).check(record)
+
+
+# ---------------------------------------------------------------- the output on disk
+
+def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
+    """The folder, whole or not at all."""
+    aside = tags.aside_of(folder.absolute().parent, folder.absolute().name)
+    try:
+        with ExitStack() as left:
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            if aside.exists():
+                shutil.rmtree(aside)  # of a conversion that was killed
+            aside.mkdir()
+            left.callback(shutil.rmtree, aside, ignore_errors=True)
+            _write_files(job, outputs, aside)
+            job.check_sources()
+            _sync(aside)
+            entries = tuple(tags.entry_of(aside / output.name) for output in outputs if "/" not in output.name)
+            run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time()}
+            manifest = replace(job.manifest, files=entries, save_id=uuid.uuid4().hex, run=run)
+            tags.commit(aside, to_json(manifest), tags.Syncs())
+    except OSError as error:
+        raise SaveError("the output could not be written; nothing is left of it", file=error.filename or folder,
+                        found=f"{type(error).__name__}: {error}", fix="free space or mend permissions, and convert again") from error
+
+
+def _write_files(job: _Job, outputs: list[Output], aside: Path) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading, copying, summing and writing let go of the interpreter
+        waiting = [pool.submit(job.write, output, aside / output.name) for output in outputs]
+        try:
+            for done in as_completed(waiting):
+                done.result()
+        finally:  # also for Ctrl-C: the others end at their next window
+            job.stopped.set()
+            for one in waiting:
+                one.cancel()
+
+
+def _sync(folder: Path) -> None:
+    """Brings a folder with all that lies in it to disk: by one call for the whole file system, where there is one."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    except AttributeError:  # no such call on this system
+        sync = tags.Syncs()
+        for path in sorted(folder.rglob("*")):
+            sync(path)
+        sync(folder)
+    finally:
+        os.close(handle)
+
+
+def _pointer(folder: Path, to: str) -> list[str]:
+    """Names the new folder where nothing would load it otherwise, and never takes a native pointer from its owner."""
+    parent, name = folder.absolute().parent, folder.absolute().name
+    pointer = parent / ("latest" if to == "native" else "latest_universal")
+    if to == "native" and pointer.exists():
+        return [f"{pointer} still names {pointer.read_text().strip()}: load with tag={name}"]
+    tags.replace_text(pointer, name, tags.Syncs())
+    return []

@@ -1,0 +1,183 @@
+"""A first file of rules from what a checkpoint says by itself; what it can't know is marked and left open."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
+from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.formats import stock_info
+from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
+from megatron_ucp.formats.tags import Syncs, replace_text
+from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
+from megatron_ucp.reshard.verify import Progress
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a parameter, and whence; a layout of None is left open."""
+
+    source: str
+    layout: Layout | None
+    extent: Extent | None = None
+
+
+def draft_rules(path: str | Path, tag: str | None = None, progress: Progress | None = None) -> str:
+    """The text of a TOML file. `progress(done, total)` counts parameters. Raises a UcpError for a checkpoint that can't be read."""
+    with survey(path, tag, progress) as seen:
+        lines = [f"# Drafted from {_plain(str(seen.checkpoint.folder))} ({seen.manifest.mesh}).",
+                 f'# Every rule says what it was taken from. "{UNKNOWN}" must be filled in; what says CHECK may be wrong.',
+                 f"format = {FORMAT}"]
+        lines += _pipeline(seen)
+        groups: dict[str, list[Held]] = {}
+        for held in seen.held:
+            if held.kind != "buffer" or (held.recorded is not None and not isinstance(held.recorded.layout, Replicate)):
+                groups.setdefault(_pattern(held.name), []).append(held)
+        for pattern, members in groups.items():
+            lines += _rules(seen, pattern, members)
+        return "\n".join(lines) + "\n"
+
+
+def write_draft(text: str, out: str | Path, overwrite: bool = False) -> None:
+    """Writes a draft whole or not at all. Raises UsageError for a file that exists, or can't be written."""
+    path = Path(out)
+    if path.exists() and not overwrite:
+        raise UsageError("the file for the draft exists", file=path, expected="a new file", found="one that is there",
+                         fix="give another --out, or --force to replace it")
+    try:
+        replace_text(path, text, Syncs(True))
+    except OSError as error:
+        raise UsageError("the draft can't be written", file=path, found=error.strerror, fix="give another --out") from None
+
+
+def _rules(seen: Survey, pattern: str, members: list[Held]) -> Iterator[str]:
+    """One rule for all of a pattern, or one for each name where they are not cut alike."""
+    known = [_known(seen, held) for held in members]
+    if known[0] is None:
+        yield from _rule(pattern, members, _by_values(members))
+        return
+    bodies = [_body(one) for one in known if one is not None]
+    if all(body == bodies[0] for body in bodies):
+        yield from _rule(pattern, members, known[0])
+        return
+    for held, one in zip(members, known, strict=True):
+        if one is not None:
+            yield from _rule(re.escape(held.name), [held], one)
+
+
+def _known(seen: Survey, held: Held) -> _Known | None:
+    """What metadata says; None where it says nothing."""
+    if held.recorded is not None:
+        return _Known("from the manifest", held.recorded.layout, held.recorded.extent)
+    if not seen.info:
+        return None
+    file = seen.checkpoint.full_path(seen.checkpoint.model_name)
+    try:
+        spec = stock_info.declared(seen.info, held.pipe, held.local, seen.tp, file)
+    except UcpError as error:
+        return _Known(f"universal_checkpoint_info is no help: {error.problem}", None)
+    if stock_info.is_matched(seen.info, held.pipe, file):
+        return _Known("from universal_checkpoint_info", spec.layout, spec.extent)
+    return _Known("stock DeepSpeed's default: no pattern of universal_checkpoint_info matches; CHECK", spec.layout)
+
+
+def _by_values(members: list[Held]) -> _Known:
+    """What the ranks' copies of the parameters of one pattern show together."""
+    seen = {held.copies for held in members}
+    if ONE in seen:
+        return _Known("can't be known from one tensor-parallel rank", None)
+    if DIFFERENT in seen and all(len(held.local) == 1 for held in members):
+        return _Known("the ranks hold different values, and there is one dim to cut; CHECK: not fused parts, not Partial",
+                      Shard("tp", 0))
+    if DIFFERENT in seen:
+        return _Known("the ranks hold different values: it is cut, but along which dim can't be known", None)
+    if EQUAL in seen:
+        return _Known("seen: every rank holds the same values", Replicate())
+    return _Known("every rank holds one and the same constant: whether it is cut can't be known", None)
+
+
+def _rule(pattern: str, members: list[Held], known: _Known) -> Iterator[str]:
+    shapes = list(dict.fromkeys("x".join(map(str, held.local)) or "scalar" for held in members))
+    count = "1 parameter" if len(members) == 1 else f"{len(members)} parameters"
+    yield ""
+    yield f"# {known.source}"
+    yield f"# {count}; a rank holds {', '.join(shapes[:3])}{' and others' if len(shapes) > 3 else ''}"
+    yield "[[rule]]"
+    yield f"pattern = {_text(pattern)}"
+    yield from _body(known)
+
+
+def _body(known: _Known) -> list[str]:
+    """The keys of a rule beside its pattern."""
+    layout = known.layout
+    out = [f'layout = "{UNKNOWN if layout is None else type(layout).__name__}"']
+    if isinstance(layout, Partial | Shard | ShardNC):
+        out.append(f'axis = "{layout.axis}"')
+    if isinstance(layout, Shard | ShardNC):
+        out.append(f"dim = {layout.dim}")
+    if isinstance(layout, ShardNC):
+        equal = len(set(layout.parts)) == 1
+        out.append(f"parts = {len(layout.parts) if equal else list(layout.parts)}")
+        out += [f"unit = {layout.unit}"] if layout.unit > 1 else []
+    if isinstance(layout, ShardHy):
+        out.append(f"along = {json.dumps(layout.along)}")
+    return out + ([f"vocabulary = {known.extent.true}"] if known.extent else [])
+
+
+# ---------------------------------------------------------------- names
+
+def _pattern(name: str) -> str:
+    r"""The name as a pattern in which every part that is a number is `\d+`."""
+    return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
+
+
+def _pipeline(seen: Survey) -> Iterator[str]:
+    names = seen.manifest.names
+    if seen.stock_names:
+        yield from ("", "# Names as the pipeline has them, by position. To compare with a model without a pipeline, say its names:",
+                    r"#   pattern = '(?P<position>\d+)\.(?P<rest>.+)'", "#   name = 'decoder.layers.{position-1}.{rest}'",
+                    *_entry("(?P<name>.+)", "{name}"))
+        return
+    entries: dict[str, dict[str, str]] = {}
+    for pipe, name in names.items():
+        pattern, template = _template(pipe, name)
+        entries.setdefault(pattern, {}).setdefault(template, pipe)
+    if entries:
+        yield from ("", "# from the manifest")
+    for pattern, templates in entries.items():
+        if len(templates) == 1:
+            yield from _entry(pattern, next(iter(templates)))
+            continue
+        for pipe, name in names.items():
+            if _template(pipe, name)[0] == pattern:
+                yield from _entry(re.escape(pipe), name)
+
+
+def _template(pipe: str, name: str) -> tuple[str, str]:
+    """A pattern for a name in the pipeline and its canonical name, in which the position is free where both have a number."""
+    head, _, rest = pipe.partition(".")
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    if not head.isdecimal() or not numbers or "{" in name or "}" in name:
+        return re.escape(pipe), name
+    shift = int(numbers[0]) - int(head)
+    before, after = name.split(f".{numbers[0]}.", 1) if f".{numbers[0]}." in name else ("", "")
+    if not before or not after:
+        return re.escape(pipe), name
+    field = "{position}" if not shift else f"{{position{shift:+d}}}"
+    return rf"(?P<position>\d+)\.{re.escape(rest)}", f"{before}.{field}.{after}"
+
+
+def _entry(pattern: str, name: str) -> Iterator[str]:
+    yield from ("[[pipeline]]", f"pattern = {_text(pattern)}", f"name = {_text(name)}", "")
+
+
+def _text(text: str) -> str:
+    """A TOML string; in single quotes, where backslashes are plain, if that can be."""
+    return f"'{text}'" if text.isprintable() and "'" not in text else json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _plain(text: str) -> str:
+    """Text for a comment, which ends with its line."""
+    return text if text.isprintable() else json.dumps(text)
