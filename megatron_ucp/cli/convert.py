@@ -32,8 +32,8 @@ def add_target(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--config", help="the DeepSpeed config of the job that will load it (default: the source's own)")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the training copies")
     verb.add_argument("--optimizer", help="class, such as torch.AdamW or deepspeed.FusedAdam (default: the source's)")
-    verb.add_argument("--stages", help="how the layers of a pipeline are divided: uniform, parameters, layers (of the most frequent "
-                                       "kind), or their numbers, such as 3,3")
+    verb.add_argument("--stages", help="how the layers of a pipeline are divided: uniform, parameters, layers (as many each of the "
+                                       "most frequent kind), or their numbers, such as 3,3")
     verb.add_argument("--sub-group-size", type=int, help="of ZeRO-3, in elements")
     verb.add_argument("--groups", help="a JSON file with the list of names of each parameter group, in the optimizer's order")
 

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
@@ -107,7 +107,7 @@ class RuleSet:
 
     def matching(self, name: str) -> list[Rule]:
         """Every rule that matches. Raises RuleError for a name that is too long to match."""
-        self._check_length(name)
+        self.check_length(name)
         return [rule for rule in self.rules if rule.matches(name)]
 
     def find(self, name: str) -> Rule:
@@ -133,7 +133,7 @@ class RuleSet:
 
     def canonical(self, pipe: str) -> str:
         """The canonical name of a parameter of a pipeline. Raises RuleError where no entry or two match."""
-        self._check_length(pipe)
+        self.check_length(pipe)
         try:
             found = {entry.pattern: name for entry in self.pipeline if (name := entry.apply(pipe)) is not None}
         except ValueError as error:
@@ -151,7 +151,8 @@ class RuleSet:
         """Whether another name of the pipeline may have the same canonical one."""
         return pipe.startswith(f"{TIED}.") or any(entry.tied and entry.matches(pipe) for entry in self.pipeline)
 
-    def _check_length(self, name: str) -> None:
+    def check_length(self, name: str) -> None:
+        """Raises RuleError for a name that is too long to match."""
         if len(name) > LONGEST_NAME:
             raise RuleError("a name is too long for rules", file=self.source, parameter=f"{name[:80]}...",
                             expected=f"at most {LONGEST_NAME} characters", found=len(name))
@@ -160,8 +161,12 @@ class RuleSet:
 def nearest(text: str, among: Iterable[str]) -> str:
     """The most similar one of some names and patterns; "none" where there is none."""
     plain = {_plain(one): one for one in among}
-    near = difflib.get_close_matches(_plain(text), plain, n=1, cutoff=0)
-    return plain[near[0]] if near else "none"
+    return plain.get(_closest(_plain(text), tuple(plain)), "none")
+
+
+@lru_cache(maxsize=1024)  # the parameters of a hundred layers have the same plain text
+def _closest(text: str, among: tuple[str, ...]) -> str:
+    return next(iter(difflib.get_close_matches(text, among, n=1, cutoff=0)), "")
 
 
 def _plain(text: str) -> str:

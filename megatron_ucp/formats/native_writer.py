@@ -22,9 +22,9 @@ from megatron_ucp.formats.pickle_values import Global, Stand, TensorRef
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
-# What the fields of a dynamic loss scaler are where the source had none: DynamicLossScaler's own defaults.
+# What some wrappers do not save of their dynamic loss scaler: the defaults of DeepSpeed's config.
 _DYNAMIC = {"cur_scale": 2.0**16, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000,
-            "min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False,
+            "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False,
             "raise_error_at_min_scale": True, "dynamic": True}
 
 

@@ -105,6 +105,9 @@ def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
     names = [_Entry(table, "pipeline", file) for table in tree.get("pipeline", [])]
     if not rules and not names:
         raise whole.wrong("the file says nothing", expected="[[rule]] or [[pipeline]]", found="neither")
+    if left := [entry for entry in rules if entry.table.get("layout") == UNKNOWN]:
+        raise left[0].wrong("the layout of a rule is left open", expected=" or ".join(LAYOUTS),
+                            found=f"{UNKNOWN} here, and in {len(left) - 1} more")
     found = RuleSet(file, tuple(map(_rule, rules)), tuple(map(_rename, names)))
     for what, entries in (("rule", found.rules), ("pipeline", found.pipeline)):
         seen = set[str]()
@@ -118,8 +121,6 @@ def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
 def _rule(entry: _Entry) -> Rule:
     entry.check_keys(("pattern", "layout"), ("axis", "dim", "parts", "unit", "along", "vocabulary"))
     pattern, name = entry.pattern(), entry.text("layout")
-    if name == UNKNOWN:
-        raise entry.wrong("the layout of a rule is left open", expected=" or ".join(LAYOUTS), found=UNKNOWN)
     if name not in _KEYS:
         near = difflib.get_close_matches(name[:80], LAYOUTS, n=1, cutoff=0)
         raise entry.wrong("no such layout", expected=f"{', '.join(LAYOUTS)}; the nearest is {near[0]}", found=name)
@@ -141,7 +142,8 @@ def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
         cuts = tuple((entry.axis(axis), entry.as_number("along", dim, 0)) for axis, dim in along)
         if len({axis for axis, _ in cuts}) < len(cuts):
             raise entry.wrong("along names an axis twice", expected="each axis once", found=repr(along))
-        return ShardHy(cuts), 0
+        first, *others = cuts
+        return ShardHy(cuts) if others else Shard(*first), 0  # one layout has one name
     axis = entry.axis(table["axis"])
     if name == "Partial":
         return Partial(axis), 0

@@ -41,6 +41,9 @@ def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
 
 
 def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, Any]]:
+    if len(name) > LONGEST_NAME:
+        raise RuleError("a name is too long for patterns", file=file, parameter=f"{name[:80]}...",
+                        expected=f"at most {LONGEST_NAME} characters", found=len(name), fix="give a family")
     found: list[tuple[str, Any]] = []
     for kind in (REPLICATED, AVERAGED, ROW, VOCABULARY, HALVES):
         found += [(kind, pattern) for pattern in _usable(info.get(kind), kind, file) if re.match(pattern, name)]
@@ -69,9 +72,6 @@ def _usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
 
 
 def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -> ParamSpec:
-    if len(name) > LONGEST_NAME:
-        raise RuleError("a name is too long for patterns", file=file, parameter=f"{name[:80]}...",
-                        expected=f"at most {LONGEST_NAME} characters", found=len(name), fix="give a family")
     found = _matches(name, info, file)
     if len(found) > 1:
         raise RuleError("two patterns of universal_checkpoint_info match one parameter", file=file, parameter=name,

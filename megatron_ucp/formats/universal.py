@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_ucp.formats.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.optimizer_files import Contents, hyper, loss_scaler, number
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
 from megatron_ucp.formats.universal_writer import ATOMS, GLOBAL, STEP
+from megatron_ucp.formats.weights import no_extra_state
 
 _PARAM = "param"
 
@@ -146,6 +148,8 @@ class UniversalCheckpoint(TagFolder):
             if name in flat or name in aliases:
                 continue
             value = self._atom(name, MASTER)
+            if no_extra_state(name, value):
+                continue
             size = value.numel
             kind = "buffer" if name in buffer_names else "frozen"
             params.append(self._spec(name, value.shape, value.storage.dtype, kind))
@@ -177,8 +181,16 @@ class UniversalCheckpoint(TagFolder):
             raise UnsupportedError("the universal folder holds a state that is not known", file=folder / f"{odd[0]}.pt",
                                    parameter=name, expected=" ".join(sorted(ELEMENT)), found=odd[0])
         states = [MASTER, *sorted(found & ELEMENT)]
+        if len(states) > 1 and STEP not in found and self._steps_apart:
+            raise NotFoundError("a parameter of the universal folder has lost its step", file=folder / f"{STEP}.pt", parameter=name,
+                                found=", ".join(sorted(found)), fix="restore it, or convert again")
         kept = self._step(name) if STEP in found else self._common_step() if len(states) > 1 else {}
         return tuple((state, self._atom(name, state).storage.dtype) for state in states), kept
+
+    @cached_property
+    def _steps_apart(self) -> bool:
+        """Whether parameters have their own steps, as in all but stock's folders of ZeRO-3."""
+        return any((self.folder / ATOMS / folder / f"{STEP}.pt").is_file() for folder in self._atoms.values())
 
     def _step(self, name: str) -> Mapping[str, float]:
         file = f"{ATOMS}/{self._folder(name)}/{STEP}.pt"

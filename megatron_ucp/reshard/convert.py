@@ -42,7 +42,7 @@ from megatron_ucp.reshard.execute import DTYPES, Counts, Run, bytes_of, check_ru
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import target_manifest, universal_manifest
 
-WINDOW_BYTES = 8 * 2**20
+WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed twice and written there
 FORMATS = ("native", "universal")
 Progress = Callable[[int, int], None]
 
@@ -78,19 +78,20 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
         for name in source.file_names:
             check_file(source, name, stale="stale" in allow)
         origin = Origin(source, rules is not None)
-        target = target.completed(config if config is not None else origin.config)
+        settings = origin.config if config is None else config
+        target = target.completed(settings)
         if config is None and origin.no_config:
             target = replace(target, dtype=origin.dtype)
         if to == "universal":
             manifest = universal_manifest(source.manifest, target, str(source.folder), origin.permuted)
             layers = origin.layers() if target.mesh.pp > 1 else None
             manifest = replace(manifest, names=dict(layers.names) if layers else {})
-            run = origin.run(target, manifest)
+            run = origin.run(target, manifest, settings)
             outputs = list(UniversalWriter(manifest, run, {name: pipe for pipe, name in manifest.names.items()}).outputs())
         else:
             layers = origin.layers() if target.mesh.pp > 1 else None
             manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
-            run = origin.run(target, manifest)
+            run = origin.run(target, manifest, settings)
             outputs = list(NativeWriter(manifest, run, layers).outputs())
         job = _Job(source, manifest, allow, progress)
         job.prove(outputs)
@@ -242,12 +243,9 @@ class _Job:
                 self.progress(self.done, self.total)
 
     def check_sources(self) -> None:
-        """Compares every record that was used with its CRC-32; those that were read in part are read again as a whole."""
-        summed = {(run.file, run.record) for run in self._runs}
-        whole = check_runs(self._runs, self._records, self.source.opened)
-        if whole[1] or len(summed) < len(self._records):
-            for (path, _), record in self._records.items():
-                self.source.opened(path).check(record)
+        """Compares every record that was used with its CRC-32; what no window needed of it is read for that."""
+        summed = {key: record for key, record in self._records.items() if self.source.opened(key[0]).has_checksums}
+        self.read_bytes += check_runs(self._runs, summed, self.source.opened, thorough=True)[2]
 
 
 # ---------------------------------------------------------------- the output on disk
@@ -271,7 +269,7 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
             tags.commit(aside, to_json(manifest), tags.Syncs())
     except OSError as error:
         raise SaveError("the output could not be written; nothing is left of it", file=error.filename or folder,
-                        found=f"{type(error).__name__}: {error}", fix="free space or mend permissions, and convert again") from error
+                        found=f"{type(error).__name__}: {error}", fix="free space or mend permissions, then try again") from error
 
 
 def _write_files(job: _Job, outputs: list[Output], aside: Path) -> None:

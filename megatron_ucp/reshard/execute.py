@@ -242,12 +242,12 @@ def _mean(op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Stag
 
 
 def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record], opened: Callable[[str], PtFile], *,
-               rank: int = 0, world: int = 1) -> tuple[int, int, int]:
+               rank: int = 0, world: int = 1, thorough: bool = False) -> tuple[int, int, int]:
     """Compares the CRC-32 of records with the stored one; this rank takes every `world`-th record.
 
-    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is little enough. Returns
-    bytes (checked, not checked, read here); unchecked are the runs of records of which a large part was not read. Raises
-    DamagedFileError.
+    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is little enough, and with
+    `thorough` whatever it is. Returns bytes (checked, not checked, read here); unchecked are the runs of records of which a
+    large part was not read. Raises DamagedFileError.
     """
     by_record: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
     for run in runs:
@@ -256,10 +256,14 @@ def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record], open
             raise DamagedFileError("two ranks read different bytes from one place", file=run.file, parameter=run.record,
                                    fix="check the storage; load again")
     checked = unchecked = extra = 0
-    for key in sorted(by_record)[rank::world]:
-        parts, record = by_record[key], records[key]
-        whole = _completed(opened(key[0]), record, parts)
+    for key in sorted(records if thorough else by_record)[rank::world]:
+        parts, record = by_record.get(key, {}), records[key]
+        whole = _completed(opened(key[0]), record, parts, thorough)
         read = sum(size for _, size in parts)
+        if whole is None and thorough:  # runs that overlap
+            opened(key[0]).check(record)
+            checked, extra = checked + read, extra + record.size_bytes
+            continue
         if whole is None:
             unchecked += read
             continue
@@ -272,8 +276,9 @@ def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record], open
     return checked, unchecked, extra
 
 
-def _completed(file: PtFile, record: Record, parts: dict[tuple[int, int], int]) -> tuple[int, int] | None:
-    """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps; None for large gaps.
+def _completed(file: PtFile, record: Record, parts: dict[tuple[int, int], int], thorough: bool) -> tuple[int, int] | None:
+    """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps; None for large gaps, which
+    are read too if it is to be `thorough`, and for runs that overlap.
 
     Of runs that start together (ranks that need the same bytes) the longest is taken.
     """
@@ -282,13 +287,14 @@ def _completed(file: PtFile, record: Record, parts: dict[tuple[int, int], int]) 
     for start in (*sorted(longest), record.size_bytes):
         if start < at:
             return None
-        if start > at:
-            gap_bytes += start - at
-            if gap_bytes > max(GAP_BYTES, record.size_bytes // 256):
-                return None
-            memory = bytearray(start - at)
-            file.read_into(record, at, memoryview(memory))
-            crc, at = isal_zlib.crc32(memory, crc), start
+        gap_bytes += start - at
+        if gap_bytes > max(GAP_BYTES, record.size_bytes // 256) and not thorough:
+            return None
+        memory = bytearray(min(start - at, CRC_CHUNK_BYTES))
+        while at < start:
+            block = memoryview(memory)[:start - at]
+            file.read_into(record, at, block)
+            crc, at = isal_zlib.crc32(block, crc), at + len(block)
         if start in longest:
             size, part = longest[start]
             crc, at = isal_zlib.crc32_combine(crc, part, size), at + size

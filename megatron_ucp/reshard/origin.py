@@ -46,16 +46,19 @@ class Origin:
             return None
         return _layers_of(self.source)
 
-    def run(self, target: Target, manifest: Manifest) -> Run:
-        """What the files say besides the manifest."""
+    def run(self, target: Target, manifest: Manifest, config: Mapping[str, Any]) -> Run:
+        """What the files say besides the manifest. `config` is the DeepSpeed config of the target."""
         meta, contents = self.source.meta, self.source.contents
         stateless = self.source.weights.stateless() if isinstance(self.source, NativeCheckpoint) else {}
         dtype = target.dtype or self.dtype
-        if contents.scaler and dtype != "float16" and contents.scaler.get("dynamic"):
+        scaler = contents.scaler
+        if dtype != "float16" and scaler.get("dynamic"):
             self.notes.append("the dynamic loss scale of fp16 has no place in the target")
+        elif dtype == "float16" and self.dtype != "float16":
+            scaler = _fresh_scaler(config)
+            self.notes.append(f"the loss scale of fp16 begins anew, at {scaler['cur_scale']:g}: the source has none")
         return Run(meta, OWN_KEYS, config_for(target, self.config, dtype), str(meta.get("ds_version") or "0.19.8"), dtype,
-                   contents.scaler, self._clip_grad(), self._int_steps(manifest), stateless,
-                   lambda stage: self._scheduler(manifest, stage))
+                   scaler, self._clip_grad(), self._int_steps(manifest), stateless, lambda stage: self._scheduler(manifest, stage))
 
     def _optimizer_tree(self) -> Mapping[str, Any]:
         if isinstance(self.source, NativeCheckpoint):
@@ -100,6 +103,19 @@ class Origin:
             if len(every) == len(self.manifest.groups) and None not in origins:
                 out[key] = [every[n] for n in origins if n is not None]
         return out
+
+
+def _fresh_scaler(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A loss scaler before the first step, with the defaults of DeepSpeed's `fp16` section."""
+    section = config.get("fp16")
+    said: Mapping[str, Any] = section if isinstance(section, dict) else {}
+    if said.get("loss_scale"):
+        return {"dynamic": False, "cur_scale": float(said["loss_scale"])}
+    hysteresis = int(said.get("hysteresis", 2))
+    return {"dynamic": True, "cur_scale": 2.0 ** int(said.get("initial_scale_power", 16)), "cur_iter": 0, "last_overflow_iter": -1,
+            "scale_factor": 2.0, "scale_window": int(said.get("loss_scale_window", 1000)),
+            "min_scale": said.get("min_loss_scale", 1), "delayed_shift": hysteresis, "cur_hysteresis": hysteresis,
+            "consecutive_hysteresis": bool(said.get("consecutive_hysteresis", False)), "raise_error_at_min_scale": True}
 
 
 def _layers_of(source: NativeCheckpoint) -> Layers:

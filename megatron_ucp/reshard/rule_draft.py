@@ -140,33 +140,29 @@ def _pipeline(seen: Survey) -> Iterator[str]:
                     r"#   pattern = '(?P<position>\d+)\.(?P<rest>.+)'", "#   name = 'decoder.layers.{position-1}.{rest}'",
                     *_entry("(?P<name>.+)", "{name}"))
         return
-    entries: dict[str, dict[str, str]] = {}
-    for pipe, name in names.items():
-        pattern, template = _template(pipe, name)
-        entries.setdefault(pattern, {}).setdefault(template, pipe)
-    if entries:
-        yield from ("", "# from the manifest")
-    for pattern, templates in entries.items():
-        if len(templates) == 1:
-            yield from _entry(pattern, next(iter(templates)))
+    same_rest: dict[str, list[str]] = {}
+    for pipe in names:
+        head, _, rest = pipe.partition(".")
+        same_rest.setdefault(rest if head.isdecimal() else pipe, []).append(pipe)
+    yield from ("", "# from the manifest") if names else ()
+    for rest, pipes in same_rest.items():
+        templates = {_template(pipe, names[pipe]) for pipe in pipes}
+        template = templates.pop()
+        if template and not templates:
+            yield from _entry(rf"(?P<position>\d+)\.{re.escape(rest)}", template)
             continue
-        for pipe, name in names.items():
-            if _template(pipe, name)[0] == pattern:
-                yield from _entry(re.escape(pipe), name)
+        for pipe in pipes:
+            yield from _entry(re.escape(pipe), names[pipe])
 
 
-def _template(pipe: str, name: str) -> tuple[str, str]:
-    """A pattern for a name in the pipeline and its canonical name, in which the position is free where both have a number."""
-    head, _, rest = pipe.partition(".")
-    numbers = [part for part in name.split(".") if part.isdecimal()]
-    if not head.isdecimal() or not numbers or "{" in name or "}" in name:
-        return re.escape(pipe), name
-    shift = int(numbers[0]) - int(head)
-    before, after = name.split(f".{numbers[0]}.", 1) if f".{numbers[0]}." in name else ("", "")
-    if not before or not after:
-        return re.escape(pipe), name
-    field = "{position}" if not shift else f"{{position{shift:+d}}}"
-    return rf"(?P<position>\d+)\.{re.escape(rest)}", f"{before}.{field}.{after}"
+def _template(pipe: str, name: str) -> str:
+    """The canonical name with its first number as a field that follows the position; "" where that is not possible."""
+    head = pipe.partition(".")[0]
+    found = re.fullmatch(r"([^{}0-9]+\.)([0-9]+)(\.[^{}]+)", name)
+    if not head.isdecimal() or found is None:
+        return ""
+    shift = int(found[2]) - int(head)
+    return f"{found[1]}{'{position' + (f'{shift:+d}' if shift else '') + '}'}{found[3]}"
 
 
 def _entry(pattern: str, name: str) -> Iterator[str]:
@@ -175,7 +171,8 @@ def _entry(pattern: str, name: str) -> Iterator[str]:
 
 def _text(text: str) -> str:
     """A TOML string; in single quotes, where backslashes are plain, if that can be."""
-    return f"'{text}'" if text.isprintable() and "'" not in text else json.dumps(text).replace("\x7f", "\\u007f")
+    return f"'{text}'" if text.isprintable() and "'" not in text else json.dumps(text, ensure_ascii=False).replace(
+        "\x7f", "\\u007f")
 
 
 def _plain(text: str) -> str:

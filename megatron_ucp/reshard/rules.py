@@ -47,6 +47,8 @@ class _Check:
         self.notes: list[str] = []
 
     def run(self) -> Checked:
+        for held in self._seen.held:
+            self._rules.check_length(held.name)
         named = self._check_names()
         if named is None:
             self.notes.append("layouts were not checked, as the parameters of the pipeline have no names")

@@ -68,7 +68,7 @@ def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_n
             for name in set(checkpoint.recorded.files) - set(names):
                 _note(findings, lambda name=name: checkpoint.recorded.read(name))
             _note(findings, lambda: _check_cover(checkpoint.manifest))
-            notes = [f"{name} has no checksums" for name in names if not checkpoint.file(name).has_checksums]
+            notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in names if not checkpoint.file(name).has_checksums)]
             read = 0
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)

@@ -11,9 +11,6 @@ from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine
 from tests.engines.pipeline_jobs import Staged
 
-# Of a stage-3 load through a universal folder: one step for all, and group 0's settings for all (S1 and S2 of DeepSpeed 0.19.8).
-STOCK_DEFECTS = ("hyper", "scalars")
-
 
 def make(setup: Any, attach: bool, universal: bool = False) -> Any:
     """An engine of any kind of setup; `universal`: with stock's key for universal folders."""
@@ -54,12 +51,12 @@ def stock_load(setup: Any, converted: str, oracle: str, tag: str = "filled", uni
     return found
 
 
-def our_load(setup: Any, folder: str, oracle: str, tag: str = "filled", same_dtype: bool = True) -> dict[str, Any]:
+def our_load(setup: Any, folder: str, oracle: str, tag: str = "filled", same_dtype: bool = True, **options: Any) -> dict[str, Any]:
     """Our load of a folder of any format."""
     want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"][tag]
     engine = make(setup, attach=True)
     before = differences(want, canonical(engine), same_dtype)
-    report = ucp.load(engine, folder)
+    report = ucp.load(engine, folder, **options)
     found = {"before": before, "differences": differences(want, canonical(engine), same_dtype), "notes": report.notes}
     close(engine, setup)
     return found

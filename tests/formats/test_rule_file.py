@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardHy, ShardNC
-from megatron_ucp.core.rules import LONGEST_NAME, Rename, Rule
+from megatron_ucp.core.rules import LONGEST_NAME, Rename, Rule, RuleSet
 from megatron_ucp.errors import DamagedFileError, LayoutError, NotFoundError, RuleError, UnsupportedError
 from megatron_ucp.formats import stock_info
 from megatron_ucp.formats.patterns import problem_of
@@ -55,7 +55,7 @@ NC = RULE + 'layout = "ShardNC"\naxis = "tp"\ndim = 0\n'
 NAME = "format = 1\n[[pipeline]]\npattern = '(?P<n>[0-9]+)'\n"
 
 
-def read(tmp_path: Path, text: str | bytes) -> object:
+def read(tmp_path: Path, text: str | bytes) -> RuleSet:
     path = tmp_path / "rules.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_rules(path)
@@ -69,6 +69,7 @@ def test_every_key(tmp_path: Path) -> None:
         Rule(r"a\.\d+", Replicate()), Rule("b", Partial("tp")), Rule("c", Shard("tp", 1), vocabulary=32000),
         Rule("d", ShardHy((("tp", 0), ("ep", 1)))), Rule("e", ShardNC("tp", 0, (11008, 11008), 2)),
         Rule("f", ShardNC("tp", 0, ()), 2))
+    assert read(tmp_path, RULE + 'layout = "ShardHy"\nalong = [["tp", 1]]').rules == (Rule("a", Shard("tp", 1)),)
     assert found.pipeline == (Rename(r"(?P<position>\d+)\.(?P<rest>.+)", "decoder.layers.{position-1}.{rest}", True),)
 
 

@@ -3,9 +3,12 @@
 import json
 import re
 import shutil
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
@@ -13,6 +16,8 @@ from megatron_ucp.core.layout import Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import ModelMismatchError, RuleError, UnsupportedError, UsageError
 from megatron_ucp.formats.opened import open_checkpoint
+from megatron_ucp.formats.patterns import problem_of
+from megatron_ucp.reshard import rule_draft
 from megatron_ucp.reshard.rule_draft import draft_rules, write_draft
 from megatron_ucp.reshard.rules import Checked, check_rules
 from tests.engines.pipeline_jobs import Staged
@@ -243,6 +248,7 @@ def test_rules_win_over_stock_patterns_and_notes_say_so(sources: Sources, tmp_pa
         assert checkpoint.manifest.by_name[name].shape == (32, 12)
         note, = checkpoint.notes
         assert "another layout than universal_checkpoint_info" in note and name in note
+    assert note in ucp.verify(folder, rules=wrong).notes and ucp.verify(folder, rules=rules).notes == ()
     found = said(check_rules(folder, wrong))
     assert len(found) == 4 and all("contradicts universal_checkpoint_info" in line for line in found)
 
@@ -273,6 +279,21 @@ def test_a_stock_pipeline(sources: Sources, tmp_path: Path, family: str, tp: int
     shifted = write(tmp_path, text.replace("position-1", "position-0"))
     found = {one.parameter for one in ucp.diff(folder, other, rules=shifted) if one.what == "parameter"}
     assert {name.split(".")[2] for name in found} == {"0", "3"}  # one layer is missing, one is too many
+
+
+@pytest.mark.parametrize(("zero", "dtype", "extras"), [(0, "bf16", False), (1, "fp32", True)])
+def test_a_pipeline_that_lists_its_parameters_elsewhere(sources: Sources, tmp_path: Path, zero: int, dtype: str,
+                                                        extras: bool) -> None:
+    """BF16_Optimizer without ZeRO names them in the optimizer files; frozen ones and buffers lie in the layer files alone."""
+    setup = Staged("gpt", 2, zero, dtype=dtype, pp=2, tied=True, extras=extras)
+    folder, other = stock(sources, setup, 4, SAVE_STAGES), Path(sources.get(4, setup, SAVE_STAGES)) / "filled"
+    text = GPT.replace("|output_layer", "") + PIPELINE.replace("EMBEDDING", r"tied_modules\.embed").partition(
+        "[[pipeline]]\npattern = '5")[0]
+    rules = write(tmp_path, text)
+    assert said(check_rules(folder, rules)) == [] and ucp.diff(folder, other, rules=rules) == []
+    found = specs(folder, rules)
+    assert found == {name: replace(spec, extent=None) for name, spec in specs(other).items()}
+    assert {spec.kind for spec in found.values()} == ({"trainable", "frozen", "buffer"} if extras else {"trainable"})
 
 
 def test_a_stage_0_pipeline_ties_by_rule(sources: Sources, tmp_path: Path) -> None:
@@ -328,7 +349,7 @@ def test_a_draft_of_stock_patterns_says_the_same(sources: Sources, tmp_path: Pat
     assert "stock DeepSpeed's default" in text
 
 
-@pytest.mark.parametrize(("zero", "world"), [(1, 4), (3, 2)])
+@pytest.mark.parametrize(("zero", "world"), [(0, 2), (1, 4), (3, 2)])
 def test_a_draft_of_values_marks_what_it_can_not_know(sources: Sources, tmp_path: Path, zero: int, world: int) -> None:
     folder = stock(sources, Mega("gpt", 2, zero), world)
     text = draft_rules(folder)
@@ -347,11 +368,34 @@ def test_a_draft_of_values_marks_what_it_can_not_know(sources: Sources, tmp_path
     row = re.compile(r"(pattern = '[^']*(?:linear_proj|fc2)\S*weight'\n)layout = \"\?\"")
     shard = 'layout = "Shard"\naxis = "tp"\ndim = '
     done = row.sub(rf"\1{shard}1", text).replace('layout = "?"', f"{shard}0")
-    assert ucp.diff(folder, whole(sources, "gpt"), rules=write(tmp_path, done)) == []
+    rules = write(tmp_path, done)
+    if zero:
+        assert ucp.diff(folder, whole(sources, "gpt"), rules=rules) == []
+    assert said(check_rules(folder, rules)) == []
 
 
-def test_constants_and_tp1_leave_the_layout_open(sources: Sources, tmp_path: Path) -> None:
-    """LayerNorm weights are 1 before training; one rank has nothing to compare with."""
+def constant(path: Path) -> None:
+    """A LayerNorm as it is before training: all ones."""
+    tree = torch.load(path, weights_only=False)
+    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].data.fill_(1.0)
+    torch.save(tree, path)
+
+
+def test_constants_leave_the_layout_open(sources: Sources, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stock(sources, Mega("gpt", 2, 1)), tmp_path / "copy"))
+    before = draft_rules(folder)
+    for path in folder.glob("*optim_states.pt"):
+        constant(path)
+    after = draft_rules(folder)
+    assert "one and the same constant" in after and "one and the same constant" not in before
+    assert before.count('layout = "Replicate"') > after.count('layout = "Replicate"')
+    # a constant contradicts neither
+    found = said(check_rules(folder, write(tmp_path, GPT)))
+    assert found == []
+
+
+def test_tp1_leaves_the_layout_open(sources: Sources, tmp_path: Path) -> None:
+    """One rank has nothing to compare with."""
     folder = bare(whole(sources, "gpt"), tmp_path)
     text = draft_rules(Path(sources.get(2, PLAIN)) / "trained")
     assert "can't be known from one tensor-parallel rank" in text and "axis" not in text
@@ -367,6 +411,41 @@ def test_a_draft_of_a_stock_pipeline_is_usable_in_its_own_names(sources: Sources
     found = specs(folder, rules)
     assert "1.mlp.linear_fc1.weight" in found and "0.word_embeddings.weight" in found
     assert ucp.verify(folder, deep=True, rules=rules).findings == ()
+
+
+def test_a_universal_folder(sources: Sources, tmp_path: Path) -> None:
+    """Whole parameters, and nothing that says how they may be cut."""
+    folder = whole(sources, "llama")
+    made = Path(ucp.convert(folder, tmp_path / "universal", to="universal").path)
+    for path in made.rglob("ucp_manifest.json"):
+        path.unlink()
+    rules = write(tmp_path, LLAMA)
+    assert said(check_rules(made, rules)) == [] and ucp.diff(folder, made, rules=rules) == []
+    assert {n: s.layout for n, s in specs(made, rules).items()} == {n: s.layout for n, s in specs(folder, rules).items()}
+    wrong = write(tmp_path, LLAMA.replace("parts = 2", "parts = [24, 25]"), "wrong.toml")
+    assert len(said(check_rules(made, wrong))) == 2
+    drafted(made, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["it's", "a\nb = 1", "tab\there", 'double"quote', "back\\slash", "\x7f", "\u00e9'\U0001f600",
+                                  "h.0.[1]", ""])
+def test_a_draft_survives_odd_names(name: str) -> None:
+    text = "\n".join(rule_draft._rule(rule_draft._pattern(name), [], rule_draft._Known("seen", Replicate())))
+    text += "\n" + "\n".join(rule_draft._entry("x", name))
+    found = tomllib.loads(text)
+    assert list(found) == ["rule", "pipeline"] and found["pipeline"][0]["name"] == name
+    pattern = found["rule"][0]["pattern"]
+    assert problem_of(pattern) == "" and re.fullmatch(pattern, name) and not re.fullmatch(pattern, name + "x")
+    assert "\n" not in rule_draft._plain(name)
+
+
+@pytest.mark.parametrize("to", ["universal", "native"])
+def test_a_stock_checkpoint_and_rules_are_enough_to_convert(sources: Sources, tmp_path: Path, to: str) -> None:
+    folder, rules = stock(sources, Mega("llama", 2, 1)), write(tmp_path, LLAMA)
+    target = ucp.Mesh(tp=4, dp=1, zero=1) if to == "native" else None
+    made = ucp.convert(folder, tmp_path / "made", to=to, target=target, rules=rules)
+    assert ucp.diff(made.path, whole(sources, "llama")) == []
+    assert ucp.describe(made.path).mesh.tp == (4 if target else 1)
 
 
 def test_out_is_never_overwritten_unasked(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,71 @@
+"""Conversions killed at random moments: the output is whole or not there, and the next conversion succeeds.
+
+    python -m tests.reshard.killed SOURCE FOLDER --trials 10 --seed 1
+
+Prints a line of JSON for each trial. The package is imported once: every conversion is a fork of this process.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import megatron_ucp as ucp
+from megatron_ucp.reshard import convert as module  # imported before the fork, as are torch and the rest
+
+TARGETS = [("native", ucp.Mesh(dp=4, zero=3)), ("universal", None), ("native", ucp.Mesh(dp=1, zero=1))]
+
+
+def start(source: str, output: Path, number: int) -> int:
+    """A child that converts; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        to, mesh = TARGETS[number % len(TARGETS)]
+        module.convert(source, output, to, mesh)
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("source")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    dice = random.Random(args.seed)
+    lasts: list[float] = []
+    for number in range(len(TARGETS)):
+        started = time.monotonic()
+        if finish(start(args.source, args.folder / f"whole{number}", number)):
+            sys.exit("a conversion that nobody killed failed")
+        lasts.append(time.monotonic() - started)
+    for trial in range(args.trials):
+        output = args.folder / f"trial{trial}"
+        pid = start(args.source, output, trial)
+        time.sleep(dice.uniform(0.0, 1.1 * lasts[trial % len(TARGETS)]))
+        os.kill(pid, signal.SIGKILL)
+        killed = finish(pid) == -signal.SIGKILL
+        there, left = output.exists(), (args.folder / f".trial{trial}.saving").exists()
+        equal = not there or (ucp.diff(args.source, output) == [] and ucp.verify(output, deep=True).findings == ())
+        again = True
+        if not there:
+            again = finish(start(args.source, output, trial)) == 0 and ucp.diff(args.source, output) == []
+        print(json.dumps({"killed": killed, "there": there, "left": left, "equal": equal, "again": again}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
