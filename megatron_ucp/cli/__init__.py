@@ -9,7 +9,7 @@ from importlib import import_module
 from megatron_ucp.cli.output import DONE, UNUSABLE
 from megatron_ucp.errors import UcpError
 
-VERBS = ("inspect", "convert", "verify", "diff", "rules")
+VERBS = ("inspect", "plan", "convert", "verify", "diff", "rules")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

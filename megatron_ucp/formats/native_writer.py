@@ -3,7 +3,6 @@
 Keys and structure: `_common_checkpoint_state` and the `state_dict` of each optimizer wrapper of DeepSpeed 0.19.8.
 """
 
-import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from megatron_ucp.core.partition import Layers
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer
-from megatron_ucp.formats.output import Output, Payload, Weight, plain
+from megatron_ucp.formats.output import Output, Weight, plain
 from megatron_ucp.formats.pickle_values import Global, Stand, TensorRef
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
@@ -311,9 +310,11 @@ def _gaps(buffer: FlatBuffer) -> list[int]:
     return [after.start - end for end, after in zip(ends, buffer.members[1:], strict=False)] + ([0] if ends else [])
 
 
-def weight_elems(manifest: Manifest, payload: Payload) -> int:
-    """Elements of a training copy."""
-    if not isinstance(payload, Weight):
-        return 0
-    spec = manifest.by_name[payload.param]
-    return math.prod(spec.layout.local_shape(spec.name, spec.shape, {"tp": (manifest.mesh.tp, 0)}))
+def state_file(manifest: Manifest, slot: Slot) -> str:
+    """The file in which DeepSpeed would keep a slot of a manifest that trains in bf16."""
+    buffer, mesh = manifest.buffers[slot.buffer], manifest.mesh
+    stage = dict(buffer.at).get("pp", 0)
+    mp = stage * mesh.tp + dict(slot.cut).get("tp", 0)
+    if buffer.group is not None and manifest.engine != "zero0":
+        return f"bf16_zero_pp_rank_{slot.part}_mp_rank_{mp:02d}_optim_states.pt"
+    return f"zero_pp_rank_{slot.part}_mp_rank_{mp:02d}_model_states.pt" if mesh.zero == 3 else f"mp_rank_{mp:02d}_model_states.pt"

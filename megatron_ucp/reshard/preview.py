@@ -1,0 +1,174 @@
+"""What a resume would read, rank by rank, from manifests alone: no tensor is touched, no rank needs to exist."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Coord, Mesh
+from megatron_ucp.core.plan import Mean, Op, Slot, Want, make_plan, prove
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.target import Target
+from megatron_ucp.core.zero import FlatBuffer, Member
+from megatron_ucp.errors import UsageError
+from megatron_ucp.families import find_family
+from megatron_ucp.families.base import Family, Model, Sizes
+from megatron_ucp.formats.native_writer import state_file
+from megatron_ucp.formats.opened import open_checkpoint
+from megatron_ucp.formats.pickle_values import ITEMSIZE
+from megatron_ucp.reshard.origin import Origin
+from megatron_ucp.reshard.target import target_manifest
+
+STAGING_BYTES = 32 * 2**20  # of `execute`: what a rank needs besides its own states
+_ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
+
+
+@dataclass(frozen=True)
+class RankReads:
+    """What one rank reads: `files` -> bytes, the number of strided copies, the bytes of the states that it fills, and the most
+    memory that it needs meanwhile besides the model's weights."""
+
+    rank: int
+    coord: Coord
+    files: Mapping[str, int]
+    copies: int
+    state_bytes: int
+    peak_bytes: int
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A resume on paper. `stored_bytes` is what the source holds of states, every one once."""
+
+    source_mesh: str
+    mesh: str
+    ranks: tuple[RankReads, ...]
+    stored_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def preview(path: str | Path, target: Target, tag: str | None = None, rules: str | Path | None = None,
+            config: Mapping[str, object] | None = None, progress: Callable[[int, int], None] | None = None) -> Preview:
+    """What a job on the target's mesh would read of a checkpoint. `progress(done, total)` counts ranks. Raises a UcpError."""
+    with open_checkpoint(path, tag, rules) as source:
+        origin = Origin(source, rules is not None)
+        target = target.completed(origin.config if config is None else config)
+        layers = origin.layers() if target.mesh.pp > 1 else None
+        manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
+        return of_manifests(source.manifest, manifest, lambda slot: Path(source.where(slot).file.path).relative_to(
+            source.folder).as_posix(), progress, (*source.notes, *origin.notes))
+
+
+def simulate(family: str, sizes: Sizes, source_mesh: Mesh, target: Target,
+             progress: Callable[[int, int], None] | None = None) -> Preview:
+    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's two moments."""
+    found = find_family(family)
+    whole = paper_manifest(found, sizes)
+    layers = found.layers([spec.name for spec in whole.params]) if found.layers else None
+    stages = target.stages or "layers"
+    of = [target_manifest(whole, Target(mesh, "bfloat16", stages=stages if mesh.pp > 1 else None).completed({}), layers, family)
+          for mesh in (source_mesh, target.mesh)]
+    return of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot), progress)
+
+
+def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
+    """A model on one rank: two groups, matrices with weight decay and all else without. Raises UsageError, LayoutError."""
+    model = Model(family, sizes)
+    params = tuple(ParamSpec(name, declared.shape, "bfloat16", layout=declared.layout) for name, declared in model.table.items())
+    buffers: list[FlatBuffer] = []
+    for number, chosen in enumerate((lambda spec: len(spec.shape) > 1, lambda spec: len(spec.shape) <= 1)):
+        for spec in filter(chosen, params):
+            size = math.prod(spec.shape)
+            buffers.append(FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", _ADAM, number))
+    return Manifest("zero0", Mesh(), params, tuple(buffers), ({"weight_decay": 0.1}, {"weight_decay": 0.0}),
+                    tuple({"step": 1.0} for _ in buffers), family=model.family.name)
+
+
+def of_manifests(source: Manifest, target: Manifest, file_of: Callable[[Slot], str],
+                 progress: Callable[[int, int], None] | None = None, notes: tuple[str, ...] = ()) -> Preview:
+    """Every rank of the target's mesh. Each rank's plan is proved. Raises PlanError, InexactError."""
+    mesh, out = target.mesh, list[RankReads]()
+    names: dict[Slot, str] = {}
+    for rank in range(mesh.world):
+        coord = mesh.coord(rank)
+        wants = _wants(target, mesh, rank, coord)
+        plan = make_plan(source, target, wants)
+        prove(plan, source, target)
+        files: dict[str, int] = {}
+        for op in plan.ops:
+            slot = op.sources[0].slot if isinstance(op, Mean) else op.source.slot
+            if slot not in names:
+                names[slot] = file_of(slot)
+            files[names[slot]] = files.get(names[slot], 0) + _bytes(op, slot, source)
+        states = sum(target.buffers[slot.buffer].partition_elems * ITEMSIZE[dict(target.buffers[slot.buffer].states)[slot.state]]
+                     for slot, _ in wants)
+        out.append(RankReads(rank, coord, dict(sorted(files.items())), len(plan.ops), states, states + STAGING_BYTES))
+        if progress is not None:
+            progress(rank + 1, mesh.world)
+    stored = sum(math.prod(source.by_name[name].shape) * ITEMSIZE[dtype] for name, held in source.holders.items()
+                 for _, dtype in source.buffers[held[0][0]].states)
+    return Preview(str(source.mesh), str(mesh), tuple(out), stored, notes)
+
+
+def _wants(target: Manifest, mesh: Mesh, rank: int, coord: Coord) -> list[Want]:
+    """Every slot that a rank fills."""
+    part = mesh.partition_group(rank).index(rank)
+    return [(Slot(number, tuple((axis, getattr(coord, axis)) for axis in buffer.axes), part if buffer.partitions > 1 else 0, state),
+             state) for number, buffer in enumerate(target.buffers) if dict(buffer.at).get("pp", 0) == coord.pp
+            for state, _ in buffer.states]
+
+
+def _bytes(op: Op, slot: Slot, source: Manifest) -> int:
+    return op.box.numel * ITEMSIZE[dict(source.buffers[slot.buffer].states)[slot.state]] * (
+        len(op.sources) if isinstance(op, Mean) else 1)
+
+
+def draw(found: Preview, file: str | Path) -> None:
+    """A picture of who reads what from whom: a row for each rank, a column for each file. Raises UsageError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
+    names = sorted({name for one in found.ranks for name in one.files})
+    table = [[one.files.get(name, 0) / 2**20 for name in names] for one in found.ranks]
+    figure = Figure(figsize=(min(4 + 0.3 * len(names), 24), min(2.5 + 0.22 * len(found.ranks), 24)), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(table, aspect="auto", cmap="viridis_r", vmin=0)
+    axes.set_title(f"{found.source_mesh}  to  {found.mesh}")
+    axes.set_xlabel("file of the checkpoint")
+    axes.set_ylabel("rank that reads it (tp, pp, dp)")
+    if len(names) <= 64:
+        axes.set_xticks(range(len(names)), [name.removesuffix("_states.pt") for name in names], rotation=90, fontsize=7)
+    if len(found.ranks) <= 64:
+        labels = [f"{one.rank} ({one.coord.tp}, {one.coord.pp}, {one.coord.dp})" for one in found.ranks]
+        axes.set_yticks(range(len(found.ranks)), labels, fontsize=7)
+    figure.colorbar(image, label="MiB read")
+    figure.savefig(file, dpi=120)
+
+
+
+_FLAGS = {"gpt": {"positions": 1024}, "llama": {"biases": False, "norm_biases": False, "gated": True}}
+
+
+def paper_sizes(family: str, text: str) -> Sizes:
+    """From `layers=32,hidden=4096,heads=32`; the rest follows where it can. Raises UsageError."""
+    known = Sizes.__dataclass_fields__
+    given: dict[str, int] = {}
+    for item in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = item.partition("=")
+        if name not in known or not value.isdigit():
+            raise UsageError("this is no size of a model", expected=", ".join(known), found=item)
+        given[name] = int(value)
+    missing = [name for name in ("layers", "hidden", "heads", "vocab") if not given.get(name)]
+    if missing:
+        raise UsageError("a size of the model is missing", expected="layers, hidden, heads, vocab and what differs from the usual",
+                         found=f"no {missing[0]}")
+    heads = given["heads"]
+    usual = {"groups": heads, "head_dim": given["hidden"] // heads, "ffn": 4 * given["hidden"], "true_vocab": given["vocab"],
+             **_FLAGS.get(family, {})}
+    return Sizes(**{**usual, **given})  # type: ignore[arg-type]
