@@ -54,7 +54,7 @@ def run(args: Any) -> int:
 
 def _print(found: Any) -> None:
     print(f"{found.source_mesh}  to  {found.mesh}")
-    rows = [("rank", "tp", "pp", "dp", "files", "MB read", "copies", "MB of states", "MB at most")]
+    rows: list[tuple[str, ...]] = [("rank", "tp", "pp", "dp", "files", "MB read", "copies", "MB of states", "MB at most")]
     for one in found.ranks[:_SHOWN]:
         place = [str(number) for number in (one.rank, one.coord.tp, one.coord.pp, one.coord.dp, len(one.files))]
         megabytes = [f"{size / 1e6:,.1f}" for size in (one.read_bytes, one.state_bytes, one.peak_bytes)]

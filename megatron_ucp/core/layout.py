@@ -102,8 +102,7 @@ class Layout:
         held = [[(0, size)] for size in shape]
         for cut in self.cuts():
             if cut.dim >= len(shape):
-                raise LayoutError("the layout cuts a dim that the parameter does not have", parameter=name,
-                                  expected=f"at least {cut.dim + 1} dims", found=f"shape {shape}")
+                raise _no_dim(name, cut, shape)
             held[cut.dim] = _cut(name, held[cut.dim], cut, *place.get(cut.axis, (1, 0)))
         local = tuple(sum(b - a for a, b in spans) for spans in held)
         order = tuple(range(len(shape))) if order is None else order
@@ -120,10 +119,17 @@ class Layout:
         """Shape of the tensor that the rank at `place` holds, in logical dim order."""
         out = list(shape)
         for cut in self.cuts():
+            if cut.dim >= len(shape):
+                raise _no_dim(name, cut, shape)
             size, index = place.get(cut.axis, (1, 0))
             _cut(name, [(0, out[cut.dim])], Cut(cut.axis, cut.dim, (), cut.unit), size, index)
             out[cut.dim] //= size
         return tuple(out)
+
+
+def _no_dim(name: str, cut: Cut, shape: Ints) -> LayoutError:
+    return LayoutError("the layout cuts a dim that the parameter does not have", parameter=name,
+                       expected=f"at least {cut.dim + 1} dims", found=f"shape {shape}")
 
 
 def _with_local(spans: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -235,9 +241,18 @@ def layout_from_json(data: object) -> Layout:
     try:
         if kind is None:
             raise TypeError
-        return kind(*(_tuples(item) for item in items[1:]))
-    except TypeError:
+        layout = kind(*(_tuples(item) for item in items[1:]))
+        if not all(_is_cut(cut) for cut in layout.cuts()) or not isinstance(getattr(layout, "axis", ""), str):
+            raise TypeError
+        return layout
+    except (TypeError, ValueError):
         raise LayoutError("no layout", expected=" or ".join(LAYOUTS), found=repr(items)) from None
+
+
+def _is_cut(cut: Cut) -> bool:
+    """Whether the fields of a cut that came from a file are of their types and sizes."""
+    sizes = [cut.dim, cut.unit - 1, *(part - 1 for part in cut.parts)]
+    return type(cut.axis) is str and all(type(size) is int and size >= 0 for size in sizes)
 
 
 def _tuples(value: Any) -> Any:

@@ -3,7 +3,7 @@
 `uniform` and `balanced` give what DeepSpeed 0.19.8 does: `partition_uniform` and `partition_balanced` in `runtime/utils.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,6 +28,21 @@ class Layers:
     def canonical(self) -> tuple[tuple[str, ...], ...]:
         """Canonical names at each position."""
         return tuple(tuple(self.names[pipe] for pipe in held.values()) for held in self.held)
+
+    def with_values(self, names: Collection[str]) -> "Layers":
+        """With what lies beside a layer's parameters too: buffers, and parameters that no family lists."""
+        held, known = [dict(at) for at in self.held], dict(self.names)
+        own = [(at, rest, self.names[pipe]) for at, layer in enumerate(self.held) for rest, pipe in layer.items()
+               if pipe == f"{at}.{rest}"]
+        prefixes = {name.removesuffix(rest): at for at, rest, name in own if name.endswith(rest) and name != rest}
+        for name in set(names) - {*known.values()}:
+            found = [prefix for prefix in prefixes if name.startswith(prefix)]
+            if found:
+                at = prefixes[max(found, key=len)]
+                rest = name.removeprefix(max(found, key=len))
+                held[at][rest] = f"{at}.{rest}"
+                known[f"{at}.{rest}"] = name
+        return Layers(tuple(held), known, self.filed)
 
     def stages(self, method: str | Sequence[int], stages: int, elems: Mapping[str, int]) -> list[range]:
         """The positions of each stage. `elems` are the elements of each parameter that one rank has.

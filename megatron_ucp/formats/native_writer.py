@@ -113,9 +113,9 @@ class NativeWriter:
             "buffer_names": [self._named(name) for _, name in self._values(stage, "buffer")],
             "optimizer": None if split else self._unpartitioned(output, stage, tp),
             "param_shapes": self._param_shapes(stage) if split and mesh.zero else None,
-            "frozen_param_shapes": shapes if mesh.zero else None,
+            "frozen_param_shapes": shapes if mesh.zero > 1 else None,
             "shared_params": {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases} if split else None,
-            "frozen_param_fragments": self._fragments(output, frozen, tp, part) if mesh.zero else None,
+            "frozen_param_fragments": self._fragments(output, frozen, tp, part) if mesh.zero > 1 else None,
             "lr_scheduler": output.adopt(run.scheduler(stage)),
             "data_sampler": output.adopt(meta.get("data_sampler")), "random_ltd": output.adopt(meta.get("random_ltd")),
             **{key: meta.get(key, 0) for key in ("skipped_steps", "global_steps", "global_samples")},
@@ -148,7 +148,7 @@ class NativeWriter:
         return output.tensor(Slot(number, (("tp", tp),), 0, VALUE), dtype, self._local(name))
 
     def _fragments(self, output: Output, frozen: Sequence[tuple[int, str]], tp: int, part: int) -> dict[str, Any]:
-        """Frozen parameters as ZeRO keeps them: whole at stage 1 and 2, this rank's chunk at stage 3."""
+        """Frozen parameters as ZeRO keeps them: whole at stage 2, this rank's chunk at stage 3."""
         out: dict[str, Any] = {}
         for number, name in frozen:
             buffer = self.manifest.buffers[number]

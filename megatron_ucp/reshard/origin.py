@@ -40,11 +40,12 @@ class Origin:
 
     def layers(self) -> Layers | None:
         """The layers of the pipeline that the model has, or would have; None where nobody knows them."""
+        names = [spec.name for spec in self.manifest.params]
         if self.manifest.family and (family := find_family(self.manifest.family)).layers is not None:
-            return family.layers([spec.name for spec in self.manifest.params])
+            return family.layers(names).with_values(names)
         if not isinstance(self.source, NativeCheckpoint) or not self.source.pipeline:
             return None
-        return _layers_of(self.source)
+        return _layers_of(self.source).with_values(names)
 
     def run(self, target: Target, manifest: Manifest, config: Mapping[str, Any]) -> Run:
         """What the files say besides the manifest. `config` is the DeepSpeed config of the target."""

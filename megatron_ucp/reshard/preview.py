@@ -131,14 +131,16 @@ def _bytes(op: Op, slot: Slot, source: Manifest) -> int:
 def draw(found: Preview, file: str | Path) -> None:
     """A picture of who reads what from whom: a row for each rank, a column for each file. Raises UsageError without matplotlib."""
     try:
+        from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
     names = sorted({name for one in found.ranks for name in one.files})
-    table = [[one.files.get(name, 0) / 2**20 for name in names] for one in found.ranks]
+    table = [[one.files[name] / 2**20 if name in one.files else math.nan for name in names] for one in found.ranks]
     figure = Figure(figsize=(min(4 + 0.3 * len(names), 24), min(2.5 + 0.22 * len(found.ranks), 24)), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(table, aspect="auto", cmap="viridis_r", vmin=0)
+    # few bytes must be seen too: every file costs its rank an open and a seek
+    image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=LogNorm())
     axes.set_title(f"{found.source_mesh}  to  {found.mesh}")
     axes.set_xlabel("file of the checkpoint")
     axes.set_ylabel("rank that reads it (tp, pp, dp)")

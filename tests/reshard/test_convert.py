@@ -176,6 +176,22 @@ def test_pipelines(sources: Sources, tmp_path: Path, family: str, source: Mesh, 
     same(found.path, universal.path)
 
 
+EXTRAS = [((1, 2, 2, 1), (2, 0, 2, 3)), ((1, 0, 4, 3), (1, 2, 2, 1)), ((1, 2, 1, 0), (1, 0, 2, 2)), ((2, 2, 1, 1), (1, 4, 1, 0))]
+
+
+@pytest.mark.parametrize(("source", "target"), EXTRAS)
+def test_frozen_parameters_and_buffers_of_a_pipeline(sources: Sources, tmp_path: Path, source: Mesh, target: Mesh) -> None:
+    """A buffer is in no family's table: its place is beside the layer's parameters."""
+    tp, pp, dp, zero = source
+    folder = sources.get(tp * dp * (pp or 1), Staged("llama", tp, zero, pp=pp, extras=True), PIPE)
+    tp, pp, dp, zero = target
+    mesh = ucp.Target(ucp.Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform")
+    found = ucp.convert(folder, tmp_path / "native", target=mesh, tag="filled")
+    same(Path(folder) / "filled", found.path)
+    setup = Staged("llama", tp, zero, pp=pp, extras=True, seed=9)
+    assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder) == []
+
+
 def test_the_same_stages_need_no_word(sources: Sources, tmp_path: Path) -> None:
     folder = sources.get(2, Staged("gpt", 1, 1, pp=2, tied=True, partition=(1, 5)), PIPE)
     found = ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(pp=2, dp=2, zero=1), tag="filled")
