@@ -37,6 +37,7 @@ check() {
 }
 check ruff check .
 check pyright --warnings
+if [ "${marks#*not ranks}" = "$marks" ]; then check bash tests/wheel.sh; fi
 if [ "${marks#*not ranks}" = "$marks" ]; then build_comm_op; fi
 check python -m pytest -m "$marks" -rs --durations=10 "$@"
 exit "$code"

@@ -20,7 +20,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.diff import diff
-    found = diff(args.a, args.b, progress_bar(args), args.rules, args.rules_b)
+    found = diff(args.a, args.b, progress_bar(args, "B"), args.rules, args.rules_b)
     if args.json:
         print(json.dumps([asdict(d) for d in found]))
     else:

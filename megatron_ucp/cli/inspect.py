@@ -17,35 +17,51 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.describe import describe
-    manifest = describe(args.path, args.tag, args.rules)
-    rows = [_row(manifest, name) for name in manifest.by_name]
+    from megatron_ucp.reshard.describe import look, sizes
+    manifest = look(args.path, args.tag, args.rules)
+    rows = _rows(manifest)
     head = {"engine": manifest.engine, "family": manifest.family, "mesh": str(manifest.mesh), **manifest.run,
             "optimizer": manifest.optimizer, "manifest": bool(manifest.save_id), "parameters": len(rows),
-            "elements": sum(math.prod(spec.shape) for spec in manifest.params),
-            "file_bytes": sum(entry.size_bytes for entry in manifest.files), "groups": [dict(g) for g in manifest.groups]}
+            "elements": sum(math.prod(spec.shape) for spec in manifest.params), "files": len(manifest.files),
+            "file_bytes": sum(entry.size_bytes for entry in manifest.files),
+            "states": {state: {"dtypes": dtypes, "bytes": size} for state, (dtypes, size) in sizes(manifest).items()},
+            "groups": [dict(g) for g in manifest.groups]}
     if args.json:
         print(json.dumps({**head, "table": rows}, default=str))
         return DONE
-    for key, value in head.items():
-        if key == "groups":
-            for number, group in enumerate(manifest.groups):
-                print(f"{f'group {number}':12} " + ", ".join(f"{k}={v}" for k, v in group.items()))
-        elif value not in ("", None, 0) or key in ("global_steps", "skipped_steps"):
-            print(f"{key:12} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{key:12} {value}")
-    if not args.no_table:
-        widths = [max(len(str(row[key])) for row in rows) for key in rows[0]] if rows else []
-        print()
-        for row in [{key: key for key in rows[0]}, *rows] if rows else []:
-            print("  ".join(f"{value!s:{width}}" for value, width in zip(row.values(), [max(w, len(k)) for w, k in zip(
-                widths, row, strict=True)], strict=True)).rstrip())
+    _print_head(head)
+    if not args.no_table and rows:
+        _print_table(rows)
     return DONE
 
 
-def _row(manifest: Manifest, name: str) -> dict[str, Any]:
-    spec = manifest.by_name[name]
-    buffer = manifest.buffers[manifest.holders[name][0][0]]
-    ties = [alias for tie in manifest.ties if tie.canonical == name for alias in tie.aliases]
-    return {"name": name, "shape": "x".join(map(str, spec.shape)) or "scalar", "dtype": spec.dtype, "kind": spec.kind,
-            "group": "-" if buffer.group is None else buffer.group, "states": " ".join(s for s, _ in buffer.states),
-            "also": " ".join(ties)}
+def _print_head(head: dict[str, Any]) -> None:
+    for key, value in head.items():
+        if key == "groups":
+            for number, group in enumerate(value):
+                print(f"{f'group {number}':12} " + ", ".join(f"{k}={v}" for k, v in group.items()))
+        elif key == "states":
+            for state, held in value.items():
+                print(f"{state:12} {' '.join(held['dtypes'])}, {held['bytes']:,} bytes")
+        elif value not in ("", None, 0) or key in ("global_steps", "skipped_steps"):
+            print(f"{key:12} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{key:12} {value}")
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    rows = [{key: key for key in rows[0]}, *rows]
+    widths = [max(len(str(row[key])) for row in rows) for key in rows[0]]
+    print()
+    for row in rows:
+        print("  ".join(f"{value!s:{width}}" for value, width in zip(row.values(), widths, strict=True)).rstrip())
+
+
+def _rows(manifest: Manifest) -> list[dict[str, Any]]:
+    ties = {tie.canonical: " ".join(tie.aliases) for tie in manifest.ties}
+    out: list[dict[str, Any]] = []
+    for name, spec in manifest.by_name.items():
+        held = manifest.holders.get(name)
+        buffer = manifest.buffers[held[0][0]] if held else None
+        out.append({"name": name, "shape": "x".join(map(str, spec.shape)) or "scalar", "dtype": spec.dtype, "kind": spec.kind,
+                    "group": "-" if buffer is None or buffer.group is None else buffer.group,
+                    "states": " ".join(s for s, _ in buffer.states) if buffer else "", "also": ties.get(name, "")})
+    return out

@@ -24,7 +24,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--picture", metavar="FILE", help="draw who reads what from whom into a PNG, PDF or SVG file")
     verb.add_argument("--simulate", metavar="FAMILY", help="no checkpoint: a model of this family (gpt, llama) on paper")
     verb.add_argument("--sizes", help="of that model: layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256")
-    verb.add_argument("--source-mesh", help="the mesh that would have written it, as --mesh")
+    verb.add_argument("--source-mesh", "--source_mesh", help="the mesh that would have written it, as --mesh")
 
 
 def run(args: Any) -> int:
@@ -32,17 +32,19 @@ def run(args: Any) -> int:
     if not args.mesh:
         raise UsageError("a plan is for one mesh", expected="--mesh tp=1,dp=4,zero=1", found="none")
     target, bar = target_of(args), progress_bar(args, "rank")
+    config = read_json(args.config) if args.config else None
     if args.simulate:
-        if args.path or not args.sizes or not args.source_mesh:
+        of_files = args.path or args.tag or args.rules
+        if of_files or not args.sizes or not args.source_mesh:
             raise UsageError("a simulation needs sizes and a source mesh, and no checkpoint", expected="--sizes and --source-mesh",
-                             found=args.path or "not both of them")
+                             found=of_files or "not both of them")
         from megatron_ucp.core.mesh import Mesh
         found = preview.simulate(args.simulate, preview.paper_sizes(args.simulate, args.sizes), Mesh.parse(args.source_mesh),
-                                 target, bar)
+                                 target, config, bar)
     elif not args.path:
         raise UsageError("plan needs a checkpoint", expected="a path, or --simulate", found="neither")
     else:
-        found = preview.preview(args.path, target, args.tag, args.rules, read_json(args.config) if args.config else None, bar)
+        found = preview.preview(args.path, target, args.tag, args.rules, config, bar)
     if args.picture:
         preview.draw(found, args.picture)
     if args.json:

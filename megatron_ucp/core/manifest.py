@@ -1,5 +1,6 @@
 """The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. JSON, evidence, no authority."""
 
+import gc
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from megatron_ucp.errors import DamagedFileError
 
 FORMAT_VERSION = 1
 FILE_NAME = "ucp_manifest.json"
+MAX_BYTES = 64 * 2**20  # three times that of 16,384 ranks and 10^12 parameters
+MAX_VALUES = 4_000_000  # what JSON builds from a small text is large: 64 bytes for an empty list
+MAX_RANKS = 2**24
 KINDS = ("trainable", "frozen", "buffer")
 PLACEMENT = ("pp", "vpp")  # axes that decide who holds a parameter; the first of several holders is the smallest place
 
@@ -99,7 +103,8 @@ class Manifest:
         for b, buffer in enumerate(self.buffers):
             for m, member in enumerate(buffer.members):
                 out.setdefault(member.param, []).append((b, m))
-        return {name: tuple(sorted(found, key=lambda bm: (self.buffers[bm[0]].at, bm))) for name, found in out.items()}
+        return {name: tuple(found if len(found) == 1 else sorted(found, key=lambda bm: (self.buffers[bm[0]].at, bm)))
+                for name, found in out.items()}
 
     def group_of(self, param: str) -> Mapping[str, Any]:
         """Hyper-parameters of the group of a trainable parameter."""
@@ -126,7 +131,10 @@ def to_json(manifest: Manifest) -> str:
 
 def from_json(text: str | bytes, file: str) -> Manifest:
     """The inverse of `to_json`. Raises DamagedFileError for text that is no manifest of a known version."""
+    collects = gc.isenabled()
+    gc.disable()  # a million values that all stay: looking for cycles in them takes twice the time of the rest
     try:
+        _check_extent(text)
         data = json.loads(text)
         if data.pop("format") != "megatron_ucp" or data["version"] != FORMAT_VERSION:
             raise DamagedFileError("this is no manifest that this version reads", file=file,
@@ -138,20 +146,34 @@ def from_json(text: str | bytes, file: str) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedFileError("the manifest can't be read", file=file, found=f"{type(error).__name__}: {error}",
                                fix="remove it to read the DeepSpeed files by themselves") from None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _check_extent(text: str | bytes) -> None:
+    """Refuses by its length what would take all memory as values."""
+    marks = "[,{" if isinstance(text, str) else (b"[", b",", b"{")
+    values = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
+    if len(text) > MAX_BYTES or values > MAX_VALUES:
+        raise ValueError(f"{len(text)} bytes with {values} values, and at most {MAX_BYTES} with {MAX_VALUES} are read")
 
 
 def _build(data: dict[str, Any]) -> Manifest:
-    data["mesh"] = Mesh(**data["mesh"])
+    data["mesh"] = _mesh(data["mesh"])
     data["params"] = tuple(
         ParamSpec(str(name), _ints(shape), str(dtype), _kind(kind), layout_from_json(layout),
                   Extent(*extent) if extent else None, None if order is None else _ints(order))
         for name, shape, dtype, kind, layout, extent, order in data["params"])
     data["buffers"] = tuple(_buffer(b) for b in data["buffers"])
     data["ties"] = tuple(Tie(str(c), tuple(map(str, a))) for c, a in data["ties"])
-    data["files"] = tuple(FileEntry(plain_name(n), _ints([s])[0], str(d)) for n, s, d in data["files"])
+    data["files"] = tuple(FileEntry(plain_name(n), _count(s), str(d)) for n, s, d in data["files"])
     data["groups"] = tuple(dict(g) for g in data["groups"])
     data["names"] = {_pipe_name(pipe): str(name) for pipe, name in data.get("names", {}).items()}
     data["scalars"] = tuple({str(k): v for k, v in s.items() if isinstance(v, int | float)} for s in data["scalars"])
+    for key, kind in (("run", dict), ("engine", str), ("optimizer", str), ("family", str), ("save_id", str)):
+        if not isinstance(data[key], kind):
+            raise ValueError(f"{key} is a {type(data[key]).__name__}")
     manifest = Manifest(**data)
     if manifest.scalars and len(manifest.scalars) != len(manifest.buffers):
         raise ValueError("one set of scalars per buffer is needed")
@@ -160,20 +182,33 @@ def _build(data: dict[str, Any]) -> Manifest:
     return manifest
 
 
+def _mesh(data: dict[str, Any]) -> Mesh:
+    mesh = Mesh(**data)
+    if max(mesh.world, mesh.vpp, mesh.ep, mesh.etp) > MAX_RANKS:
+        raise ValueError(f"a mesh of {mesh.world} ranks")
+    return mesh
+
+
 def _buffer(data: dict[str, Any]) -> FlatBuffer:
-    data["members"] = tuple(Member(str(p), *_ints([start, size])) for p, start, size in data["members"])
+    data["members"] = tuple(Member(str(p), _count(start), _count(size)) for p, start, size in data["members"])
     data["states"] = tuple((str(n), str(d)) for n, d in data["states"])
-    data["at"] = tuple((str(axis), _ints([i])[0]) for axis, i in data["at"])
+    data["at"] = tuple((str(axis), _count(i)) for axis, i in data["at"])
     data["axes"] = tuple(map(str, data["axes"]))
-    _ints([data["length"], data["partitions"]])
+    for key in ("length", "partitions"):
+        _count(data[key])
     return FlatBuffer(**data)
 
 
 def _ints(values: object) -> Ints:
-    items = cast("list[Any]", values) if isinstance(values, list) else []
-    if not isinstance(values, list) or any(type(i) is not int or i < 0 for i in items):
+    if not isinstance(values, list):
         raise ValueError(f"{values!r} is no list of sizes")
-    return tuple(items)
+    return tuple([_count(item) for item in cast("list[Any]", values)])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
 
 
 def _kind(kind: str) -> str:
@@ -188,8 +223,11 @@ def _pipe_name(name: str) -> str:
     return name
 
 
+_PLAIN = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*")
+
+
 def plain_name(name: object) -> str:
     """A file name inside the tag folder. Raises ValueError for a path, a hidden name or anything but a plain name."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", name):
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is no plain file name")
     return name

@@ -63,6 +63,7 @@ class NativeCheckpoint(TagFolder):
         self._specs = specs
         self._names = names or {}
         self._rules = rules
+        self._used: dict[tuple[int, int], int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             self._read(order, positions_too)
@@ -359,7 +360,7 @@ class NativeCheckpoint(TagFolder):
             raise ForeignFileError(f"a file lacks the state {slot.state} that the first file has", file=self.full_path(name),
                                    parameter=buffer.members[0].param if buffer.members else None,
                                    expected=f"{buffer.partition_elems} elements", found=type(ref).__name__)
-        used = max((f.offset + f.high - f.low for f in buffer.fragments(slot.part)), default=0)
+        used = self._used_elems(slot.buffer, slot.part)
         dtype = dict(buffer.states)[slot.state]
         if not ref.is_contiguous or ref.storage.dtype != dtype or not used <= ref.numel <= buffer.partition_elems:
             raise ForeignFileError(f"the state {slot.state} has another size or type than the run's structure says",
@@ -368,6 +369,13 @@ class NativeCheckpoint(TagFolder):
                                    found=f"{ref.shape} of {ref.storage.dtype}")
         file = self.file(name)
         return Where(file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+
+    def _used_elems(self, buffer: int, part: int) -> int:
+        """Elements of a partition up to the end of its last parameter. Kept: every place of a checkpoint asks for it."""
+        if (buffer, part) not in self._used:
+            fragments = self.manifest.buffers[buffer].fragments(part)
+            self._used[buffer, part] = max((f.offset + f.high - f.low for f in fragments), default=0)
+        return self._used[buffer, part]
 
     def stage_of(self, buffer: int) -> int:
         """The stage of a buffer of the optimizer, by its number in the manifest."""

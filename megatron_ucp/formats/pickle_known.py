@@ -61,6 +61,7 @@ def _view(machine: "Machine", storage: object, offset: object, size: object, str
         if last >= storage.elems:
             machine.fail("a tensor reaches past its storage", expected=f"at most {storage.elems} elements",
                          found=f"element {last} of storage {storage.key}")
+        machine.spend(max(0, prod(shape) - storage.elems) * ITEMSIZE[storage.dtype])  # strides of 0: few bytes, any size
     return TensorRef(storage, offset, shape, steps)
 
 

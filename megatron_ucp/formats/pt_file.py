@@ -299,7 +299,7 @@ def _open(path: str) -> int:
     try:  # not blocking, or a named pipe would wait for its writer
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError("the file does not exist", file=path) from error
+        raise NotFoundError("the file does not exist", file=path, fix="restore it, or load another tag") from error
     except ValueError as error:
         raise UsageError("the path is malformed", found=repr(path)) from error
     except OSError as error:

@@ -2,12 +2,15 @@
 
 import fcntl
 import hashlib
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, from_json
-from megatron_ucp.errors import ForeignFileError, NotFoundError
+from megatron_ucp.core.manifest import FILE_NAME, MAX_BYTES, FileEntry, Manifest, from_json
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 
 
 class Recorded:
@@ -22,12 +25,12 @@ class Recorded:
         self.manifest: Manifest | None = None
         self.files: Mapping[str, FileEntry] = {}
         path = folder / FILE_NAME
-        self._lock = open(path, "rb") if path.is_file() else None  # noqa: SIM115 - open as long as this is
+        self._lock = open_regular(path) if os.path.lexists(path) else None  # open as long as this is
         if self._lock is None:
             return
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._read(self._lock.read(), set(state_files))
+            self._read(self._lock.read(MAX_BYTES + 1), set(state_files))
             undo.pop_all()
 
     def close(self) -> None:
@@ -45,7 +48,7 @@ class Recorded:
             pass
         manifest = from_json(text, str(self.folder / FILE_NAME))
         self.files = {entry.name: entry for entry in manifest.files}
-        missing = [name for name in self.files if not (self.folder / name).is_file()]
+        missing = [name for name in self.files if not os.path.isfile(f"{self.folder}/{name}")]  # a Path for each takes longer
         if missing:
             raise NotFoundError("a file that the manifest lists is missing", file=self.folder / missing[0],
                                 expected=f"{len(self.files)} files", found=f"{len(missing)} missing",
@@ -68,6 +71,22 @@ class Recorded:
         """The bytes of a small file that is no state file; None where the manifest lists none of that name."""
         if name not in self.files:
             return None
-        data = (self.folder / name).read_bytes()
+        with open_regular(self.folder / name) as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise DamagedFileError("the file is larger than any of its kind", file=self.folder / name,
+                                   expected=f"at most {MAX_BYTES} bytes", found="more")
         self.compare(name, len(data), hashlib.sha256(data).hexdigest())
         return data
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A small file, open to read. Raises DamagedFileError for a pipe, which would wait for ever, a device, a loop, a folder."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise DamagedFileError("the file can't be opened", file=path, found=error.strerror) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DamagedFileError("this is no regular file", file=path, expected="a file", found="a folder, a pipe or a device")
+    return open(handle, "rb")

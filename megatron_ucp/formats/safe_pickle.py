@@ -23,6 +23,8 @@ __all__ = ["ITEMSIZE", "MAX_OPERATIONS", "MAX_PICKLE_BYTES", "Global", "Machine"
 
 MAX_PICKLE_BYTES = 256 * 2**20
 MAX_OPERATIONS = 20_000_000
+MAX_DEPTH = 100  # levels of containers; what Python hashes, compares and shows by recursion in C stays far from its limit
+_MAX_WRITTEN_OUT = 2**23  # values that shared ones may add up to where each is counted as often as it can be reached
 _MAX_KEY_DEPTH, _MAX_KEY_ITEMS = 8, 1000
 
 _CAUGHT = (EOFError, IndexError, KeyError, TypeError, ValueError, AttributeError, MemoryError, RecursionError,
@@ -41,10 +43,62 @@ def loads(data: bytes, *, file: str, allow: frozenset[str] = frozenset()) -> obj
                                expected=f"at most {MAX_PICKLE_BYTES} bytes", found=f"{len(data)} bytes")
     machine = Machine(data, file, allow)
     try:
-        return machine.run()
+        value = machine.run()
+        _check_extent(value, machine)
+        return value
     except _CAUGHT as error:
         raise DamagedFileError(f"the pickle is malformed at byte {machine.pos}", file=file,
                                found=f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _check_extent(value: object, machine: "Machine") -> None:
+    """Refuses what no reader could walk, hash, compare or show in bounded time: nested deeply, or shared again and again.
+
+    Sizes are those of the value written out as a tree, so that a part counts once for each way to it; a cycle counts once.
+    """
+    limit = _MAX_WRITTEN_OUT + 4 * len(machine.data)
+    found: dict[int, tuple[int, int]] = {}  # container -> (values written out, levels); (0, 0) while it is open
+    left, level = [(value, *_parts(value))], 0
+    while left and level <= MAX_DEPTH:
+        item, own, parts = left[-1]
+        if id(item) not in found:
+            found[id(item)], level = (0, 0), level + 1
+            for part in parts:
+                if id(part) not in found:
+                    count, inner = _parts(part)
+                    if inner:
+                        left.append((part, count, inner))
+                    else:
+                        found[id(part)] = count, 1
+            continue
+        left.pop()
+        if found[id(item)] == (0, 0):  # else it is here a second time
+            below = [found[id(part)] for part in parts]
+            found[id(item)] = size, depth = own + sum(n for n, _ in below), 1 + max((n for _, n in below), default=0)
+            level = depth if depth > MAX_DEPTH else level - 1  # deep by a part that was seen elsewhere
+            if size > limit:
+                machine.fail("the value shares its parts too often to be written out", expected=f"at most {limit} values")
+    if level > MAX_DEPTH:
+        machine.fail("the value is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+
+
+def _parts(item: object) -> tuple[int, list[object]]:
+    """How many values a container holds, long texts counted as several, and which of them are containers."""
+    if isinstance(item, Stand):
+        return 1, [item.args, item.state]
+    inside = [*item, *item.values()] if isinstance(item, dict) else item if isinstance(item, _CONTAINERS) else ()
+    own, parts = 1 + len(inside), list[object]()
+    for part in inside:
+        kind = type(part)
+        if kind in _HOLDERS:
+            parts.append(part)
+        elif kind is str or kind is bytes:
+            own += len(part) // 100
+    return own, parts
+
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_HOLDERS = frozenset({*_CONTAINERS, dict, OrderedDict, defaultdict, Counter, Stand})  # all that the machine makes
 
 
 def resolve(value: object, convert: Callable[[TensorRef], object], *, file: str | None = None,

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,27 +22,26 @@ import torch
 
 from megatron_ucp.core.manifest import Manifest, to_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot, Want, Windows, cuts_of, make_plan, prove
+from megatron_ucp.core.plan import Slot, cuts_of
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.target import Target
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.formats import tags
-from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.native_writer import NativeWriter
 from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
 from megatron_ucp.formats.output import Output, Stored, Weight
 from megatron_ucp.formats.pickle_values import StorageRef
-from megatron_ucp.formats.pt_file import Record
 from megatron_ucp.formats.pt_writer import write_pt
 from megatron_ucp.formats.safe_pickle import ITEMSIZE
 from megatron_ucp.formats.universal_writer import UniversalWriter
 from megatron_ucp.formats.whole import check_file
-from megatron_ucp.reshard.execute import DTYPES, Counts, Run, bytes_of, check_runs, execute
+from megatron_ucp.reshard.execute import DTYPES, bytes_of
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import target_manifest, universal_manifest
+from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
-WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed twice and written there
+NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 FORMATS = ("native", "universal")
 Progress = Callable[[int, int], None]
 
@@ -98,7 +97,7 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
         _write(job, outputs, folder, to)
     notes = [*source.notes, *origin.notes, *_pointer(folder, to)]
     return Converted(str(folder), str(source.manifest.mesh), str(target.mesh) if to == "native" else "universal", len(outputs),
-                     job.read_bytes, job.done, time.perf_counter() - started, tuple(notes))
+                     job.reader.read_bytes, job.done, time.perf_counter() - started, tuple(notes))
 
 
 def _check_arguments(folder: Path, to: str, target: Target | Mesh | None) -> Target:
@@ -121,31 +120,23 @@ class _Job:
     """One conversion: plans, windows and counts. Files are written by several threads."""
 
     def __init__(self, source: Checkpoint, manifest: Manifest, allow: frozenset[str], progress: Progress | None) -> None:
-        self.source, self.manifest, self.allow, self.progress = source, manifest, allow, progress
-        self.total = self.done = self.read_bytes = 0
+        self.source, self.manifest, self.progress = source, manifest, progress
+        self.reader, self.memory = WindowReader(source, allow), Memory()
+        self.total = self.done = 0
         self.stopped = threading.Event()
-        self._lock, self._local = threading.Lock(), threading.local()
-        self._places: dict[Slot, Where] = {}
+        self._lock = threading.Lock()
         self._weights: dict[str, Manifest] = {}
-        self._runs: list[Run] = []
-        self._records: dict[tuple[str, str], Record] = {}
 
     def prove(self, outputs: list[Output]) -> None:
         """Plans everything that will be written, proves it and looks every source up; raises before a byte is written."""
         payloads = [payload for output in outputs for payload in output.payloads.values()]
         slots = dict.fromkeys(payload for payload in payloads if isinstance(payload, Slot))
-        self._prove(self.manifest, [(slot, slot.state) for slot in slots], self.allow)
+        self.reader.prove(self.manifest, [(slot, slot.state) for slot in slots])
         for payload in payloads:
             if isinstance(payload, Weight) and payload.param not in self._weights:
                 self._weights[payload.param] = one = self._training_copy(payload.param)
-                wants = [(Slot(0, cut, 0, MASTER), MASTER) for cut in cuts_of(one, one.buffers[0])]
-                self._prove(one, wants, self.allow | {"narrow"})
+                self.reader.prove(one, [(Slot(0, cut, 0, MASTER), MASTER) for cut in cuts_of(one, one.buffers[0])], NARROW)
         self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
-
-    def _prove(self, manifest: Manifest, wants: list[Want], allow: frozenset[str]) -> None:
-        plan = make_plan(self.source.manifest, manifest, wants, allow)
-        prove(plan, self.source.manifest, manifest)
-        self._places.update((slot, self.source.where(slot)) for slot in plan.sources)
 
     def _training_copy(self, name: str) -> Manifest:
         """A target that holds the training copies of one parameter."""
@@ -190,24 +181,16 @@ class _Job:
             yield from self._windows(payload, elems, dtype)
 
     def _windows(self, payload: Slot | Weight, elems: int, dtype: str) -> Iterator[memoryview]:
-        weight = isinstance(payload, Weight)
-        manifest = self._weights[payload.param] if isinstance(payload, Weight) else self.manifest
-        slot = Slot(0, (("tp", payload.tp),), 0, MASTER) if isinstance(payload, Weight) else payload
-        windows = Windows(self.source.manifest, manifest, self.allow | {"narrow"} if weight else self.allow)
+        if isinstance(payload, Weight):
+            windows, slot = self.reader.windows(self._weights[payload.param], NARROW), Slot(0, (("tp", payload.tp),), 0, MASTER)
+        else:
+            windows, slot = self.reader.windows(self.manifest), payload
         step = WINDOW_BYTES // ITEMSIZE[dtype]
         for low in range(0, elems, step):
-            high = min(low + step, elems)
-            memory = self._memory((high - low) * ITEMSIZE[dtype]).view(DTYPES[dtype])
-            plan = windows.plan(slot, slot.state, low, high)
-            counts = execute(plan, self._places.__getitem__, lambda _, memory=memory: memory)
-            self._count(counts, plan.sources, memory.nbytes)
+            memory = self.memory.take(min(step, elems - low), dtype)
+            self.reader.fill(windows, slot, slot.state, low, memory)
+            self._count(memory.nbytes)
             yield bytes_of(memory)
-
-    def _memory(self, size_bytes: int) -> torch.Tensor:
-        """This thread's window, of which a part is taken."""
-        if not hasattr(self._local, "memory"):
-            self._local.memory = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        return self._local.memory[:size_bytes]
 
     def _stored(self, payload: Stored) -> Iterator[memoryview]:
         """A tensor that is no parameter's, from the source's first model file."""
@@ -216,36 +199,25 @@ class _Job:
         record = file.record(ref.storage)
         if ref.is_contiguous:
             for low in range(0, ref.numel * size, WINDOW_BYTES):
-                memory = self._memory(min(WINDOW_BYTES, ref.numel * size - low))
+                memory = self.memory.take(min(WINDOW_BYTES, ref.numel * size - low), "uint8")
                 file.read_into(record, ref.offset_elems * size + low, bytes_of(memory))
-                self._count(Counts(read_bytes=memory.nbytes), frozenset(), memory.nbytes)
+                self._count(memory.nbytes)
                 yield bytes_of(memory)
             return
         last = 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
         held = torch.empty(last * size, dtype=torch.uint8)
         file.read_into(record, ref.offset_elems * size, bytes_of(held))
         whole = torch.as_strided(held.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride).contiguous()
-        self._count(Counts(read_bytes=held.nbytes), frozenset(), whole.nbytes)
+        self._count(whole.nbytes)
         yield bytes_of(whole)
 
-    def _count(self, counts: Counts, sources: frozenset[Slot], written: int) -> None:
+    def _count(self, written: int) -> None:
         if self.stopped.is_set():
             raise SaveError("the conversion was stopped")
         with self._lock:
-            self.read_bytes += counts.read_bytes
             self.done += written
-            self._runs += counts.runs
-            self._records.update(counts.records)
-            for slot in sources:
-                where = self._places[slot]
-                self._records.setdefault((where.file.path, where.record.name), where.record)
             if self.progress is not None:
                 self.progress(self.done, self.total)
-
-    def check_sources(self) -> None:
-        """Compares every record that was used with its CRC-32; what no window needed of it is read for that."""
-        summed = {key: record for key, record in self._records.items() if self.source.opened(key[0]).has_checksums}
-        self.read_bytes += check_runs(self._runs, summed, self.source.opened, thorough=True)[2]
 
 
 # ---------------------------------------------------------------- the output on disk
@@ -261,7 +233,7 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
             aside.mkdir()
             left.callback(shutil.rmtree, aside, ignore_errors=True)
             _write_files(job, outputs, aside)
-            job.check_sources()
+            job.reader.check(thorough=True)
             _sync(aside)
             entries = tuple(tags.entry_of(aside / output.name) for output in outputs if "/" not in output.name)
             run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time()}
@@ -273,8 +245,8 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
 
 
 def _write_files(job: _Job, outputs: list[Output], aside: Path) -> None:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading, copying, summing and writing let go of the interpreter
-        waiting = [pool.submit(job.write, output, aside / output.name) for output in outputs]
+    with pool() as threads:
+        waiting = [threads.submit(job.write, output, aside / output.name) for output in outputs]
         try:
             for done in as_completed(waiting):
                 done.result()

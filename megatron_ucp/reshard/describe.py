@@ -1,9 +1,16 @@
 """What a checkpoint is, from its directories and pickles alone."""
 
+import math
+import os
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.deepspeed_paths import is_universal, resolve
 from megatron_ucp.formats.opened import open_checkpoint
+from megatron_ucp.formats.pickle_values import ITEMSIZE
+from megatron_ucp.formats.recorded import Recorded
 
 
 def describe(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
@@ -14,3 +21,35 @@ def describe(path: str | Path, tag: str | None = None, rules: str | Path | None 
     """
     with open_checkpoint(path, tag, rules) as checkpoint:
         return checkpoint.manifest
+
+
+def look(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
+    """As `describe`, but a manifest is believed once every file that it lists is there with its size: none is opened.
+
+    So it takes no longer on thousands of ranks. `verify` compares the manifest with the files. Raises a UcpError.
+    """
+    folder = resolve(path, tag)
+    if rules is not None or is_universal(folder) or not os.path.lexists(folder / FILE_NAME):
+        with open_checkpoint(folder, rules=rules) as checkpoint:
+            files = tuple(FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names)
+            return checkpoint.manifest if checkpoint.manifest.files else replace(checkpoint.manifest, files=files)
+    recorded = Recorded(folder, [name for name in os.listdir(folder) if name.endswith("_states.pt")])
+    recorded.close()
+    for entry in recorded.files.values():
+        if (found := os.stat(f"{folder}/{entry.name}").st_size) != entry.size_bytes:
+            raise DamagedFileError("a file has another size than the manifest says", file=folder / entry.name,
+                                   expected=f"{entry.size_bytes} bytes", found=f"{found} bytes")
+    if recorded.manifest is None:
+        raise DamagedFileError("the manifest went away while it was read", file=folder / FILE_NAME)
+    return recorded.manifest
+
+
+def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
+    """Each element-wise state: its dtypes, and its bytes over all parameters, whole and once ("weights": the training copy)."""
+    found: dict[str, tuple[set[str], int]] = {}
+    for spec in manifest.params:
+        states = manifest.buffers[manifest.holders[spec.name][0][0]].states if spec.name in manifest.holders else ()
+        for state, dtype in (("weights", spec.dtype), *states):
+            dtypes, size_bytes = found.get(state, (set[str](), 0))
+            found[state] = dtypes | {dtype}, size_bytes + math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)
+    return {state: (tuple(sorted(dtypes)), size_bytes) for state, (dtypes, size_bytes) in found.items()}

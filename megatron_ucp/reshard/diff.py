@@ -1,5 +1,7 @@
 """Two checkpoints of any meshes, compared bit by bit in their canonical state."""
 
+import ctypes
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,11 @@ from megatron_ucp.core.plan import Slot, make_plan, prove
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.formats.deepspeed import PER_GROUP
 from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
+from megatron_ucp.formats.pickle_values import ITEMSIZE
 from megatron_ucp.reshard.execute import DTYPES, check_runs, execute
+from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
+
+_MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
 
 
 @dataclass(frozen=True)
@@ -31,17 +37,16 @@ def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | No
     """Every difference in parameters, shapes, master weights, optimizer states, steps, hyper-parameters and counters.
 
     Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are not compared: they are
-    casts of the masters. `progress(done, total)` counts parameters. `rules` is a file of rules (docs/rules.md)
+    casts of the masters. `progress(done, total)` counts bytes. `rules` is a file of rules (docs/rules.md)
     for both, `rules_b` another one for b. Raises a UcpError.
     """
     with open_checkpoint(a, rules=rules) as one, open_checkpoint(b, rules=rules_b or rules) as two:
-        out = list(_run(one, two))
-        names = list(dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]))
-        for done, name in enumerate(names):
-            out += _parameter(one, two, name)
-            if progress is not None:
-                progress(done + 1, len(names))
-        return out
+        out: list[Difference | _Values] = [*_run(one, two)]
+        job = _Job(WindowReader(one), WindowReader(two))
+        for name in dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]):
+            out += _parameter(one, two, name, job)
+        found = job.compare(progress)
+        return [difference for one in out for difference in (found[one] if isinstance(one, _Values) else [one])]
 
 
 def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
@@ -55,7 +60,7 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
             yield Difference("", key, repr(a), repr(b))
 
 
-def _parameter(one: Checkpoint, two: Checkpoint, name: str) -> Iterator[Difference]:
+def _parameter(one: Checkpoint, two: Checkpoint, name: str, job: "_Job") -> "Iterator[Difference | _Values]":
     a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
     if a is None or b is None:
         yield Difference(name, "parameter", "missing" if a is None else "present", "missing" if b is None else "present")
@@ -66,11 +71,16 @@ def _parameter(one: Checkpoint, two: Checkpoint, name: str) -> Iterator[Differen
     if a.shape != b.shape:
         return
     states = [dict(c.manifest.buffers[c.manifest.holders[name][0][0]].states) for c in (one, two)]
+    both = {state: dtype for state, dtype in states[0].items() if states[1].get(state) == dtype}
+    if both:
+        job.want(a, both)
     for state in dict.fromkeys([*states[0], *states[1]]):
         if state not in states[0] or state not in states[1]:
             yield Difference(name, state, *("present" if state in s else "missing" for s in states))
+        elif state not in both:
+            yield Difference(name, f"{state} dtype", *(f"torch.{s[state]}" for s in states))
         else:
-            yield from _values(name, state, read_state(one, name, state), read_state(two, name, state))
+            yield _Values(name, state)
     for what in ("scalars_of", "group_of"):
         yield from _settings(name, *(getattr(c.manifest, what)(name) for c in (one, two)))
 
@@ -81,16 +91,68 @@ def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator
             yield Difference(name, key, repr(a.get(key)), repr(b.get(key)))
 
 
-def _values(name: str, state: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Difference]:
-    if a.dtype != b.dtype:
-        yield Difference(name, f"{state} dtype", str(a.dtype), str(b.dtype))
-        return
-    same = (a.view(torch.uint8) == b.view(torch.uint8)).view(a.numel(), a.element_size()).all(1)
-    if not bool(same.all()):
-        wrong = (~same).nonzero().reshape(-1)
-        at = int(wrong[0])
-        yield Difference(name, f"{state}, {len(wrong)} of {a.numel()} elements, the first is {at}",
-                         repr(a[at].item()), repr(b[at].item()))
+@dataclass(frozen=True)
+class _Values:
+    """One state of one parameter, which both sides have in one dtype."""
+
+    name: str
+    state: str
+
+
+class _Job:
+    """What has to be read and compared, window by window."""
+
+    def __init__(self, one: WindowReader, two: WindowReader) -> None:
+        self.readers, self.memory = (one, two), Memory()
+        self.targets: dict[_Values, Manifest] = {}
+
+    def want(self, spec: ParamSpec, states: Mapping[str, str]) -> None:
+        """Plans the comparison of some states (name -> dtype) of a parameter. Raises a UcpError."""
+        target = one_parameter(spec, states)
+        self.targets.update((_Values(spec.name, state), target) for state in states)
+        for reader in self.readers:
+            reader.prove(target, [(_whole(state), state) for state in states])
+
+    def compare(self, progress: Callable[[int, int], None] | None) -> dict[_Values, list[Difference]]:
+        """Reads both sides. Raises DamagedFileError."""
+        found: dict[_Values, list[Difference]] = {}
+        total, done = sum(map(self._bytes, self.targets)), 0
+        with pool() as threads:
+            for key, differences in zip(self.targets, threads.map(self._compare, self.targets), strict=True):
+                found[key] = differences
+                done += self._bytes(key)
+                if progress is not None:
+                    progress(done, total)
+        for reader in self.readers:
+            reader.check(thorough=False)
+        return found
+
+    def _bytes(self, key: _Values) -> int:
+        buffer = self.targets[key].buffers[0]
+        return buffer.length * ITEMSIZE[dict(buffer.states)[key.state]]
+
+    def _compare(self, key: _Values) -> list[Difference]:
+        target = self.targets[key]
+        dtype, elems = dict(target.buffers[0].states)[key.state], target.buffers[0].length
+        windows = [reader.windows(target) for reader in self.readers]
+        step, wrong, first = WINDOW_BYTES // ITEMSIZE[dtype], 0, None
+        for low in range(0, elems, step):
+            held = [self.memory.take(min(step, elems - low), dtype, which) for which in range(2)]
+            for reader, window, memory in zip(self.readers, windows, held, strict=True):
+                reader.fill(window, _whole(key.state), key.state, low, memory)
+            if _MEMCMP(*(ctypes.c_void_p(memory.data_ptr()) for memory in held), ctypes.c_size_t(held[0].nbytes)):
+                a, b = (memory.view(torch.uint8).view(-1, ITEMSIZE[dtype]) for memory in held)
+                unequal = (a != b).any(1).nonzero().reshape(-1)
+                at = int(unequal[0])
+                first = first or (low + at, repr(held[0][at].item()), repr(held[1][at].item()))
+                wrong += len(unequal)
+        if first is None:
+            return []
+        return [Difference(key.name, f"{key.state}, {wrong} of {elems} elements, the first is {first[0]}", *first[1:])]
+
+
+def _whole(state: str) -> Slot:
+    return Slot(0, (("tp", 0),), 0, state)
 
 
 def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
@@ -98,8 +160,8 @@ def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
     source = checkpoint.manifest
     spec = source.by_name[name]
     dtype = dict(source.buffers[source.holders[name][0][0]].states)[state]
-    target = one_parameter(spec, state, dtype)
-    plan = make_plan(source, target, [(Slot(0, (("tp", 0),), 0, state), state)])
+    target = one_parameter(spec, {state: dtype})
+    plan = make_plan(source, target, [(_whole(state), state)])
     prove(plan, source, target)
     out = torch.empty(target.buffers[0].length, dtype=DTYPES[dtype])
     counts = execute(plan, checkpoint.where, lambda _: out)
@@ -107,10 +169,8 @@ def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
     return out
 
 
-def one_parameter(spec: ParamSpec, state: str, dtype: str) -> Manifest:
-    """A target that holds one state of one whole parameter."""
-    size = 1
-    for n in spec.shape:
-        size *= n
+def one_parameter(spec: ParamSpec, states: Mapping[str, str]) -> Manifest:
+    """A target that holds some states (name -> dtype) of one whole parameter."""
+    size = math.prod(spec.shape)
     return Manifest("canonical", Mesh(), (ParamSpec(spec.name, spec.shape, spec.dtype, spec.kind),),
-                    (FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", ((state, dtype),)),))
+                    (FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", tuple(states.items())),))

@@ -1,13 +1,14 @@
 """What a resume would read, rank by rank, from manifests alone: no tensor is touched, no rank needs to exist."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coord, Mesh
-from megatron_ucp.core.plan import Mean, Op, Slot, Want, make_plan, prove
+from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows, prove
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.target import Target
 from megatron_ucp.core.zero import FlatBuffer, Member
@@ -20,7 +21,8 @@ from megatron_ucp.formats.pickle_values import ITEMSIZE
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import target_manifest
 
-STAGING_BYTES = 32 * 2**20  # of `execute`: what a rank needs besides its own states
+# Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it reads over gaps.
+STAGING_BYTES, ROWS_FROM_BYTES = 32 * 2**20, 64 * 2**10
 _ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 
@@ -58,21 +60,25 @@ def preview(path: str | Path, target: Target, tag: str | None = None, rules: str
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
         target = target.completed(origin.config if config is None else config)
+        if config is None and origin.no_config:
+            target = replace(target, dtype=origin.dtype)
         layers = origin.layers() if target.mesh.pp > 1 else None
         manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
         return of_manifests(source.manifest, manifest, lambda slot: Path(source.where(slot).file.path).relative_to(
             source.folder).as_posix(), progress, (*source.notes, *origin.notes))
 
 
-def simulate(family: str, sizes: Sizes, source_mesh: Mesh, target: Target,
+def simulate(family: str, sizes: Sizes, source_mesh: Mesh, target: Target, config: Mapping[str, object] | None = None,
              progress: Callable[[int, int], None] | None = None) -> Preview:
-    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's two moments."""
+    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's two moments. Raises a UcpError."""
     found = find_family(family)
     whole = paper_manifest(found, sizes)
+    for mesh in (source_mesh, target.mesh):
+        Model(found, sizes).check_cut(mesh.tp)  # heads, which shapes alone do not show
     layers = found.layers([spec.name for spec in whole.params]) if found.layers else None
-    stages = target.stages or "layers"
-    of = [target_manifest(whole, Target(mesh, "bfloat16", stages=stages if mesh.pp > 1 else None).completed({}), layers, family)
-          for mesh in (source_mesh, target.mesh)]
+    chosen = [replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers").completed(said)
+              for one, said in ((Target(source_mesh), {}), (target, config or {}))]
+    of = [target_manifest(whole, one, layers, family) for one in chosen]
     return of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot), progress)
 
 
@@ -92,22 +98,26 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
 def of_manifests(source: Manifest, target: Manifest, file_of: Callable[[Slot], str],
                  progress: Callable[[int, int], None] | None = None, notes: tuple[str, ...] = ()) -> Preview:
     """Every rank of the target's mesh. Each rank's plan is proved. Raises PlanError, InexactError."""
-    mesh, out = target.mesh, list[RankReads]()
-    names: dict[Slot, str] = {}
+    mesh, windows, out = target.mesh, Windows(source, target), list[RankReads]()
+    read_of: dict[Slot, list[tuple[str, int]]] = {}  # where the states of a source's place are: file, bytes of an element
     for rank in range(mesh.world):
-        coord = mesh.coord(rank)
-        wants = _wants(target, mesh, rank, coord)
-        plan = make_plan(source, target, wants)
-        prove(plan, source, target)
-        files: dict[str, int] = {}
-        for op in plan.ops:
-            slot = op.sources[0].slot if isinstance(op, Mean) else op.source.slot
-            if slot not in names:
-                names[slot] = file_of(slot)
-            files[names[slot]] = files.get(names[slot], 0) + _bytes(op, slot, source)
-        states = sum(target.buffers[slot.buffer].partition_elems * ITEMSIZE[dict(target.buffers[slot.buffer].states)[slot.state]]
-                     for slot, _ in wants)
-        out.append(RankReads(rank, coord, dict(sorted(files.items())), len(plan.ops), states, states + STAGING_BYTES))
+        coord, files, copies, filled = mesh.coord(rank), Counter[str](), 0, 0
+        for place in _places(target, mesh, rank, coord):
+            buffer = target.buffers[place.buffer]
+            # masters and moments are cut alike on both sides: what is planned and proved for the first holds for all
+            plan = windows.plan(place, place.state, 0, buffer.partition_elems)
+            prove(plan, source, target)
+            for op in plan.ops:
+                for side in _sources(op):
+                    if side.slot not in read_of:
+                        held = dict(source.buffers[side.slot.buffer].states)
+                        read_of[side.slot] = [(file_of(replace(side.slot, state=state)), ITEMSIZE[held[state]])
+                                              for state, _ in buffer.states]
+                    for file, itemsize in read_of[side.slot]:
+                        files[file] += read_size(op, side, itemsize)
+            copies += len(plan.ops) * len(buffer.states)
+            filled += buffer.partition_elems * sum(ITEMSIZE[dtype] for _, dtype in buffer.states)
+        out.append(RankReads(rank, coord, dict(sorted(files.items())), copies, filled, filled + STAGING_BYTES))
         if progress is not None:
             progress(rank + 1, mesh.world)
     stored = sum(math.prod(source.by_name[name].shape) * ITEMSIZE[dtype] for name, held in source.holders.items()
@@ -115,21 +125,29 @@ def of_manifests(source: Manifest, target: Manifest, file_of: Callable[[Slot], s
     return Preview(str(source.mesh), str(mesh), tuple(out), stored, notes)
 
 
-def _wants(target: Manifest, mesh: Mesh, rank: int, coord: Coord) -> list[Want]:
-    """Every slot that a rank fills."""
+def _places(target: Manifest, mesh: Mesh, rank: int, coord: Coord) -> Iterator[Slot]:
+    """The first state of every buffer that a rank fills."""
     part = mesh.partition_group(rank).index(rank)
-    return [(Slot(number, tuple((axis, getattr(coord, axis)) for axis in buffer.axes), part if buffer.partitions > 1 else 0, state),
-             state) for number, buffer in enumerate(target.buffers) if dict(buffer.at).get("pp", 0) == coord.pp
-            for state, _ in buffer.states]
+    for number, buffer in enumerate(target.buffers):
+        if dict(buffer.at).get("pp", 0) == coord.pp:
+            cut = tuple((axis, int(getattr(coord, axis))) for axis in buffer.axes)
+            yield Slot(number, cut, part if buffer.partitions > 1 else 0, buffer.states[0][0])
 
 
-def _bytes(op: Op, slot: Slot, source: Manifest) -> int:
-    return op.box.numel * ITEMSIZE[dict(source.buffers[slot.buffer].states)[slot.state]] * (
-        len(op.sources) if isinstance(op, Mean) else 1)
+def _sources(op: Op) -> tuple[Side, ...]:
+    return op.sources if isinstance(op, Mean) else (op.source,)
+
+
+def read_size(op: Op, side: Side, itemsize: int) -> int:
+    """Bytes that `execute` reads for one side of an operation: a small region with the gaps in it, a large one row by row."""
+    span = 1 + sum((n - 1) * step for n, step in zip(op.shape, side.strides, strict=True))
+    rows = side.strides[-1] == 1 and span * itemsize > ROWS_FROM_BYTES
+    return (op.box.numel if rows else span) * itemsize
 
 
 def draw(found: Preview, file: str | Path) -> None:
-    """A picture of who reads what from whom: a row for each rank, a column for each file. Raises UsageError without matplotlib."""
+    """A picture of who reads what from whom: a row for each rank, a column for each file. Raises UsageError without matplotlib
+    and for a file that can't be written."""
     try:
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
@@ -150,8 +168,10 @@ def draw(found: Preview, file: str | Path) -> None:
         labels = [f"{one.rank} ({one.coord.tp}, {one.coord.pp}, {one.coord.dp})" for one in found.ranks]
         axes.set_yticks(range(len(found.ranks)), labels, fontsize=7)
     figure.colorbar(image, label="MiB read")
-    figure.savefig(file, dpi=120)
-
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib does not know
+        raise UsageError("the picture can't be written", file=file, found=f"{type(error).__name__}: {error}") from None
 
 
 _FLAGS = {"gpt": {"positions": 1024}, "llama": {"biases": False, "norm_biases": False, "gated": True}}
@@ -171,6 +191,9 @@ def paper_sizes(family: str, text: str) -> Sizes:
         raise UsageError("a size of the model is missing", expected="layers, hidden, heads, vocab and what differs from the usual",
                          found=f"no {missing[0]}")
     heads = given["heads"]
+    if given["hidden"] % heads and "head_dim" not in given:
+        raise UsageError("the heads do not divide the hidden size", expected=f"heads that divide {given['hidden']}, or head_dim",
+                         found=heads)
     usual = {"groups": heads, "head_dim": given["hidden"] // heads, "ffn": 4 * given["hidden"], "true_vocab": given["vocab"],
              **_FLAGS.get(family, {})}
     return Sizes(**{**usual, **given})  # type: ignore[arg-type]

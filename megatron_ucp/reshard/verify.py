@@ -1,14 +1,12 @@
 """Whether a checkpoint is whole: every file, exact cover, and with `deep` every byte, every copy, every number."""
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 
 import torch
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
@@ -22,8 +20,10 @@ from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.whole import check_file
 from megatron_ucp.reshard.diff import one_parameter
 from megatron_ucp.reshard.execute import DTYPES
+from megatron_ucp.reshard.windows import pool
 
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 2**20  # fits a core's cache
+_PIECE_BYTES = 64 * 2**20  # what one thread takes of a record: a checkpoint may have a single large one
 Progress = Callable[[int, int], None]
 
 
@@ -95,9 +95,9 @@ def _note(findings: list[Finding], check: Callable[[], object]) -> None:
 def _check_cover(manifest: Manifest) -> None:
     """Every element of every state of every parameter lies somewhere: a plan for the whole of it exists, and is proved."""
     for spec in manifest.params:
-        for state, dtype in manifest.buffers[manifest.holders[spec.name][0][0]].states:
-            target = one_parameter(spec, state, dtype)
-            prove(make_plan(manifest, target, [(Slot(0, (("tp", 0),), 0, state), state)]), manifest, target)
+        state, dtype = manifest.buffers[manifest.holders[spec.name][0][0]].states[0]  # all states of a buffer are cut alike
+        target = one_parameter(spec, {state: dtype})
+        prove(make_plan(manifest, target, [(Slot(0, (("tp", 0),), 0, state), state)]), manifest, target)
 
 
 # ---------------------------------------------------------------- every byte
@@ -105,20 +105,29 @@ def _check_cover(manifest: Manifest) -> None:
 def _check_records(checkpoint: Checkpoint, names: list[str], allow_nan: bool, findings: list[Finding],
                    progress: Progress | None) -> int:
     """Compares every record of every file with its CRC-32, on all cores; returns the bytes that were read."""
-    work = [(file, record, dtype) for file in map(checkpoint.file, names) for record, dtype in _records(file)]
-    total = sum(record.size_bytes for _, record, _ in work)
+    records = [(file, record, dtype) for file in map(checkpoint.file, names) for record, dtype in _records(file)]
+    total, done = sum(record.size_bytes for _, record, _ in records), 0
     unused: dict[tuple[str, str], list[tuple[int, int]]] = {}
     if not allow_nan:
         _note(findings, lambda: unused.update(_padding(checkpoint)))
-    done = 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading and summing let go of the interpreter
-        scans = pool.map(lambda one: _scan(one[0], one[1], one[2], allow_nan, unused.get(
-            (one[0].path, one[1].name), [])), work)
-        for (file, record, _), found in zip(work, scans, strict=True):
-            findings += [Finding(what, file.path, record.name) for what in found]
-            done += record.size_bytes
+
+    def scan(place: tuple[int, int]) -> tuple[int, bool]:
+        file, record, dtype = records[place[0]]
+        looks = not allow_nan and dtype in DTYPES and DTYPES[dtype].is_floating_point
+        return _scan(file, record, place[1], dtype if looks else "", unused.get((file.path, record.name), []))
+    pieces = [(number, low) for number, (_, record, _) in enumerate(records) for low in range(0, record.size_bytes, _PIECE_BYTES)]
+    sums, nans = [0] * len(records), set[int]()
+    with pool() as threads:
+        for (number, low), (crc, nan) in zip(pieces, threads.map(scan, pieces), strict=True):
+            size = min(_PIECE_BYTES, records[number][1].size_bytes - low)
+            sums[number], done = crc32_combine(sums[number], crc, size), done + size
+            nans |= {number} if nan else set()
             if progress is not None:
                 progress(done, total)
+    for number, (file, record, _) in enumerate(records):
+        wrong = file.has_checksums and sums[number] != record.crc32
+        findings += [Finding(what, file.path, record.name) for what, found in
+                     (("a record has a wrong checksum", wrong), ("a record holds NaN", number in nans)) if found]
     return total
 
 
@@ -143,25 +152,28 @@ def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, in
     return out
 
 
-def _scan(file: PtFile, record: Record, dtype: str, allow_nan: bool, unused: list[tuple[int, int]]) -> list[str]:
-    """What is wrong with a record."""
-    buffer, crc, nan = bytearray(min(_BLOCK_BYTES, record.size_bytes)), 0, False
-    looks = not allow_nan and dtype in DTYPES and DTYPES[dtype].is_floating_point
-    for start in range(0, record.size_bytes, _BLOCK_BYTES):
-        block = memoryview(buffer)[:min(_BLOCK_BYTES, record.size_bytes - start)]
+def _scan(file: PtFile, record: Record, low: int, dtype: str, unused: list[tuple[int, int]]) -> tuple[int, bool]:
+    """CRC-32 of a piece of a record that begins at byte `low`, and whether it holds NaN (never with dtype "")."""
+    size = min(_PIECE_BYTES, record.size_bytes - low)
+    buffer, crc, nan = bytearray(min(_BLOCK_BYTES, size)), 0, False
+    for start in range(low, low + size, _BLOCK_BYTES):
+        block = memoryview(buffer)[:min(_BLOCK_BYTES, low + size - start)]
         file.read_into(record, start, block)
         crc = crc32(block, crc)
-        if looks and not nan and _has_nan(block, dtype):
+        if dtype and not nan and _has_nan(block, dtype):
             for first, stop in unused:
                 first, stop = (min(max(at - start, 0), len(block)) for at in (first, stop))
                 block[first:stop] = bytes(stop - first)
             nan = _has_nan(block, dtype)
-    wrong = file.has_checksums and crc != record.crc32
-    return [what for what, found in (("a record has a wrong checksum", wrong), ("a record holds NaN", nan)) if found]
+    return crc, nan
 
 
 def _has_nan(block: memoryview, dtype: str) -> bool:
-    return bool(torch.frombuffer(block, dtype=DTYPES[dtype]).isnan().any())
+    """A finite sum has no NaN in it, and takes a tenth of the time of looking at every number."""
+    values = torch.frombuffer(block, dtype=DTYPES[dtype])
+    if dtype in ("float32", "bfloat16", "float64") and bool(values.sum().isfinite()):
+        return False
+    return bool((values.float() if values.element_size() == 1 else values).isnan().any())
 
 
 # ---------------------------------------------------------------- every copy

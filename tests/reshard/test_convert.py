@@ -371,16 +371,16 @@ def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> N
 
 
 def test_ctrl_c_leaves_nothing(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_ucp.reshard import convert as module
+    from megatron_ucp.reshard.windows import WindowReader
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
-    original = module._Job.check_sources
-    module._Job.check_sources = interrupted  # type: ignore[method-assign]
+    original = WindowReader.check
+    WindowReader.check = interrupted  # type: ignore[method-assign]
     try:
         assert main(["convert", sources.get(2, Setup(1, "bf16")), str(tmp_path / "out" / "x"), "--mesh", "dp=2,zero=1"]) == 130
     finally:
-        module._Job.check_sources = original  # type: ignore[method-assign]
+        WindowReader.check = original  # type: ignore[method-assign]
     assert capsys.readouterr().err == "megatron-ucp: interrupted\n" and list((tmp_path / "out").iterdir()) == []
 
 

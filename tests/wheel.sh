@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it with what it requires and nothing else, and uses the tool there: no DeepSpeed, no Megatron-Core.
+#
+#   bash tests/wheel.sh
+#
+# Takes about half a minute once pip has torch in its cache; pip's own settings and those of tests/setup_env.sh apply.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+pip() { "$1" -m pip --quiet --disable-pip-version-check "${@:2}"; }
+
+# From a copy: a folder `build` of another day would get into the wheel, and this one into the checkout.
+mkdir "$folder/source"
+cp -r megatron_ucp patches setup.py pyproject.toml README.md LICENSE "$folder/source"
+pip .venv/bin/python wheel --no-deps --wheel-dir "$folder" "$folder/source"
+.venv/bin/python -m venv "$folder/clean"
+python="$folder/clean/bin/python" tool="$folder/clean/bin/megatron-ucp"
+torch=$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')
+pip "$python" install "$torch" "$folder"/*.whl
+cd "$folder" # not the checkout: what is imported is what was installed
+
+"$python" - <<'END'
+import importlib.util
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+import megatron_ucp
+
+found = [name for name in ("deepspeed", "megatron", "transformers") if importlib.util.find_spec(name)]
+assert not found, f"{found} are here, and must not be"
+assert "site-packages" in megatron_ucp.__file__, megatron_ucp.__file__
+for name, last in (("one", 4.0), ("same", 4.0), ("other", 5.0)):
+    Path(name).mkdir()
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, last]))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    torch.save({"module": OrderedDict(weight=weight.detach()), "buffer_names": [], "dp_world_size": 1, "mp_world_size": 1,
+                "global_steps": 1, "skipped_steps": 0, "optimizer": optimizer.state_dict()}, f"{name}/mp_rank_00_model_states.pt")
+END
+
+expect() { # exit code, then a verb with its arguments
+    local code=0
+    echo "wheel: megatron-ucp ${*:2}"
+    "$tool" "${@:2}" >out 2>&1 || code=$?
+    if [ "$code" != "$1" ]; then cat out >&2; echo "wheel: exit code $code, expected $1" >&2; exit 1; fi
+}
+# One line for each verb that works without the engines.
+expect 0 inspect one
+expect 0 verify one
+expect 0 verify --deep one
+expect 0 diff one same
+expect 1 diff one other
+expect 2 inspect nowhere
+expect 0 rules --help
+printf 'damage' | dd of=one/mp_rank_00_model_states.pt bs=1 seek=1000 conv=notrunc status=none
+expect 1 verify --deep one
+echo "wheel: $(basename ./*.whl) works without deepspeed and megatron-core"
