@@ -41,6 +41,14 @@ for name, last in (("one", 4.0), ("same", 4.0), ("other", 5.0)):
     optimizer.step()
     torch.save({"module": OrderedDict(weight=weight.detach()), "buffer_names": [], "dp_world_size": 1, "mp_world_size": 1,
                 "global_steps": 1, "skipped_steps": 0, "optimizer": optimizer.state_dict()}, f"{name}/mp_rank_00_model_states.pt")
+# as BF16_Optimizer of DeepSpeed on one rank
+Path("flat").mkdir()
+torch.save({"module": OrderedDict(weight=weight.detach().bfloat16()), "buffer_names": [], "optimizer": None, "global_steps": 1,
+            "param_shapes": [OrderedDict(weight=weight.shape)], "dp_world_size": 1, "mp_world_size": 1, "skipped_steps": 0,
+            "ds_config": {"bf16": {"enabled": True}}}, "flat/mp_rank_00_model_states.pt")
+torch.save({"optimizer_state_dict": {"single_partition_of_fp32_groups": [weight.detach().bfloat16().float()], "clip_grad": 1.0,
+                                     "base_optimizer_state": optimizer.state_dict(), "partition_count": [1]}},
+           "flat/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 END
 
 expect() { # exit code, then a verb with its arguments
@@ -56,7 +64,13 @@ expect 0 verify --deep one
 expect 0 diff one same
 expect 1 diff one other
 expect 2 inspect nowhere
-expect 0 rules --help
+expect 0 convert flat universal --to universal
+expect 0 convert universal native --mesh dp=2,zero=3
+expect 0 diff flat native
+expect 2 convert one other_output --to universal
+expect 0 plan flat --mesh dp=2,zero=3
+expect 0 plan --simulate llama --sizes layers=2,hidden=64,heads=4,vocab=256 --source-mesh tp=2,dp=2,zero=1 --mesh dp=4,zero=3
+expect 0 rules flat
 printf 'damage' | dd of=one/mp_rank_00_model_states.pt bs=1 seek=1000 conv=notrunc status=none
 expect 1 verify --deep one
 echo "wheel: $(basename ./*.whl) works without deepspeed and megatron-core"

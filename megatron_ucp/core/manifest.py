@@ -20,7 +20,7 @@ MAX_BYTES = 64 * 2**20  # three times that of 16,384 ranks and 10^12 parameters
 MAX_VALUES = 4_000_000  # what JSON builds from a small text is large: 64 bytes for an empty list
 MAX_RANKS = 2**24
 KINDS = ("trainable", "frozen", "buffer")
-PLACEMENT = ("pp", "vpp")  # axes that decide who holds a parameter; the first of several holders is the smallest place
+PLACEMENT = ("pp", "vpp", "ep")  # axes that decide who holds a parameter; the first of several holders is the smallest place
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron_ucp.formats.opened import Checkpoint
 # Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where a program uses it.
 _TRACKERS = {"megatron": ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
              "deepspeed": ("deepspeed.runtime.activation_checkpointing.checkpointing", "get_cuda_rng_tracker")}
+_ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
 SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
 CONVERTED = "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
 
@@ -101,10 +102,13 @@ def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
         found = load(data or b"")
     except SafetensorError as error:
         raise DamagedFileError("a file of random states can't be read", file=file, found=str(error)) from None
-    missing = {"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"} - set(found)
-    if missing:
-        raise DamagedFileError("a file of random states is not complete", file=file, expected=", ".join(sorted(missing)),
-                               found="nothing of it")
+    # Setting them comes after everything else was written: what torch, numpy and Python would refuse is found now.
+    own = {name: (state.shape, state.dtype) for name, state in states().items() if name in _ALWAYS}
+    theirs = {name: (found[name].shape, found[name].dtype) if name in found else None for name in own}
+    if own != theirs:
+        name = next(name for name in own if own[name] != theirs[name])
+        raise DamagedFileError("a file of random states is not complete", file=file, parameter=name, expected=own[name],
+                               found=theirs[name] or "nothing of it")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.engines.live import is_pipeline
-from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.deepspeed import OWN_KEYS, PER_GROUP
 from megatron_ucp.formats.opened import Checkpoint
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef, resolve
@@ -29,6 +29,7 @@ class Extras:
         """`groups` are the checkpoint's for each group of the engine. Raises StateMismatchError where the scheduler counts
         other groups than the engine has."""
         meta = source.meta
+        _check(meta, str(source.folder / source.model_name))
         found = _tensors(source, meta.get("lr_scheduler")) if scheduler else None
         if source.pipeline or is_pipeline(engine):
             found = _of_groups(source, found, groups)
@@ -43,6 +44,18 @@ class Extras:
                                                       "mp_world_size") if meta.get(key) is not None},
                    _tensors(source, meta.get("random_ltd")), _tensors(source, meta.get("data_sampler")),
                    {key: _tensors(source, value) for key, value in meta.items() if key not in OWN_KEYS})
+
+
+def _check(meta: Mapping[str, Any], file: str) -> None:
+    """Raises DamagedFileError for counters that are no numbers and a scheduler that is no dict, before anything is set."""
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        value = meta.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+            raise DamagedFileError(f"the model file says no number in {key}", file=file, expected="a whole number from 0",
+                                   found=type(value).__name__)
+    if not isinstance(meta.get("lr_scheduler"), dict | None):
+        raise DamagedFileError("the scheduler's state is no dictionary", file=file, expected="what its state_dict() gave",
+                               found=type(meta["lr_scheduler"]).__name__)
 
 
 def _of_groups(source: Checkpoint, found: Any, origins: Sequence[int | None]) -> Any:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.declared import Declared, compared, pipe_names
 from megatron_ucp.formats.deepspeed_paths import resolve
 from megatron_ucp.formats.evidence import compare, group_order
-from megatron_ucp.formats.folder import TagFolder
+from megatron_ucp.formats.folder import STRUCTURE, TagFolder
 from megatron_ucp.formats.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.optimizer_files import Contents, OptimizerFiles, Plain, number, reader_for
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
@@ -66,7 +65,11 @@ class NativeCheckpoint(TagFolder):
         self._used: dict[tuple[int, int], int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._read(order, positions_too)
+            try:
+                self._read(order, positions_too)
+            except STRUCTURE as error:
+                raise DamagedFileError("the checkpoint has another structure than its keys promise", file=self.folder,
+                                       found=f"{type(error).__name__}: {str(error)[:200]}") from error
             undo.pop_all()
 
     # ---------------------------------------------------------------- structure
@@ -177,22 +180,21 @@ class NativeCheckpoint(TagFolder):
         if len(self.names.prefixes) > 1:
             raise ForeignFileError("optimizer files of two precisions lie in one folder", file=self.folder,
                                    expected="one prefix", found=" and ".join(repr(p) for p in self.names.prefixes))
-        have, want = set(self.names.optimizer), set(product(range(said), range(self._count("mp_world_size"))))
-        missing = sorted(want - have)
-        if missing:
+        have, ranks = set(self.names.optimizer), self._count("mp_world_size")
+        if missing := next(((p, r) for p in range(said) for r in range(ranks) if (p, r) not in have), None):
             raise NotFoundError("an optimizer file is missing", file=self.folder, expected=f"{said} partitions",
-                                found=f"no file of partition {missing[0][0]}, model-parallel rank {missing[0][1]}",
+                                found=f"no file of partition {missing[0]}, model-parallel rank {missing[1]}",
                                 fix="restore it, or load another tag")
-        if have != want:
+        if len(have) != said * ranks:
             raise ForeignFileError("there are more optimizer files than the run had partitions", file=self.folder,
-                                   expected=len(want), found=len(have))
+                                   expected=said * ranks, found=len(have))
         return said
 
     def _degrees(self) -> tuple[int, int]:
         """Pipeline stages and tensor-parallel ranks: as the model file says, and as many model files must be there."""
         said = self._count("mp_world_size")
         have = {mp for _, mp in self.names.model}
-        if have != set(range(said)):
+        if len(have) != said or max(have) >= said:
             raise NotFoundError("a model file is missing, or there is one too many", file=self.folder,
                                 expected=f"model-parallel ranks 0 to {said - 1}", found=", ".join(map(str, sorted(have))),
                                 fix="restore the files of one save, or load another tag")

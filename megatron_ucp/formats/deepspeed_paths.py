@@ -17,6 +17,7 @@ REFUSED = {
     r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt": "expert optimizer files of DeepSpeed-MoE",
     r"offloaded_tensors": "tensors that were offloaded to NVMe",
 }
+_MAX_NAME_CHARS = 255
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def is_unfinished(name: str) -> bool:
 
 def read_pointer(path: Path) -> str:
     """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
-    text = path.read_text(errors="replace").strip()
-    if not text or "/" in text or text in (".", ".."):
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(_MAX_NAME_CHARS + 2).strip()
+    if not text or "/" in text or "\0" in text or text in (".", "..") or len(text) > _MAX_NAME_CHARS:
         raise NotFoundError("the pointer to the newest tag can't be used", file=path, expected="the name of a folder",
                             found=repr(text[:80]), fix="give tag=")
     return text

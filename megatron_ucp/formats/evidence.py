@@ -32,6 +32,7 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
     count = len([b for b in derived.buffers if VALUE not in dict(b.states)])
     pairs = {
         "engine": (recorded.engine, derived.engine),
+        "mesh": tuple((m.mesh.tp, m.mesh.pp, m.mesh.partitions) for m in (recorded, derived)),
         "optimizer buffers": (recorded.buffers[:count], derived.buffers[:count]),
         # files say which layer holds a value, not which stage
         "values": tuple({b.members: replace(b, at=()) for b in m.buffers[count:]} for m in (recorded, derived)),

@@ -12,6 +12,8 @@ from megatron_ucp.formats.pt_file import PtFile
 from megatron_ucp.formats.recorded import Recorded
 from megatron_ucp.formats.safe_pickle import TensorRef
 
+# What Python raises where a foreign tree holds other types than its keys promise.
+STRUCTURE = (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError, RecursionError)
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 

@@ -118,7 +118,8 @@ class NativeWriter:
             "frozen_param_fragments": self._fragments(output, frozen, tp, part) if mesh.zero > 1 else None,
             "lr_scheduler": output.adopt(run.scheduler(stage)),
             "data_sampler": output.adopt(meta.get("data_sampler")), "random_ltd": output.adopt(meta.get("random_ltd")),
-            **{key: meta.get(key, 0) for key in ("skipped_steps", "global_steps", "global_samples")},
+            "skipped_steps": meta.get("skipped_steps", 0), "global_steps": meta.get("global_steps", 0),
+            **{key: meta[key] for key in ("global_samples",) if key in meta},
             "dp_world_size": mesh.partitions, "mp_world_size": mesh.tp * mesh.pp,
             "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp, "tp_degree": mesh.tp},
             "ds_config": output.adopt(run.config), "ds_version": run.version}

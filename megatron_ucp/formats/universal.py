@@ -23,7 +23,7 @@ from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.declared import Declared, compared
-from megatron_ucp.formats.folder import TagFolder
+from megatron_ucp.formats.folder import STRUCTURE, TagFolder
 from megatron_ucp.formats.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.optimizer_files import Contents, hyper, loss_scaler, number
 from megatron_ucp.formats.safe_pickle import ITEMSIZE, TensorRef
@@ -47,7 +47,11 @@ class UniversalCheckpoint(TagFolder):
         super().__init__(folder)
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._read(specs, names, rules)
+            try:
+                self._read(specs, names, rules)
+            except STRUCTURE as error:
+                raise DamagedFileError("the checkpoint has another structure than its keys promise", file=self.folder,
+                                       found=f"{type(error).__name__}: {str(error)[:200]}") from error
             undo.pop_all()
 
     def _read(self, specs: Mapping[str, ParamSpec] | None, names: Mapping[str, str] | None, rules: RuleSet | None) -> None:

@@ -87,7 +87,8 @@ class UniversalWriter:
             "shared_params": {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases},
             "lr_scheduler": output.adopt(run.scheduler(0)),
             "data_sampler": output.adopt(meta.get("data_sampler")), "random_ltd": output.adopt(meta.get("random_ltd")),
-            **{key: meta.get(key, 0) for key in ("skipped_steps", "global_steps", "global_samples")},
+            "skipped_steps": meta.get("skipped_steps", 0), "global_steps": meta.get("global_steps", 0),
+            **{key: meta[key] for key in ("global_samples",) if key in meta},
             "dp_world_size": 1, "mp_world_size": 1, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": output.adopt(run.config), "ds_version": run.version,
             "universal_checkpoint_info": {"universal_checkpoint_version": VERSION}, **kept}

@@ -1,6 +1,7 @@
 """What a resume would read, rank by rank, from manifests alone: no tensor is touched, no rank needs to exist."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -70,7 +71,8 @@ def preview(path: str | Path, target: Target, tag: str | None = None, rules: str
 
 def simulate(family: str, sizes: Sizes, source_mesh: Mesh, target: Target, config: Mapping[str, object] | None = None,
              progress: Callable[[int, int], None] | None = None) -> Preview:
-    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's two moments. Raises a UcpError."""
+    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's two moments.
+    Raises a UcpError."""
     found = find_family(family)
     whole = paper_manifest(found, sizes)
     for mesh in (source_mesh, target.mesh):
@@ -153,13 +155,13 @@ def draw(found: Preview, file: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
-    names = sorted({name for one in found.ranks for name in one.files})
+    names = sorted({name for one in found.ranks for name in one.files}, key=_numbers)
     table = [[one.files[name] / 2**20 if name in one.files else math.nan for name in names] for one in found.ranks]
-    figure = Figure(figsize=(min(4 + 0.3 * len(names), 24), min(2.5 + 0.22 * len(found.ranks), 24)), layout="constrained")
+    figure = Figure(figsize=(min(5 + 0.3 * len(names), 14), min(4 + 0.22 * len(found.ranks), 14)), layout="constrained")
     axes = figure.add_subplot()
     # few bytes must be seen too: every file costs its rank an open and a seek
     image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=LogNorm())
-    axes.set_title(f"{found.source_mesh}  to  {found.mesh}")
+    axes.set_title(f"{found.source_mesh}  to  {found.mesh}", fontsize=9)
     axes.set_xlabel("file of the checkpoint")
     axes.set_ylabel("rank that reads it (tp, pp, dp)")
     if len(names) <= 64:
@@ -172,6 +174,11 @@ def draw(found: Preview, file: str | Path) -> None:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib does not know
         raise UsageError("the picture can't be written", file=file, found=f"{type(error).__name__}: {error}") from None
+
+
+def _numbers(name: str) -> list[str | int]:
+    """Rank 10 comes after rank 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 _FLAGS = {"gpt": {"positions": 1024}, "llama": {"biases": False, "norm_biases": False, "gated": True}}

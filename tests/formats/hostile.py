@@ -38,7 +38,8 @@ from tests.formats.craft import (
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MANIFEST, RANDOM = "ucp_manifest.json", "ucp_rng_00000.safetensors"
-VERBS = ("inspect", "verify", "verify --deep", "diff")
+VERBS = ("inspect", "verify", "verify --deep", "diff", "convert --to universal", "convert --mesh dp=4,zero=3",
+         "plan --mesh dp=4,zero=3")
 READERS = (*VERBS, "load")
 ALL_BUT_INSPECT = READERS[1:]
 Make = Callable[[Path, str], object]

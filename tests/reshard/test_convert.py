@@ -373,7 +373,7 @@ def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> N
 def test_ctrl_c_leaves_nothing(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_ucp.reshard.windows import WindowReader
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
     original = WindowReader.check
     WindowReader.check = interrupted  # type: ignore[method-assign]

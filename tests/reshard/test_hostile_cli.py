@@ -22,16 +22,16 @@ FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Po
 
 
 @pytest.fixture(scope="module")
-def good(sources: Sources) -> Path:
-    folder = Path(sources.get(2, PLAIN))
-    for verb in VERBS:  # imports everything, so that what opens files below is what reads checkpoints
-        assert main(_words(verb, folder, folder)) == 0
+def good(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, out = Path(sources.get(2, PLAIN)), tmp_path_factory.mktemp("out")
+    for number, verb in enumerate(VERBS):  # imports everything, so that what opens files below is what reads checkpoints
+        assert main(_words(verb, folder, folder, out / str(number))) == 0
     return folder
 
 
-def _words(verb: str, good: Path, bad: Path) -> list[str]:
+def _words(verb: str, good: Path, bad: Path, out: Path) -> list[str]:
     name, *options = verb.split()
-    return [name, *([str(good)] if name == "diff" else []), str(bad), *options]
+    return [name, *([str(good)] if name == "diff" else []), str(bad), *([str(out)] if name == "convert" else []), *options]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -44,7 +44,7 @@ def test_a_hostile_checkpoint_is_refused(good: Path, tmp_path: Path, capsys: pyt
             continue
         started = time.perf_counter()
         with watch() as events, bounded(MEMORY_BYTES):
-            code = main(_words(verb, good, bad))
+            code = main(_words(verb, good, bad, tmp_path / "out" / "converted"))
         told = capsys.readouterr()
         message = told.err + told.out
         assert code == 2 or (code == 1 and verb.startswith("verify")), f"{verb}: {message}"
@@ -52,13 +52,14 @@ def test_a_hostile_checkpoint_is_refused(good: Path, tmp_path: Path, capsys: pyt
         assert len(message) < 3000 and (code == 1 or "what to do:" in message), f"{verb}: {message}"
         assert time.perf_counter() - started < TIME_S, verb
         assert not [event for event in events if any(word in event for word in FORBIDDEN)], verb
-        assert not mark.exists()
+        assert not mark.exists() and not (tmp_path / "out" / "converted").exists()
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir()), "a refused conversion left something"
 
 
 def test_errors_are_json_where_that_was_asked_for(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = make("pickle: os.system by REDUCE", good, tmp_path / "bad", "true")
     for verb in ("inspect", "diff"):
-        assert main([*_words(verb, good, bad), "--json"]) == 2
+        assert main([*_words(verb, good, bad, tmp_path / "out"), "--json"]) == 2
         told = json.loads(capsys.readouterr().out)
         assert told["error"] == "UnsafePickleError" and told["file"].endswith(MODEL) and "closed list" in told["problem"]
 
