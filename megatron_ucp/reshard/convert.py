@@ -182,13 +182,13 @@ class _Job:
 
     def _windows(self, payload: Slot | Weight, elems: int, dtype: str) -> Iterator[memoryview]:
         if isinstance(payload, Weight):
-            windows, slot = self.reader.windows(self._weights[payload.param], NARROW), Slot(0, (("tp", payload.tp),), 0, MASTER)
+            target, slot = self._weights[payload.param], Slot(0, (("tp", payload.tp),), 0, MASTER)
         else:
-            windows, slot = self.reader.windows(self.manifest), payload
+            target, slot = self.manifest, payload
         step = WINDOW_BYTES // ITEMSIZE[dtype]
         for low in range(0, elems, step):
             memory = self.memory.take(min(step, elems - low), dtype)
-            self.reader.fill(windows, slot, slot.state, low, memory)
+            self.reader.fill(target, slot, slot.state, low, memory)
             self._count(memory.nbytes)
             yield bytes_of(memory)
 

@@ -134,12 +134,11 @@ class _Job:
     def _compare(self, key: _Values) -> list[Difference]:
         target = self.targets[key]
         dtype, elems = dict(target.buffers[0].states)[key.state], target.buffers[0].length
-        windows = [reader.windows(target) for reader in self.readers]
         step, wrong, first = WINDOW_BYTES // ITEMSIZE[dtype], 0, None
         for low in range(0, elems, step):
             held = [self.memory.take(min(step, elems - low), dtype, which) for which in range(2)]
-            for reader, window, memory in zip(self.readers, windows, held, strict=True):
-                reader.fill(window, _whole(key.state), key.state, low, memory)
+            for reader, memory in zip(self.readers, held, strict=True):
+                reader.fill(target, _whole(key.state), key.state, low, memory)
             if _MEMCMP(*(ctypes.c_void_p(memory.data_ptr()) for memory in held), ctypes.c_size_t(held[0].nbytes)):
                 a, b = (memory.view(torch.uint8).view(-1, ITEMSIZE[dtype]) for memory in held)
                 unequal = (a != b).any(1).nonzero().reshape(-1)

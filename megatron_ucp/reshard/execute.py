@@ -86,7 +86,7 @@ def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = Tru
             _mean(op, places, out, staging, counts)
         elif _direct(op, places, out):
             where = places[op.source.slot]
-            _read(where, _byte_offset(where, op.source), bytes_of(out), checksums, counts)
+            read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
         elif _by_rows(op, places, out):
             memory = bytes_of(target(op.target.slot))
             _read_rows(places[op.source.slot], op.source, op.shape, memory, op.target.offset * out.element_size(),
@@ -162,7 +162,8 @@ def _read_rows(where: Where, side: Side, shape: tuple[int, ...], into: memoryvie
     counts.unsummed_bytes += math.prod(shape) * itemsize
 
 
-def _read(where: Where, offset_bytes: int, into: memoryview, checksums: bool, counts: Counts) -> None:
+def read_run(where: Where, offset_bytes: int, into: memoryview, counts: Counts, checksums: bool = True) -> None:
+    """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32."""
     size = len(into)
     counts.read_bytes += size
     if not checksums or not where.record.crc32:
@@ -221,7 +222,7 @@ def _staged(side: Side, shape: tuple[int, ...], where: Where, staging: _Staging,
             yield index, memory.view(dtype).view(extent)
         else:
             memory = staging.take(span * itemsize)
-            _read(where, base, bytes_of(memory), checksums and span == packed, counts)
+            read_run(where, base, bytes_of(memory), counts, checksums and span == packed)
             yield index, torch.as_strided(memory.view(dtype), extent, side.strides, 0)
 
 

@@ -2,20 +2,32 @@
 
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Slot, Want, Windows, make_plan, one_state, prove
+from megatron_ucp.core.plan import Copy, Slot, Want, Windows, make_plan, one_state, prove
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.opened import Checkpoint
 from megatron_ucp.formats.pickle_values import ITEMSIZE
 from megatron_ucp.formats.pt_file import Record
-from megatron_ucp.reshard.execute import DTYPES, Run, check_runs, execute
+from megatron_ucp.reshard.execute import DTYPES, Counts, Run, bytes_of, check_runs, execute, read_run
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
+
+
+@dataclass(frozen=True, slots=True)
+class _Straight:
+    """A run of a slot that lies in one piece in the source too: `elems` elements from `start`, there from `offset`."""
+
+    start: int
+    elems: int
+    source: Slot
+    offset: int
 
 
 class WindowReader:
@@ -23,7 +35,9 @@ class WindowReader:
 
     def __init__(self, source: Checkpoint, allow: frozenset[str] = frozenset()) -> None:
         self.source, self.allow, self.read_bytes = source, allow, 0
-        self._lock = threading.Lock()
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._targets: dict[int, tuple[Manifest, frozenset[str]]] = {}
+        self._straight: dict[tuple[int, Slot], list[_Straight]] = {}
         self._places: dict[Slot, Where] = {}
         self._runs: list[Run] = []
         self._records: dict[tuple[str, str], Record] = {}
@@ -32,23 +46,64 @@ class WindowReader:
         """Plans what will be read into a target, and looks every place up. Raises a UcpError."""
         plan = make_plan(self.source.manifest, target, list(wants), self.allow | allow)
         prove(one_state(plan), self.source.manifest, target)
+        self._targets[id(target)] = target, self.allow | allow
         self._places.update((slot, self.source.where(slot)) for slot in plan.sources if slot not in self._places)
+        runs: dict[Slot, list[_Straight] | None] = {slot: [] for slot, _ in plan.wants}
+        for op in plan.ops:
+            held = runs[op.target.slot]
+            if type(op) is not Copy or op.shape != (op.box.numel,) or op.source.strides != (1,) or op.target.strides != (1,):
+                runs[op.target.slot] = None
+            elif held is not None:
+                held.append(_Straight(op.target.offset, op.shape[0], op.source.slot, op.source.offset))
+        self._straight.update(((id(target), slot), sorted(held, key=lambda run: run.start)) for slot, held in runs.items()
+                              if held is not None)
 
-    def windows(self, target: Manifest, allow: frozenset[str] = frozenset()) -> Windows:
-        """For one thread, which asks `fill` with it."""
-        return Windows(self.source.manifest, target, self.allow | allow)
-
-    def fill(self, windows: Windows, slot: Slot, state: str, low: int, memory: torch.Tensor) -> None:
-        """Reads elements from `low` of a slot into memory of the slot's dtype, which is filled."""
-        plan = windows.plan(slot, state, low, low + memory.numel())
-        counts = execute(plan, self._places.__getitem__, lambda _: memory)
+    def fill(self, target: Manifest, slot: Slot, state: str, low: int, memory: torch.Tensor) -> None:
+        """Reads elements from `low` of a slot of a target that was proved into memory of its dtype, which is filled."""
+        counts, sources = Counts(), set[Slot]()
+        if (id(target), slot) in self._straight:
+            self._fill_straight(self._straight[id(target), slot], low, memory, counts, sources)
+        else:
+            plan = self._windows(target).plan(slot, state, low, low + memory.numel())
+            counts, sources = execute(plan, self._places.__getitem__, lambda _: memory), {*plan.sources}
         with self._lock:
             self.read_bytes += counts.read_bytes
             self._runs += counts.runs
             self._records.update(counts.records)
-            for source in plan.sources:
+            for source in sources:
                 where = self._places[source]
                 self._records.setdefault((where.file.path, where.record.name), where.record)
+
+    def _fill_straight(self, runs: list[_Straight], low: int, memory: torch.Tensor, counts: Counts, sources: set[Slot]) -> None:
+        """Without a plan for the window, which takes longer than reading it."""
+        into, size, filled = bytes_of(memory), memory.element_size(), 0
+        for run in runs[max(0, bisect_right(runs, low, key=lambda run: run.start) - 1):]:
+            first, last = max(run.start, low), min(run.start + run.elems, low + memory.numel())
+            if run.start >= low + memory.numel():
+                break
+            if first < last:
+                where = self._places[run.source]
+                at = where.offset_bytes + (run.offset + first - run.start) * size
+                read_run(where, at, into[(first - low) * size:(last - low) * size], counts)
+                sources.add(run.source)
+                filled += last - first
+        if filled < memory.numel():  # padding, between runs or behind them
+            self._zero(runs, low, memory)
+
+    def _zero(self, runs: list[_Straight], low: int, memory: torch.Tensor) -> None:
+        at = 0
+        for run in runs:
+            first, last = (min(max(edge - low, 0), memory.numel()) for edge in (run.start, run.start + run.elems))
+            memory[at:max(at, first)].zero_()
+            at = max(at, last)
+        memory[at:].zero_()
+
+    def _windows(self, target: Manifest) -> Windows:
+        """This thread's."""
+        held: dict[int, Windows] = self._local.__dict__.setdefault("windows", {})
+        if id(target) not in held:
+            held[id(target)] = Windows(self.source.manifest, *self._targets[id(target)])
+        return held[id(target)]
 
     def check(self, thorough: bool) -> None:
         """Compares what was read with the CRC-32 of its records; `thorough`: every record, and what nobody needed is read for
