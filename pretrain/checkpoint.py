@@ -21,9 +21,9 @@ from megatron_ucp.engines.load import Report
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model, Sizes
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.deepspeed_paths import TagFiles, has_state_files, nothing_there, resolve, scan
 from megatron_ucp.formats.model_file import shapes_by_group
+from megatron_ucp.formats.opened import open_checkpoint
 from megatron_ucp.formats.pt_file import PtFile
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.log import say
@@ -77,7 +77,7 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         return None
     names = _stage_names(args, sizes)
     folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes), names)
-    with NativeCheckpoint(folder, positions_too=True, specs=_declared(folder, args, sizes), names=names) as checkpoint:
+    with open_checkpoint(folder, specs=_declared(folder, args, sizes), names=names) as checkpoint:
         manifest, meta = checkpoint.manifest, checkpoint.meta
         schedule = meta.get("lr_scheduler")
         spec = manifest.by_name.get(EMBEDDING)

@@ -305,14 +305,12 @@ def _merged(shape: Ints, ours: Ints, theirs: Ints) -> tuple[Ints, Ints, Ints]:
 def one_state(plan: Plan) -> Plan:
     """The part of a plan that fills one state of each place. The states of a buffer are cut alike, and `make_plan` makes their
     copies from one address: what is proved of one holds for all."""
-    first: dict[tuple[int, Cut, int], str] = {}
+    first: dict[tuple[int, Cut, int], Slot] = {}
     for slot, _ in plan.wants:
-        first.setdefault((slot.buffer, slot.cut, slot.part), slot.state)
-
-    def chosen(slot: Slot) -> bool:
-        return first[slot.buffer, slot.cut, slot.part] == slot.state
-    return Plan(tuple(want for want in plan.wants if chosen(want[0])), tuple(op for op in plan.ops if chosen(op.target.slot)),
-                tuple(fill for fill in plan.fills if chosen(fill.slot)))
+        first.setdefault((slot.buffer, slot.cut, slot.part), slot)
+    kept = frozenset(first.values())
+    return Plan(tuple(want for want in plan.wants if want[0] in kept), tuple(op for op in plan.ops if op.target.slot in kept),
+                tuple(fill for fill in plan.fills if fill.slot in kept))
 
 
 def prove(plan: Plan, source: Manifest, target: Manifest) -> None:

@@ -23,7 +23,7 @@ from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, ModelMismatchError, NotFoundError, RuleError, UnsupportedError
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.declared import Declared, compared, pipe_names
-from megatron_ucp.formats.deepspeed_paths import resolve
+from megatron_ucp.formats.deepspeed_paths import is_universal, resolve
 from megatron_ucp.formats.evidence import compare, group_order
 from megatron_ucp.formats.folder import STRUCTURE, TagFolder
 from megatron_ucp.formats.model_file import shapes_by_group, training_dtype
@@ -59,6 +59,8 @@ class NativeCheckpoint(TagFolder):
                  specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None,
                  rules: RuleSet | None = None) -> None:
         super().__init__(resolve(path, tag))
+        if is_universal(self.folder):
+            raise UnsupportedError("this is a universal folder, not a native one", file=self.folder, fix="open_checkpoint reads it")
         self._specs = specs
         self._names = names or {}
         self._rules = rules
@@ -278,7 +280,7 @@ class NativeCheckpoint(TagFolder):
         shapes = self._flat_shapes()
         dtype = training_dtype(self.meta, module, shapes)
         ties = self.weights.ties(flat)
-        params = [self._spec(name, tuple(shapes.get(name) or self._shape(module, name)), dtype, "trainable") for name in
+        params = [self._spec(name, tuple(shapes[name] if name in shapes else self._shape(module, name)), dtype, "trainable") for name in
                   dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
         values = self._values(found, module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
         mesh = Mesh(tp=self.tensor_parallel, pp=self.pipeline_stages, dp=self._count("dp_world_size"),

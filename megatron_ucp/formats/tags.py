@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, from_json
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
 from megatron_ucp.formats.deepspeed_paths import has_state_files, is_unfinished, read_pointer
+from megatron_ucp.formats.opened import open_checkpoint
 from megatron_ucp.formats.pt_file import PtFile
 from megatron_ucp.formats.whole import check_file
 
@@ -187,7 +187,7 @@ def newest_whole(path: str | Path, specs: Callable[[Path], Mapping[str, ParamSpe
 
 def check_whole(folder: Path, specs: Mapping[str, ParamSpec] | None = None, names: Mapping[str, str] | None = None) -> None:
     """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of another save."""
-    with NativeCheckpoint(folder, positions_too=True, specs=specs, names=names) as checkpoint:
+    with open_checkpoint(folder, specs=specs, names=names) as checkpoint:
         for name in checkpoint.file_names:
             check_file(checkpoint, name)
         for name in set(checkpoint.recorded.files) - set(checkpoint.file_names):

@@ -236,7 +236,7 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
             job.reader.check(thorough=True)
             _sync(aside)
             entries = tuple(tags.entry_of(aside / output.name) for output in outputs if "/" not in output.name)
-            run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time()}
+            run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time(), "moved_latest": False}
             manifest = replace(job.manifest, files=entries, save_id=uuid.uuid4().hex, run=run)
             tags.commit(aside, to_json(manifest), tags.Syncs())
     except OSError as error:

@@ -32,7 +32,7 @@ def look(path: str | Path, tag: str | None = None, rules: str | Path | None = No
     if rules is not None or is_universal(folder) or not os.path.lexists(folder / FILE_NAME):
         with open_checkpoint(folder, rules=rules) as checkpoint:
             files = tuple(FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names)
-            return checkpoint.manifest if checkpoint.manifest.files else replace(checkpoint.manifest, files=files)
+            return replace(checkpoint.manifest, files=files)
     recorded = Recorded(folder, [name for name in os.listdir(folder) if name.endswith("_states.pt")])
     recorded.close()
     for entry in recorded.files.values():
@@ -49,7 +49,8 @@ def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
     found: dict[str, tuple[set[str], int]] = {}
     for spec in manifest.params:
         states = manifest.buffers[manifest.holders[spec.name][0][0]].states if spec.name in manifest.holders else ()
-        for state, dtype in (("weights", spec.dtype), *states):
+        copies = () if manifest.engine == "universal" else (("weights", spec.dtype),)
+        for state, dtype in (*copies, *states):
             dtypes, size_bytes = found.get(state, (set[str](), 0))
             found[state] = dtypes | {dtype}, size_bytes + math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)
     return {state: (tuple(sorted(dtypes)), size_bytes) for state, (dtypes, size_bytes) in found.items()}

@@ -15,6 +15,7 @@ import pytest
 import megatron_ucp as ucp
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Mega
 
 pytestmark = pytest.mark.ranks
 LOADS = "tests.reshard.upstream_jobs:loads"
@@ -33,9 +34,9 @@ def setup_of(case: Case, ranks: int, seed: int = 1) -> Setup:
     return Setup(stage, dtype, optimizer, zero_config=(("sub_group_size", SUB_GROUP[ranks]),) if split else (), groups=1, seed=seed)
 
 
-def converted(sources: Sources, ranks: int, setup: Setup) -> str:
+def converted(sources: Sources, ranks: int, setup: Any, job: str = "tests.engines.jobs:save") -> str:
     """A folder with native saves and, beside them, the universal folder of the newest one: as stock's converter leaves it."""
-    folder = Path(sources.get(ranks, setup, more=0))
+    folder = Path(sources.get(ranks, setup, job, more=0))
     if not (folder / "filled_universal").exists():
         ucp.convert(folder / "filled", folder / "filled_universal", "universal")
     assert (folder / "latest").read_text() == "filled" and (folder / "latest_universal").read_text() == "filled_universal"
@@ -114,6 +115,18 @@ def test_stock_loads_no_universal_folder_at_stage_0(sources: Sources, dtype: str
 
 NO_OPTIMIZER = "TypeError: 'NoneType' object is not subscriptable"
 STAGE_0 = {"fp32": "AttributeError: 'NoneType' object has no attribute 'copy'", "bf16": NO_OPTIMIZER, "fp16": NO_OPTIMIZER}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stock_cuts_for_tensor_parallelism_at_stages_1_and_2(sources: Sources, stage: int) -> None:
+    """At ZeRO-3 it takes each parameter as whole, which a rank of tp=2 has no room for."""
+    folder = converted(sources, 4, Mega("llama", 2, 1), "tests.engines.tensor_jobs:save")
+    for rank in sources.ranks.run(2, LOADS, Mega("llama", 2, stage, seed=9), folder, True):
+        assert kinds(rank["universal"]) == kinds(rank["native"]) == set()
+        if stage == 3:
+            assert rank["stock"]["error"].startswith("RuntimeError: start (") and "exceeds dimension size" in rank["stock"]["error"]
+        else:
+            assert rank["stock"]["error"] == "" and kinds(rank["stock"]) == set()  # no frozen parameters, no buffers
 
 
 @pytest.mark.parametrize("fault", ["one bit", "one moment", "one step"])

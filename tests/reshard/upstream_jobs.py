@@ -7,19 +7,18 @@ import torch
 
 import megatron_ucp as ucp
 from tests.engines.canonical import base_of, canonical, differences
-from tests.engines.convert_jobs import make
+from tests.engines.convert_jobs import close, make
 from tests.engines.jobs import plant_fault
-from tests.engines.model import Setup
 
 
-def loads(setup: Setup, folder: str, states: bool, ways: tuple[str, ...] = ("stock", "universal", "native"),
+def loads(setup: Any, folder: str, states: bool, ways: tuple[str, ...] = ("stock", "universal", "native"),
           plant: str | None = None) -> dict[str, Any]:
     """A fresh engine for each way: stock's own load of the universal folder, ours of it, ours of the native files."""
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
     return {way: _load(setup, folder, states, way, want, plant) for way in ways}
 
 
-def _load(setup: Setup, folder: str, states: bool, way: str, want: dict[str, Any], plant: str | None) -> dict[str, Any]:
+def _load(setup: Any, folder: str, states: bool, way: str, want: dict[str, Any], plant: str | None) -> dict[str, Any]:
     """What differs from the source before and after; the optimizer's states, its flats, and the step tensors of them all."""
     engine = make(setup, attach=way != "stock", universal=way == "stock")
     before, error = differences(want, canonical(engine)), ""
@@ -28,7 +27,7 @@ def _load(setup: Setup, folder: str, states: bool, way: str, want: dict[str, Any
     else:
         try:  # by `latest_universal`, as the user of stock DeepSpeed does
             engine.load_checkpoint(folder, load_optimizer_states=states)
-        except (AttributeError, TypeError, ValueError) as found:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as found:
             error = f"{type(found).__name__}: {found}"
     if plant is not None:
         plant_fault(engine, plant)
@@ -36,5 +35,5 @@ def _load(setup: Setup, folder: str, states: bool, way: str, want: dict[str, Any
     steps = {id(state["step"]) for state in held.values() if isinstance(state.get("step"), torch.Tensor)}
     out = {"before": before, "error": error, "differences": differences(want, have), "flats": len(held), "step tensors": len(steps),
            "states": sorted({key for _, key in have["full"]}), "decay": {n: h["weight_decay"] for n, h in have["hyper"].items()}}
-    engine.destroy()
+    close(engine, setup)
     return out
