@@ -17,6 +17,7 @@ from megatron_ucp.errors import UsageError
 DTYPES = ("float32", "bfloat16", "float16")
 FLAT_AT_STAGE_0 = "deepspeed.FusedAdam"  # DeepSpeed keeps its states in one flat buffer per group even without ZeRO
 SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's default, in elements of one rank
+_ZERO = {"sub_group_size": "sub_group_size", "alignment": "parameter_alignment", "round_robin": "round_robin_gradients"}
 _SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -54,11 +55,12 @@ class Target:
         size: Any = settings.get("sub_group_size", SUB_GROUP_SIZE)
         if not isinstance(size, int | float) or size < 1:
             raise UsageError("sub_group_size is a number of elements", expected="at least 1", found=size)
+        offloaded = _section(settings, "offload_optimizer").get("device") == "cpu"  # no BF16_Optimizer then
         said: dict[str, Any] = {
-            "dtype": next((dtype for key, dtype in _SECTIONS.items() if _section(config, key).get("enabled")), "float32"),
+            "dtype": self.dtype or _dtype(config),
             "sub_group_size": int(size), "alignment": bool(settings.get("parameter_alignment")),
             "round_robin": bool(settings.get("round_robin_gradients")),
-            "grad_accum_fp32": _section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32")}
+            "grad_accum_fp32": _section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32") and not offloaded}
         return replace(self, **{key: value for key, value in said.items() if getattr(self, key) is None})
 
     def engine(self, dtype: str) -> str:
@@ -98,9 +100,12 @@ class Target:
 
 
 def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A DeepSpeed config changed to what the target is; what else it says stays."""
-    out = dict(config)
-    out["zero_optimization"] = {**_section(config, "zero_optimization"), "stage": target.mesh.zero}
+    """A DeepSpeed config changed to what the target is, so that the files say how they are laid out; what else it says stays."""
+    out, said = dict(config), Target(target.mesh, dtype).completed(config)
+    changed = {key: value for name, key in _ZERO.items() if (value := getattr(target, name)) not in (None, getattr(said, name))}
+    out["zero_optimization"] = {**_section(config, "zero_optimization"), **changed, "stage": target.mesh.zero}
+    if target.grad_accum_fp32 not in (None, said.grad_accum_fp32):
+        out["data_types"] = {**_section(config, "data_types"), "grad_accum_dtype": "fp32" if target.grad_accum_fp32 else None}
     for key in _SECTIONS:
         if key in out or _SECTIONS[key] == dtype and key != "bfloat16":
             out[key] = {**_section(config, key), "enabled": _SECTIONS[key] == dtype}
@@ -110,6 +115,18 @@ def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[st
 def with_states(states: Mapping[str, str], master: str) -> tuple[tuple[str, str], ...]:
     """(name, dtype) with the masters first."""
     return ((MASTER, master), *((name, dtype) for name, dtype in states.items()))
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """Raises UsageError for a value that somebody else fills in later, such as "auto"."""
+    for key, dtype in _SECTIONS.items():
+        enabled = _section(config, key).get("enabled", False)
+        if not isinstance(enabled, bool | int):
+            raise UsageError("the config leaves the training dtype open", expected=f"{key}.enabled: true or false", found=enabled,
+                             fix="write the value that the job will have, or give the dtype (--dtype)")
+        if enabled:
+            return dtype
+    return "float32"
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

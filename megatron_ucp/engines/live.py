@@ -19,8 +19,9 @@ from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.optimizer_files import STRUCTURE
 
-# How an optimizer is run on some hardware; not what it computes.
-IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# How an optimizer is run on some hardware, and what its class says already (AdamW is Adam with `decoupled_weight_decay`); not
+# what a run sets.
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
 
 
 @dataclass(frozen=True)

@@ -280,8 +280,8 @@ class NativeCheckpoint(TagFolder):
         shapes = self._flat_shapes()
         dtype = training_dtype(self.meta, module, shapes)
         ties = self.weights.ties(flat)
-        params = [self._spec(name, tuple(shapes[name] if name in shapes else self._shape(module, name)), dtype, "trainable") for name in
-                  dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
+        params = [self._spec(name, tuple(shapes[name] if name in shapes else self._shape(module, name)), dtype, "trainable")
+                  for name in dict.fromkeys(m.param for buffer in found.buffers for m in buffer.members)]
         values = self._values(found, module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
         mesh = Mesh(tp=self.tensor_parallel, pp=self.pipeline_stages, dp=self._count("dp_world_size"),
                     zero=self._zero_stage(found))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.partition import Layers
 from megatron_ucp.core.plan import Slot
@@ -17,6 +18,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.zero import FlatBuffer
 from megatron_ucp.formats.output import Output, Weight, plain
 from megatron_ucp.formats.pickle_values import Global, Stand, TensorRef
+from megatron_ucp.formats.stock_info import patterns_of
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
@@ -52,6 +54,9 @@ class NativeWriter:
         self.manifest, self.run, self.mesh = manifest, run, manifest.mesh
         self.layers = layers if manifest.mesh.pp > 1 else None
         self._pipe = {name: pipe for pipe, name in manifest.names.items()}
+        self._number = {(dict(buffer.at).get("pp", 0), buffer.members[0].param): b for b, buffer in enumerate(manifest.buffers)
+                        if buffer.group is None}
+        self._info = self._patterns()
 
     def outputs(self) -> Iterator[Output]:
         """Every file."""
@@ -96,6 +101,13 @@ class NativeWriter:
         """The name that the engine's module gives a parameter."""
         return self._pipe.get(name, name) if self.layers else name
 
+    def _patterns(self) -> Any:
+        """How stock's own converter has to put parameters together: the source's word was for the source's mesh and names."""
+        if any(spec.layout != Replicate() for spec in self.manifest.params):
+            return patterns_of(self.manifest.params, self._named)
+        info = self.run.meta.get("universal_checkpoint_info")
+        return info if isinstance(info, dict) and {*info} != {"universal_checkpoint_version"} else None  # a universal folder's
+
     def _mp(self, stage: int, tp: int) -> int:
         return stage * self.mesh.tp + tp
 
@@ -124,8 +136,8 @@ class NativeWriter:
             "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp, "tp_degree": mesh.tp},
             "ds_config": output.adopt(run.config), "ds_version": run.version}
         kept = {key: output.adopt(value) for key, value in meta.items() if key not in run.own}
-        if info := meta.get("universal_checkpoint_info"):
-            kept["universal_checkpoint_info"] = output.adopt(info)
+        if self._info:
+            kept["universal_checkpoint_info"] = output.adopt(self._info)
         output.tree = {**own, **kept}
         return output
 
@@ -144,7 +156,7 @@ class NativeWriter:
         return out | {name: _nothing(output, value) for name, value in self.run.stateless.items() if name not in out}
 
     def _value(self, output: Output, name: str, stage: int, tp: int) -> TensorRef:
-        number = next(b for kind in ("frozen", "buffer") for b, known in self._values(stage, kind) if known == name)
+        number = self._number[stage, name]
         dtype = self.manifest.buffers[number].states[0][1]
         return output.tensor(Slot(number, (("tp", tp),), 0, VALUE), dtype, self._local(name))
 
@@ -212,9 +224,7 @@ class NativeWriter:
         return {"state": state, "param_groups": groups}
 
     def _scalar(self, output: Output, name: str, value: float) -> Any:
-        if name == "step" and self.run.int_steps:
-            return int(value)
-        return output.tensor(struct.pack("<f", value), "float32", ())
+        return int(value) if name == "step" and self.run.int_steps else scalar_tensor(output, value)
 
     def _zero12(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
         buffers = self._buffers(stage)
@@ -288,6 +298,12 @@ def scaler_of(run: Run) -> tuple[Stand, bool]:
     if not saved.get("dynamic", True):
         return Stand(f"{_SCALER}.LossScaler", (), {"cur_scale": saved.get("cur_scale", 1.0), "dynamic": False}), False
     return Stand(f"{_SCALER}.DynamicLossScaler", (), {**_DYNAMIC, **saved, "dtype": Global("torch.float16")}), True
+
+
+def scalar_tensor(output: Output, value: float) -> TensorRef:
+    """A 0-d tensor: float32 as torch's optimizers keep it, or float64 where that would round (steps past 2**24)."""
+    exact = abs(value) < 3e38 and struct.unpack("<f", struct.pack("<f", value))[0] == value
+    return output.tensor(struct.pack("<f" if exact else "<d", value), "float32" if exact else "float64", ())
 
 
 def _nothing(output: Output, value: Any) -> Any:

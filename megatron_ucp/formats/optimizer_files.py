@@ -5,6 +5,7 @@ DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which b
 """
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ Scalar = Callable[[TensorRef], float]
 
 # Keys of a param group that say how an optimizer is built up, not how it steps.
 STRUCTURE = frozenset({"params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"})
+_NUMPY = {"f2": "e", "f4": "f", "f8": "d", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
+          "b1": "?"}  # numpy's codes and those of struct
 SCALER = ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale",
           "delayed_shift", "cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale")
 
@@ -80,8 +83,12 @@ def hyper(groups: Sequence[Tree], scalar: Scalar) -> tuple[Mapping[str, Any], ..
 def number(value: Any) -> Any:
     """A plain value, which is cheap to compare and to show; anything else as a mark of its type.
 
-    Values of a hostile file can share parts so often that comparing or printing them never ends.
+    Values of a hostile file can share parts so often that comparing or printing them never ends. A scalar of numpy, as a schedule
+    that uses numpy leaves in `lr`, is the number that it holds.
     """
+    if isinstance(value, Stand) and value.qualname == "numpy.scalar" and str(value.get("dtype"))[1:] in _NUMPY:
+        kind = str(value.get("dtype"))
+        return struct.unpack(kind[0].replace("|", "=") + _NUMPY[kind[1:]], value.state["data"])[0]  # type: ignore[arg-type]
     return value if value is None or isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"
 
 

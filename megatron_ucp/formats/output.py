@@ -51,4 +51,9 @@ class Output:
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Hyper-parameters without the marks that stand for values which are no plain ones."""
-    return {key: value for key, value in settings.items() if not (isinstance(value, str) and value.startswith("<"))}
+    return {key: value for key, value in settings.items() if not is_mark(value)}
+
+
+def is_mark(value: Any) -> bool:
+    """Whether a hyper-parameter is, or holds, a mark."""
+    return any(map(is_mark, value)) if isinstance(value, tuple) else isinstance(value, str) and value.startswith("<")

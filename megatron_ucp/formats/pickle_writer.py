@@ -126,8 +126,39 @@ def _tensor(write: _Write, value: TensorRef, depth: int) -> None:
     write(b"tR")
 
 
+def _dtype(write: _Write, kind: str, depth: int) -> None:
+    """Of numpy, such as "<f4": its order of bytes is part of its state."""
+    unit = {"U": 4, "S": 1}.get(kind[1])  # bytes of a character; numbers have no sizes of their own
+    _call(write, "numpy.dtype", (kind[1:], False, True), depth)
+    _tuple(write, (3, kind[0], None, None, None, *((unit * int(kind[2:]), unit) if unit else (-1, -1)), 0), depth)
+    write(b"b")
+
+
+def _numpy(write: _Write, value: Stand, depth: int) -> None:
+    """An array or a scalar, as numpy pickles them."""
+    kind, data = str(value.state["dtype"]), value.state["data"]
+    if value.qualname == "numpy.scalar":
+        _global(write, "numpy._core.multiarray.scalar")
+        write(b"(")
+        _dtype(write, kind, depth)
+        _write(write, data, depth)
+        write(b"tR")
+        return
+    _call(write, "numpy._core.multiarray._reconstruct", (Global("numpy.ndarray"), (0,), b"b"), depth)
+    write(b"(")
+    for item in (1, value.state["shape"]):
+        _write(write, item, depth)
+    _dtype(write, kind, depth)
+    for item in (value.state["fortran_order"], data):
+        _write(write, item, depth)
+    write(b"tb")
+
+
 def _stand(write: _Write, value: Stand, depth: int) -> None:
     """An object of a known class, as Python pickles it: made from its arguments, or empty; then its attributes."""
+    if value.qualname in ("numpy.ndarray", "numpy.scalar"):
+        _numpy(write, value, depth)
+        return
     _global(write, value.qualname)
     _tuple(write, value.args, depth)
     write(b"R" if value.args else b"\x81")

@@ -5,12 +5,13 @@ no pattern matches is cut on dim 0.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.names import TIED
 from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.patterns import problem_of
@@ -18,6 +19,7 @@ from megatron_ucp.formats.safe_pickle import Stand
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
 ROW, VOCABULARY = "parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns"
+_ON_SEVERAL_STAGES = "pipeline_replicated_parameter_patterns"
 HALVES, SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
 
 
@@ -52,6 +54,44 @@ def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, A
         patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
         found += [(SUB_PARAMS, fields) for pattern in _usable(patterns, SUB_PARAMS, file) if re.match(pattern, name)]
     return found
+
+
+def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict[str, Any]:
+    """What stock's converter asks for of a native folder with these parameters, under the names that `named` gives them; empty
+    where its patterns can't say how one of them is cut, so that it stops and does not cut that one on dim 0."""
+    cut = [(named(spec.name), spec, _kind(spec.layout)) for spec in sorted(specs, key=lambda spec: spec.name)
+           if spec.kind != "buffer"]
+    if any(kind is None for _, _, kind in cut):
+        return {}
+    kinds: dict[str, set[str | None]] = {}
+    for name, _, kind in cut:
+        kinds.setdefault(_of_layers(name), set()).add(kind)
+    alike = all(len(found) == 1 for found in kinds.values())
+    out: dict[str, Any] = {"universal_checkpoint_version": 0.4}
+    for name, spec, kind in cut:
+        pattern = (_of_layers(name) if alike and kind != SUB_PARAMS else re.escape(name)) + "$"
+        if kind == SUB_PARAMS and isinstance(spec.layout, ShardNC):
+            shape = tuple(spec.layout.parts if dim == spec.layout.dim else n for dim, n in enumerate(spec.shape))
+            out.setdefault(SUB_PARAMS, []).append({"patterns": [pattern], "shape": shape, "partition_dim": spec.layout.dim})
+        elif kind and pattern not in out.setdefault(kind, []):
+            out[kind].append(pattern)
+        if name.startswith(f"{TIED}.") and pattern not in out.setdefault(_ON_SEVERAL_STAGES, []):
+            out[_ON_SEVERAL_STAGES].append(pattern)
+    return out
+
+
+def _of_layers(name: str) -> str:
+    """One pattern for a parameter of every layer."""
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
+
+
+def _kind(layout: Layout) -> str | None:
+    """Which list a parameter stands in; "" for stock's default, dim 0, None where it has no list for it."""
+    if isinstance(layout, Replicate | Partial):
+        return REPLICATED if isinstance(layout, Replicate) else AVERAGED
+    if isinstance(layout, ShardNC) and layout.axis == "tp" and layout.unit == 1:
+        return HALVES if layout.dim == 0 and len(layout.parts) == 2 and len({*layout.parts}) == 1 else SUB_PARAMS
+    return {Shard("tp", 0): "", Shard("tp", 1): ROW}.get(layout) if isinstance(layout, Shard) else None
 
 
 def _listed(value: Any, kind: str, file: str) -> Sequence[Any]:

@@ -46,11 +46,25 @@ def begin(save_dir: Path, tag: str) -> Path:
     if (save_dir / tag).exists() and not (save_dir / tag).is_dir():
         raise UsageError("a file has the name of the tag", file=save_dir / tag, expected="a folder, or nothing", found="a file")
     save_dir.mkdir(parents=True, exist_ok=True)
-    for left in [path for path in save_dir.iterdir() if is_unfinished(path.name)]:
+    for left in [path for path in save_dir.iterdir() if is_unfinished(path.name) and not _in_use(path)]:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     aside = aside_of(save_dir, tag)
     aside.mkdir()
     return aside
+
+
+def _in_use(left: Path) -> bool:
+    """Whether a conversion is writing a folder: it holds a lock on it."""
+    handle = os.open(left, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
 
 
 def entry_of(path: Path) -> FileEntry:

@@ -86,7 +86,8 @@ class UniversalCheckpoint(TagFolder):
                             expected=name, found="no such file", fix="restore it, or convert again")
 
     def _name(self, folder: str) -> str:
-        if not re.match(rf"[0-9]+\.|{TIED}\.", folder):
+        plain = self.recorded.manifest is not None and self._pipe is None  # an nn.Sequential has such names too
+        if plain or not re.match(rf"[0-9]+\.|{TIED}\.", folder):
             return folder
         if self._pipe is not None:
             return self._pipe.find(folder, str(self.folder / ATOMS / folder))
@@ -134,7 +135,8 @@ class UniversalCheckpoint(TagFolder):
         return groups
 
     def _manifest(self, groups: list[dict[str, Ints]], recorded: Manifest | None) -> Manifest:
-        dtype = recorded.params[0].dtype if recorded and recorded.params else training_dtype(self.meta, {}, ())
+        dtype = next((spec.dtype for spec in recorded.params if spec.kind == "trainable") if recorded else iter(()),
+                     training_dtype(self.meta, {}, ()))
         params: list[ParamSpec] = []
         buffers: list[FlatBuffer] = []
         scalars: list[Mapping[str, float]] = []

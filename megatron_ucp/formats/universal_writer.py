@@ -7,7 +7,6 @@ Stock's converter writes two forms, each for some stages. Where its loaders look
 """
 
 import re
-import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.native_writer import Run, scaler_of
+from megatron_ucp.formats.native_writer import Run, scalar_tensor, scaler_of
 from megatron_ucp.formats.output import Output, plain
 from megatron_ucp.formats.pickle_values import Stand
 
@@ -59,7 +58,7 @@ class UniversalWriter:
                 yield output
 
     def _step(self, output: Output, step: float) -> Any:
-        return int(step) if self.run.int_steps else output.tensor(struct.pack("<f", step), "float32", ())
+        return int(step) if self.run.int_steps else scalar_tensor(output, step)
 
     def _groups(self) -> list[tuple[Mapping[str, Any], list[str]]]:
         """Settings and names of each parameter group, in its order."""

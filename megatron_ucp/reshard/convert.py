@@ -6,6 +6,7 @@ disk, and renamed. Every byte of the source that a copy used is compared with it
 """
 
 import ctypes
+import fcntl
 import os
 import shutil
 import threading
@@ -28,6 +29,7 @@ from megatron_ucp.core.target import Target
 from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.formats import tags
+from megatron_ucp.formats.deepspeed_paths import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.native_writer import NativeWriter
 from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
 from megatron_ucp.formats.output import Output, Stored, Weight
@@ -74,13 +76,12 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
     folder = Path(dst)
     target = _check_arguments(folder, to, target)
     with open_checkpoint(src, tag, rules) as source:
+        _require_outside(folder, source.folder)
         for name in source.file_names:
             check_file(source, name, stale="stale" in allow)
         origin = Origin(source, rules is not None)
         settings = origin.config if config is None else config
-        target = target.completed(settings)
-        if config is None and origin.no_config:
-            target = replace(target, dtype=origin.dtype)
+        target = origin.completed(target, config)
         if to == "universal":
             manifest = universal_manifest(source.manifest, target, str(source.folder), origin.permuted)
             layers = origin.layers() if target.mesh.pp > 1 else None
@@ -105,15 +106,27 @@ def _check_arguments(folder: Path, to: str, target: Target | Mesh | None) -> Tar
         raise UsageError("there is no such format to convert to", expected=" or ".join(FORMATS), found=to)
     if target is None and to == "native":
         raise UsageError("a native checkpoint is for one mesh", expected="a mesh", found="none", fix="give --mesh (target=)")
-    if folder.exists() or folder.is_symlink():
-        raise UsageError("the output exists", file=folder, expected="a folder that does not exist yet", found="one that does",
-                         fix="give another name, or remove it")
+    _require_free(folder)
     if folder.absolute().name.startswith(".") or not folder.name:
         raise UsageError("the output is the plain name of a new folder", file=folder, expected="converted/global_step100",
                          found=str(folder))
     if isinstance(target, Mesh) or target is None:
         return Target(target or Mesh())
     return target
+
+
+def _require_outside(folder: Path, source: Path) -> None:
+    """A `latest` in a tag folder would lead every load of that tag astray."""
+    parent = folder.resolve().parent
+    beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    if source.resolve() in (parent, *parent.parents) or any(MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside):
+        raise UsageError("the output lies inside of a checkpoint", file=folder, expected="a place beside it", found=parent)
+
+
+def _require_free(folder: Path) -> None:
+    if folder.exists() or folder.is_symlink():
+        raise UsageError("the output exists", file=folder, expected="a folder that does not exist yet", found="one that does",
+                         fix="give another name, or remove it")
 
 
 class _Job:
@@ -167,7 +180,6 @@ class _Job:
 
     def write(self, output: Output, path: Path) -> None:
         """One file. Runs in a thread of its own."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_pt(path, output.tree, lambda storage: self._chunks(output, storage), durable=False)
 
     def _chunks(self, output: Output, storage: StorageRef) -> Iterator[memoryview | bytes]:
@@ -229,19 +241,39 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
         with ExitStack() as left:
             aside.parent.mkdir(parents=True, exist_ok=True)
             if aside.exists():
+                os.close(_locked(aside))
                 shutil.rmtree(aside)  # of a conversion that was killed
             aside.mkdir()
+            left.callback(os.close, _locked(aside))
             left.callback(shutil.rmtree, aside, ignore_errors=True)
+            for place in {(aside / output.name).parent for output in outputs} - {aside}:
+                place.mkdir(parents=True, exist_ok=True)
             _write_files(job, outputs, aside)
             job.reader.check(thorough=True)
             _sync(aside)
             entries = tuple(tags.entry_of(aside / output.name) for output in outputs if "/" not in output.name)
-            run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time(), "moved_latest": False}
+            run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time(),
+                   "moved_latest": False}
             manifest = replace(job.manifest, files=entries, save_id=uuid.uuid4().hex, run=run)
+            _require_free(folder)  # a save may have taken the name meanwhile
             tags.commit(aside, to_json(manifest), tags.Syncs())
     except OSError as error:
         raise SaveError("the output could not be written; nothing is left of it", file=error.filename or folder,
                         found=f"{type(error).__name__}: {error}", fix="free space or mend permissions, then try again") from error
+
+
+def _locked(aside: Path) -> int:
+    """A handle that holds a folder for one conversion, as long as its process lives. Raises UsageError where another has it."""
+    handle = os.open(aside, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UsageError("another conversion is writing this output", file=aside, expected="one at a time",
+                         fix="give another name, or wait for it") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
 
 
 def _write_files(job: _Job, outputs: list[Output], aside: Path) -> None:
@@ -277,6 +309,9 @@ def _pointer(folder: Path, to: str) -> list[str]:
     parent, name = folder.absolute().parent, folder.absolute().name
     pointer = parent / ("latest" if to == "native" else "latest_universal")
     if to == "native" and pointer.exists():
-        return [f"{pointer} still names {pointer.read_text().strip()}: load with tag={name}"]
-    tags.replace_text(pointer, name, tags.Syncs())
+        return [f"{pointer} still names {pointer.read_text(errors='replace').strip()}: load with tag={name}"]
+    try:
+        tags.replace_text(pointer, name, tags.Syncs())
+    except OSError as error:  # the output is whole all the same
+        return [f"{pointer} could not be written ({type(error).__name__}): load with tag={name}"]
     return []

@@ -1,6 +1,7 @@
 """What a conversion takes from its source besides tensors: config, scheduler, loss scale, the layers of its pipeline."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
@@ -14,6 +15,7 @@ from megatron_ucp.formats.deepspeed import OWN_KEYS, PER_GROUP, NativeCheckpoint
 from megatron_ucp.formats.model_file import training_dtype
 from megatron_ucp.formats.native_writer import Run
 from megatron_ucp.formats.opened import Checkpoint
+from megatron_ucp.formats.output import is_mark
 from megatron_ucp.formats.pickle_values import TensorRef
 
 CLIP_GRAD = 1.0  # DeepSpeed's default
@@ -38,6 +40,12 @@ class Origin:
         settings = self.config.get("zero_optimization")
         return self.manifest.engine == "zero12" and isinstance(settings, dict) and bool(settings.get("round_robin_gradients"))
 
+    def completed(self, target: Target, config: Mapping[str, Any] | None) -> Target:
+        """The target with everything that the config of its job says, or else the source's. Raises UsageError."""
+        if config is None and self.no_config and target.dtype is None:
+            target = replace(target, dtype=self.dtype)
+        return target.completed(self.config if config is None else config)
+
     def layers(self) -> Layers | None:
         """The layers of the pipeline that the model has, or would have; None where nobody knows them."""
         names = [spec.name for spec in self.manifest.params]
@@ -58,8 +66,12 @@ class Origin:
         elif dtype == "float16" and self.dtype != "float16":
             scaler = _fresh_scaler(config)
             self.notes.append(f"the loss scale of fp16 begins anew, at {scaler['cur_scale']:g}: the source has none")
-        return Run(meta, OWN_KEYS, config_for(target, self.config, dtype), str(meta.get("ds_version") or "0.19.8"), dtype,
-                   scaler, self._clip_grad(), self._int_steps(manifest), stateless, lambda stage: self._scheduler(manifest, stage))
+        marked = sorted({key for group in manifest.groups for key, value in group.items() if is_mark(value)})
+        if marked:
+            self.notes.append(f"hyper-parameters that are no plain values are left out: {', '.join(marked)}")
+        return Run(meta, OWN_KEYS, config_for(target, config, dtype), str(meta.get("ds_version") or "0.19.8"), dtype,
+                   scaler, self._clip_grad(config), self._int_steps(manifest), stateless,
+                   lambda stage: self._scheduler(manifest, stage))
 
     def _optimizer_tree(self) -> Mapping[str, Any]:
         if isinstance(self.source, NativeCheckpoint):
@@ -67,8 +79,9 @@ class Origin:
             return tree if isinstance(tree, dict) else {}
         return self.source.optimizer_tree()
 
-    def _clip_grad(self) -> float:
-        for value in (self._optimizer_tree().get("clip_grad"), self.config.get("gradient_clipping")):
+    def _clip_grad(self, config: Mapping[str, Any]) -> float:
+        key = "gradient_clipping"
+        for value in (config.get(key), self._optimizer_tree().get("clip_grad"), self.config.get(key)):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return float(value)
         return CLIP_GRAD
@@ -99,11 +112,18 @@ class Origin:
             saved = [self.source.tree(name).get("lr_scheduler") or {} for name in self.source.first_of_stages]
         out = dict(found)
         for key in PER_GROUP & found.keys():
-            lists: list[list[Any]] = [values for state in saved if isinstance(values := state.get(key), list)]
-            every = [value for values in lists for value in values]
+            every = [self._number(value, stage) if len(saved) > 1 else value for stage, state in enumerate(saved)
+                     if isinstance(values := state.get(key), list) for value in values]
             if len(every) == len(self.manifest.groups) and None not in origins:
                 out[key] = [every[n] for n in origins if n is not None]
         return out
+
+
+    def _number(self, value: Any, stage: int) -> Any:
+        """A rate that is a tensor as a number: the files of other stages are not at hand where the scheduler is written."""
+        if not isinstance(value, TensorRef) or not isinstance(self.source, NativeCheckpoint):
+            return value
+        return self.source.scalar(self.source.full_path(self.source.first_of_stages[stage]), value)
 
 
 def _fresh_scaler(config: Mapping[str, Any]) -> Mapping[str, Any]:

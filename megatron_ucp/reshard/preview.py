@@ -60,9 +60,7 @@ def preview(path: str | Path, target: Target, tag: str | None = None, rules: str
     """What a job on the target's mesh would read of a checkpoint. `progress(done, total)` counts ranks. Raises a UcpError."""
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
-        target = target.completed(origin.config if config is None else config)
-        if config is None and origin.no_config:
-            target = replace(target, dtype=origin.dtype)
+        target = origin.completed(target, config)
         layers = origin.layers() if target.mesh.pp > 1 else None
         manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
         return of_manifests(source.manifest, manifest, lambda slot: Path(source.where(slot).file.path).relative_to(

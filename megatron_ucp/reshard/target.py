@@ -9,7 +9,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.partition import Layers
 from megatron_ucp.core.stages import Stage, join
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.states import MASTER, VALUE, kept_by, require_equal
 from megatron_ucp.core.target import Target, with_states
 from megatron_ucp.core.zero import FlatBuffer, Member, round_robin
 from megatron_ucp.errors import RuleError, StateMismatchError, UnsupportedError, UsageError
@@ -42,6 +42,8 @@ def target_manifest(source: Manifest, target: Target, layers: Layers | None, fil
     dtype = target.dtype or _dtype(source)
     engine = target.engine(dtype)
     optimizer = target.optimizer or source.optimizer
+    if target.optimizer:
+        _check_optimizer(source, target.optimizer, groups, file)
     place = {"tp": (mesh.tp, 0)}
     local = {spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, place)) for spec in source.params}
     specs = {spec.name: _retyped(spec, dtype) for spec in source.params}
@@ -51,7 +53,8 @@ def target_manifest(source: Manifest, target: Target, layers: Layers | None, fil
     for held in _placed(source, target, layers, local, file):
         here = [Group(group.settings, names) for group in groups if (names := tuple(n for n in group.names if n in held))]
         buffers = [buffer for number, group in enumerate(here) for buffer in target.buffers(
-            engine, dtype, optimizer, [(name, local[name]) for name in group.names], number, _states(source, group, file))]
+            engine, dtype, optimizer, [(name, local[name]) for name in group.names], number,
+            _states(source, group, file, engine, dtype))]
         values = [_value(spec, local[name], mesh.partitions if engine == "zero3" and spec.kind == "frozen" else 1, engine)
                   for name, spec in specs.items() if spec.kind != "trainable" and name in held]
         scalars = tuple(one_value(buffer.members, source.scalars_of, "steps", file) for buffer in buffers)
@@ -71,7 +74,7 @@ def universal_manifest(source: Manifest, target: Target, file: str, permuted: bo
     buffers: list[FlatBuffer] = []
     scalars: list[Mapping[str, float]] = []
     for number, group in enumerate(groups):
-        states = _states(source, group, file)
+        states = _states(source, group, file, "universal", dtype)
         for name in group.names:
             size = math.prod(specs[name].shape)
             buffers.append(FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, number, axes=()))
@@ -107,15 +110,24 @@ def _retyped(spec: ParamSpec, dtype: str) -> ParamSpec:
     return spec if spec.kind == "buffer" else replace(spec, dtype=dtype)
 
 
-def _states(source: Manifest, group: Group, file: str) -> tuple[tuple[str, str], ...]:
-    """Masters and element-wise states of a group."""
+def _check_optimizer(source: Manifest, optimizer: str, groups: Sequence[Group], file: str) -> None:
+    """Raises StateMismatchError where another class of optimizer keeps other states than the source holds."""
+    for group in groups:
+        for name in group.names[:1]:
+            if states := {**source_states(source, name), **source.scalars_of(name)}:  # none before the first step
+                kept = kept_by(optimizer, group.settings)
+                require_equal((*kept.element, *kept.scalar), states, name, file)
+
+
+def _states(source: Manifest, group: Group, file: str, engine: str, dtype: str) -> tuple[tuple[str, str], ...]:
+    """Masters and element-wise states of a group. At stage 0 in float32 the weights are the masters, whatever the source's are."""
     holders = [source.buffers[source.holders[name][0][0]] for name in group.names]
     masters = {dict(buffer.states).get(MASTER) for buffer in holders}
     found = one_value([Member(name, 0, 0) for name in group.names], lambda name: source_states(source, name), "states", file)
     if len(masters) > 1 or None in masters:
         raise StateMismatchError("the checkpoint holds no master weights of one kind", file=file, parameter=group.names[0],
                                  found=", ".join(map(str, masters)), fix="convert a checkpoint that was saved with its optimizer")
-    return with_states(found, str(masters.pop()))
+    return with_states(found, dtype if (engine, dtype) == ("zero0", "float32") else str(masters.pop()))
 
 
 def _value(spec: ParamSpec, elems: int, parts: int, engine: str) -> FlatBuffer:
@@ -179,9 +191,10 @@ def _placed(source: Manifest, target: Target, layers: Layers | None, local: Mapp
                          expected=f"uniform, parameters, layers, or {target.mesh.pp} numbers with the sum {len(layers.held)}",
                          fix="give --stages (Target(stages=...)) as the job's partition method")
     known = {name for names in layers.canonical for name in names}
+    trained = {spec.name: local[spec.name] for spec in source.params if spec.kind == "trainable"}  # what DeepSpeed balances
     lost = [spec.name for spec in source.params if spec.name not in known]
     if lost:
         raise UnsupportedError("a parameter or buffer has no place in the pipeline", file=file, parameter=lost[0],
                                found=f"{len(lost)} of {len(source.params)}")
     return [frozenset(name for at in stage for name in layers.canonical[at])
-            for stage in layers.stages(target.stages, target.mesh.pp, local)]
+            for stage in layers.stages(target.stages, target.mesh.pp, trained)]

@@ -22,7 +22,7 @@ from megatron_ucp.reshard.diff import one_parameter
 from megatron_ucp.reshard.execute import DTYPES
 from megatron_ucp.reshard.windows import pool
 
-_BLOCK_BYTES = 2**20  # fits a core's cache
+_BLOCK_BYTES = 2 * 2**20  # fits a core's cache
 _PIECE_BYTES = 64 * 2**20  # what one thread takes of a record: a checkpoint may have a single large one
 Progress = Callable[[int, int], None]
 

@@ -19,6 +19,8 @@ from megatron_ucp.reshard.execute import DTYPES, Counts, Run, bytes_of, check_ru
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 
+MOST_THREADS = 8  # each has windows of its own: the memory must not grow with the machine either
+
 
 @dataclass(frozen=True, slots=True)
 class _Straight:
@@ -114,7 +116,7 @@ class WindowReader:
 
 def pool() -> ThreadPoolExecutor:
     """A thread for each core: reading, summing and copying let go of the interpreter. torch's own threads would be too many."""
-    return ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,))
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Memory(threading.local):

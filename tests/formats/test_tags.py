@@ -198,3 +198,15 @@ def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError, match="being removed"):
             Recorded(tmp_path / "step1", [STATE])
     Recorded(tmp_path / "step1", [STATE]).close()
+
+
+def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:
+    for name in (".left.saving", ".used.saving"):
+        (tmp_path / name).mkdir()
+    handle = os.open(tmp_path / ".used.saving", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    tags.begin(tmp_path, "next")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".next.saving", ".used.saving"]
+    os.close(handle)
+    tags.begin(tmp_path, "again")
+    assert [path.name for path in tmp_path.iterdir()] == [".again.saving"]
