@@ -1,6 +1,7 @@
 """Fixtures and rules for all tests."""
 
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from tests.ranks import RankPool
 
 SHOWN_JOBS = 10
 pools: list[RankPool] = []
+
+
+# A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
