@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,14 @@ def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | No
     """
     with open_checkpoint(a, rules=rules) as one, open_checkpoint(b, rules=rules_b or rules) as two:
         out: list[Difference | _Values] = [*_run(one, two)]
-        job = _Job(WindowReader(one), WindowReader(two))
-        for name in dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]):
-            out += _parameter(one, two, name, job)
-        found = job.compare(progress)
+        with pool() as threads:  # they compare while the next parameter is planned
+            job = _Job(WindowReader(one), WindowReader(two), threads)
+            try:
+                for name in dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]):
+                    out += _parameter(one, two, name, job)
+                found = job.collect(progress)
+            finally:  # also for Ctrl-C: what has not begun does not begin
+                job.cancel()
         return [difference for one in out for difference in (found[one] if isinstance(one, _Values) else [one])]
 
 
@@ -100,32 +105,38 @@ class _Values:
 
 
 class _Job:
-    """What has to be read and compared, window by window."""
+    """What is read and compared, window by window."""
 
-    def __init__(self, one: WindowReader, two: WindowReader) -> None:
-        self.readers, self.memory = (one, two), Memory()
+    def __init__(self, one: WindowReader, two: WindowReader, threads: ThreadPoolExecutor) -> None:
+        self.readers, self.threads, self.memory = (one, two), threads, Memory()
         self.targets: dict[_Values, Manifest] = {}
+        self.waiting: dict[_Values, Future[list[Difference]]] = {}
 
     def want(self, spec: ParamSpec, states: Mapping[str, str]) -> None:
-        """Plans the comparison of some states (name -> dtype) of a parameter. Raises a UcpError."""
+        """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Raises a UcpError."""
         target = one_parameter(spec, states)
         self.targets.update((_Values(spec.name, state), target) for state in states)
         for reader in self.readers:
             reader.prove(target, [(_whole(state), state) for state in states])
+        for key in [_Values(spec.name, state) for state in states]:
+            self.waiting[key] = self.threads.submit(self._compare, key)
 
-    def compare(self, progress: Callable[[int, int], None] | None) -> dict[_Values, list[Difference]]:
-        """Reads both sides. Raises DamagedFileError."""
+    def collect(self, progress: Callable[[int, int], None] | None) -> dict[_Values, list[Difference]]:
+        """What differs. Raises DamagedFileError."""
         found: dict[_Values, list[Difference]] = {}
         total, done = sum(map(self._bytes, self.targets)), 0
-        with pool() as threads:
-            for key, differences in zip(self.targets, threads.map(self._compare, self.targets), strict=True):
-                found[key] = differences
-                done += self._bytes(key)
-                if progress is not None:
-                    progress(done, total)
+        for key, one in self.waiting.items():
+            found[key] = one.result()
+            done += self._bytes(key)
+            if progress is not None:
+                progress(done, total)
         for reader in self.readers:
             reader.check(thorough=False)
         return found
+
+    def cancel(self) -> None:
+        for one in self.waiting.values():
+            one.cancel()
 
     def _bytes(self, key: _Values) -> int:
         buffer = self.targets[key].buffers[0]

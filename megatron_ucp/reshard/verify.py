@@ -67,12 +67,13 @@ def verify(path: str | Path, tag: str | None = None, deep: bool = False, allow_n
                 _note(findings, lambda name=name: check_file(checkpoint, name))
             for name in set(checkpoint.recorded.files) - set(names):
                 _note(findings, lambda name=name: checkpoint.recorded.read(name))
-            _note(findings, lambda: _check_cover(checkpoint.manifest))
             notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in names if not checkpoint.file(name).has_checksums)]
             read = 0
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)
                 findings += _copies(checkpoint)
+            else:
+                _note(findings, lambda: _check_cover(checkpoint.manifest))
             return Verified(str(folder), tuple(dict.fromkeys(findings)), tuple(notes), len(names), read)
     except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
         return Verified(str(folder), (*findings, finding_of(error)), (), 0, 0)
@@ -104,7 +105,8 @@ def _check_cover(manifest: Manifest) -> None:
 
 def _check_records(checkpoint: Checkpoint, names: list[str], allow_nan: bool, findings: list[Finding],
                    progress: Progress | None) -> int:
-    """Compares every record of every file with its CRC-32, on all cores; returns the bytes that were read."""
+    """Compares every record of every file with its CRC-32, on all cores, and looks at the cover meanwhile; returns the bytes that
+    were read."""
     records = [(file, record, dtype) for file in map(checkpoint.file, names) for record, dtype in _records(file)]
     total, done = sum(record.size_bytes for _, record, _ in records), 0
     unused: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -118,7 +120,9 @@ def _check_records(checkpoint: Checkpoint, names: list[str], allow_nan: bool, fi
     pieces = [(number, low) for number, (_, record, _) in enumerate(records) for low in range(0, record.size_bytes, _PIECE_BYTES)]
     sums, nans = [0] * len(records), set[int]()
     with pool() as threads:
-        for (number, low), (crc, nan) in zip(pieces, threads.map(scan, pieces), strict=True):
+        scans = threads.map(scan, pieces)
+        _note(findings, lambda: _check_cover(checkpoint.manifest))
+        for (number, low), (crc, nan) in zip(pieces, scans, strict=True):
             size = min(_PIECE_BYTES, records[number][1].size_bytes - low)
             sums[number], done = crc32_combine(sums[number], crc, size), done + size
             nans |= {number} if nan else set()
