@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,10 +40,11 @@ from megatron_ucp.formats.universal_writer import UniversalWriter
 from megatron_ucp.formats.whole import check_file
 from megatron_ucp.reshard.execute import DTYPES, bytes_of
 from megatron_ucp.reshard.origin import Origin
-from megatron_ucp.reshard.target import target_manifest, universal_manifest
+from megatron_ucp.reshard.target import no_layers, target_manifest, universal_manifest
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
+ALLOWED = NARROW | {"mean", "stale"}
 FORMATS = ("native", "universal")
 Progress = Callable[[int, int], None]
 
@@ -63,7 +64,7 @@ class Converted:
 
 
 def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target | Mesh | None = None, *, tag: str | None = None,
-            rules: str | Path | None = None, config: Mapping[str, Any] | None = None, allow: frozenset[str] = frozenset(),
+            rules: str | Path | None = None, config: Mapping[str, Any] | None = None, allow: Collection[str] = (),
             progress: Progress | None = None) -> Converted:
     """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load takes on the target's mesh
     (`to="native"`), or a universal folder, which needs no target (`to="universal"`).
@@ -74,7 +75,7 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
     """
     started = time.perf_counter()
     folder = Path(dst)
-    target = _check_arguments(folder, to, target)
+    target = _check_arguments(folder, to, target, allow)
     with open_checkpoint(src, tag, rules) as source:
         _require_outside(folder, source.folder)
         for name in source.file_names:
@@ -85,6 +86,8 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
         if to == "universal":
             manifest = universal_manifest(source.manifest, target, str(source.folder), origin.permuted)
             layers = origin.layers() if target.mesh.pp > 1 else None
+            if target.mesh.pp > 1 and layers is None:
+                raise no_layers(str(source.folder))
             manifest = replace(manifest, names=dict(layers.names) if layers else {})
             run = origin.run(target, manifest, settings)
             outputs = list(UniversalWriter(manifest, run, {name: pipe for pipe, name in manifest.names.items()}).outputs())
@@ -93,7 +96,7 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
             manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
             run = origin.run(target, manifest, settings)
             outputs = list(NativeWriter(manifest, run, layers).outputs())
-        job = _Job(source, manifest, allow, progress)
+        job = _Job(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
         _write(job, outputs, folder, to)
     notes = [*source.notes, *origin.notes, *_pointer(folder, to)]
@@ -101,7 +104,9 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
                      job.reader.read_bytes, job.done, time.perf_counter() - started, tuple(notes))
 
 
-def _check_arguments(folder: Path, to: str, target: Target | Mesh | None) -> Target:
+def _check_arguments(folder: Path, to: str, target: Target | Mesh | None, allow: Collection[str]) -> Target:
+    if isinstance(allow, str) or set(allow) - ALLOWED:
+        raise UsageError("allow names what may happen", expected=" ".join(sorted(ALLOWED)), found=" ".join(sorted(allow)))
     if to not in FORMATS:
         raise UsageError("there is no such format to convert to", expected=" or ".join(FORMATS), found=to)
     if target is None and to == "native":

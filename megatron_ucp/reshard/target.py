@@ -170,6 +170,13 @@ def _groups(source: Manifest, target: Target, file: str, permuted: bool) -> list
     return groups
 
 
+def no_layers(file: str) -> UnsupportedError:
+    """The error for a pipeline that a model without a family would have."""
+    return UnsupportedError("the names of the parameters in a pipeline are not known", file=file, found="no family",
+                            expected="a pipeline checkpoint, or one of a family that has a pipeline",
+                            fix="train with a family, or convert without pp")
+
+
 def _unpermuted(names: Sequence[str], parts: int) -> list[str]:
     """The client's order of what `round_robin_gradients` permuted."""
     out = [""] * len(names)
@@ -183,9 +190,7 @@ def _placed(source: Manifest, target: Target, layers: Layers | None, local: Mapp
     if target.mesh.pp == 1:
         return [frozenset(spec.name for spec in source.params)]
     if layers is None:
-        raise UnsupportedError("the names of the parameters in a pipeline are not known", file=file, found="no family",
-                               expected="a pipeline checkpoint, or one of a family that has a pipeline",
-                               fix="train with a family, or convert without pp")
+        raise no_layers(file)
     if target.stages is None:
         raise UsageError("how the layers are divided among the stages is not known", file=file,
                          expected=f"uniform, parameters, layers, or {target.mesh.pp} numbers with the sum {len(layers.held)}",

@@ -289,6 +289,8 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
         (UsageError, "for one mesh", {"src": plain}), (UsageError, "no such format", {"src": plain, "to": "hf"}),
         (RuleError, "nobody declared", {"src": plain, "target": ucp.Mesh(tp=2)}),
         (UnsupportedError, "not known", {"src": plain, "target": ucp.Mesh(pp=2)}),
+        (UnsupportedError, "not known", {"src": plain, "target": ucp.Mesh(pp=2), "to": "universal"}),
+        (UsageError, "allow names", {"src": plain, "target": ucp.Mesh(), "allow": {"narow"}}),
         (UsageError, "ZeRO 0 and 1", {"src": plain, "target": ucp.Mesh(pp=2, zero=2), "made": True}),
         (LayoutError, "can't be cut", {"src": llama, "target": ucp.Mesh(tp=5)}),
         (UsageError, "how the layers", {"src": llama, "target": ucp.Mesh(pp=2)}),
@@ -301,7 +303,7 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             target = arguments.get("target")
             ucp.convert(arguments["src"], out, arguments.get("to", "native"),
-                        ucp.Target(target) if isinstance(target, ucp.Mesh) else target)
+                        ucp.Target(target) if isinstance(target, ucp.Mesh) else target, allow=arguments.get("allow", ()))
         assert not list(tmp_path.iterdir()), "something is left"
     out.mkdir()
     with pytest.raises(UsageError, match="exists"):
