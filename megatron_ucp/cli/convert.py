@@ -17,9 +17,10 @@ HELP = "write native files for another mesh, or a universal folder"
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_checkpoint(verb, alias="--input-folder")
+    add_checkpoint(verb, optional=True)
+    verb.add_argument("--input-folder", help=argparse.SUPPRESS)
     verb.add_argument("output", nargs="?", help="the new tag folder, such as converted/global_step100")
-    verb.add_argument("--output-folder", dest="output_folder", help=argparse.SUPPRESS)
+    verb.add_argument("--output-folder", help=argparse.SUPPRESS)
     verb.add_argument("--to", choices=("native", "universal"), help="what to write (default: native with --mesh, else universal)")
     add_target(verb)
     verb.add_argument("--allow", default="", help="what may happen besides exact copies: narrow, mean, stale (comma-separated)")

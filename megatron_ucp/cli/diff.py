@@ -14,7 +14,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("a", help="a tag folder, or the folder with `latest`")
     verb.add_argument("b", help="the other one")
     add_rules(verb)
-    verb.add_argument("--rules-b", "--rules_b", metavar="FILE", help="other rules for B")
+    verb.add_argument("--rules-b", metavar="FILE", help="other rules for B")
     verb.add_argument("--limit", type=int, default=20, help="print at most so many differences (default 20)")
 
 

@@ -13,7 +13,7 @@ HELP = "engine, mesh, step, sizes and the parameter table of a checkpoint"
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_checkpoint(verb)
-    verb.add_argument("--no-table", "--no_table", action="store_true", help="leave out the table of parameters")
+    verb.add_argument("--no-table", action="store_true", help="leave out the table of parameters")
 
 
 def run(args: Any) -> int:

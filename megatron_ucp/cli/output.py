@@ -7,11 +7,9 @@ from typing import Any
 DONE, FOUND, UNUSABLE = 0, 1, 2
 
 
-def add_checkpoint(verb: argparse.ArgumentParser, alias: str = "") -> None:
-    """The arguments that say which checkpoint is meant; `alias` is an option that may take the place of the path."""
-    verb.add_argument("path", nargs="?" if alias else None, help="a tag folder, or the folder with `latest`")
-    if alias:
-        verb.add_argument(alias, help=argparse.SUPPRESS)
+def add_checkpoint(verb: argparse.ArgumentParser, optional: bool = False) -> None:
+    """The arguments that say which checkpoint is meant; with `optional` the path may be left out."""
+    verb.add_argument("path", nargs="?" if optional else None, help="a tag folder, or the folder with `latest`")
     verb.add_argument("--tag", help="a tag in that folder instead of the one that `latest` names")
     add_rules(verb)
 
@@ -19,6 +17,17 @@ def add_checkpoint(verb: argparse.ArgumentParser, alias: str = "") -> None:
 def add_rules(verb: argparse.ArgumentParser) -> None:
     """The argument that says how the checkpoint is cut, where it does not say so itself."""
     verb.add_argument("--rules", metavar="FILE", help="a TOML file that says how parameters are cut and named (docs/rules.md)")
+
+
+def print_findings(found: Any) -> None:
+    """Findings with their facts, then the notes."""
+    for one in found.findings:
+        print(": ".join(filter(None, (one.parameter, one.what))))
+        for key in ("file", "expected", "found"):
+            if getattr(one, key):
+                print(f"  {key}: {getattr(one, key)}")
+    for note in found.notes:
+        print(f"note: {note}")
 
 
 def progress_bar(args: Any, unit: str = "parameter") -> Any:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ucp.cli.convert import add_target, read_json, target_of
-from megatron_ucp.cli.output import DONE, add_rules, progress_bar
+from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
 from megatron_ucp.errors import UsageError
 
 HELP = "what a resume on another mesh would read, and a picture of it"
@@ -17,14 +17,12 @@ _SHOWN = 32  # ranks in the table
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", nargs="?", help="a tag folder, or the folder with `latest`")
-    verb.add_argument("--tag", help="a tag in that folder instead of the one that `latest` names")
-    add_rules(verb)
+    add_checkpoint(verb, optional=True)
     add_target(verb)
     verb.add_argument("--picture", metavar="FILE", help="draw who reads what from whom into a PNG, PDF or SVG file")
     verb.add_argument("--simulate", metavar="FAMILY", help="no checkpoint: a model of this family (gpt, llama) on paper")
     verb.add_argument("--sizes", help="of that model: layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256")
-    verb.add_argument("--source-mesh", "--source_mesh", help="the mesh that would have written it, as --mesh")
+    verb.add_argument("--source-mesh", help="the mesh that would have written it, as --mesh")
 
 
 def run(args: Any) -> int:

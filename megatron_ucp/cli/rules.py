@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, progress_bar
+from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, print_findings, progress_bar
 from megatron_ucp.errors import UsageError
 
 HELP = "draft the rules of a model that no family covers, or check them"
@@ -39,12 +39,6 @@ def _check(args: Any) -> int:
     if args.json:
         print(json.dumps(asdict(found)))
         return FOUND if found.findings else DONE
-    for one in found.findings:
-        print(": ".join(filter(None, (one.parameter, one.what))))
-        for key in ("file", "expected", "found"):
-            if getattr(one, key):
-                print(f"  {key}: {getattr(one, key)}")
-    for note in found.notes:
-        print(f"note: {note}")
+    print_findings(found)
     print(f"{found.rules}: {len(found.findings) or 'no'} findings for {found.parameters} parameters and buffers of {found.path}")
     return FOUND if found.findings else DONE

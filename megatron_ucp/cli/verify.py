@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, progress_bar
+from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, print_findings, progress_bar
 
 HELP = "whether a checkpoint is whole: files, cover; with --deep every byte and copy"
 
@@ -13,7 +13,7 @@ HELP = "whether a checkpoint is whole: files, cover; with --deep every byte and 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_checkpoint(verb)
     verb.add_argument("--deep", action="store_true", help="read everything: checksums, copies of one parameter, NaN")
-    verb.add_argument("--allow-nan", "--allow_nan", action="store_true", help="NaN is no damage")
+    verb.add_argument("--allow-nan", action="store_true", help="NaN is no damage")
 
 
 def run(args: Any) -> int:
@@ -22,13 +22,7 @@ def run(args: Any) -> int:
     if args.json:
         print(json.dumps(asdict(found)))
         return FOUND if found.findings else DONE
-    for one in found.findings:
-        print(": ".join(filter(None, (one.parameter, one.what))))
-        for key in ("file", "expected", "found"):
-            if getattr(one, key):
-                print(f"  {key}: {getattr(one, key)}")
-    for note in found.notes:
-        print(f"note: {note}")
+    print_findings(found)
     what = f"{found.read_bytes:,} bytes read" if args.deep else "tensors were not read: --deep does that"
     print(f"{found.path}: {len(found.findings) or 'no'} damage found in {found.files} files, {what}")
     return FOUND if found.findings else DONE

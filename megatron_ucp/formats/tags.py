@@ -53,18 +53,25 @@ def begin(save_dir: Path, tag: str) -> Path:
     return aside
 
 
-def _in_use(left: Path) -> bool:
-    """Whether a conversion is writing a folder: it holds a lock on it."""
-    handle = os.open(left, os.O_RDONLY)
+def lock(aside: Path) -> int | None:
+    """A handle that holds an unfinished folder for one writer, as long as its process lives; None where another has it."""
+    handle = os.open(aside, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
     except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
         os.close(handle)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return handle
+
+
+def _in_use(left: Path) -> bool:
+    """Whether a conversion is writing a folder: it holds a lock on it."""
+    handle = lock(left)
+    if handle is not None:
+        os.close(handle)
+    return handle is None
 
 
 def entry_of(path: Path) -> FileEntry:

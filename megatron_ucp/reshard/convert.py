@@ -6,7 +6,6 @@ disk, and renamed. Every byte of the source that a copy used is compared with it
 """
 
 import ctypes
-import fcntl
 import os
 import shutil
 import threading
@@ -269,16 +268,11 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
 
 
 def _locked(aside: Path) -> int:
-    """A handle that holds a folder for one conversion, as long as its process lives. Raises UsageError where another has it."""
-    handle = os.open(aside, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
+    """A handle that holds a folder for this conversion. Raises UsageError where another has it."""
+    handle = tags.lock(aside)
+    if handle is None:
         raise UsageError("another conversion is writing this output", file=aside, expected="one at a time",
-                         fix="give another name, or wait for it") from None
-    except OSError:  # a file system without locks
-        pass
+                         fix="give another name, or wait for it")
     return handle
 
 

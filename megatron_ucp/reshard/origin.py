@@ -118,7 +118,6 @@ class Origin:
                 out[key] = [every[n] for n in origins if n is not None]
         return out
 
-
     def _number(self, value: Any, stage: int) -> Any:
         """A rate that is a tensor as a number: the files of other stages are not at hand where the scheduler is written."""
         if not isinstance(value, TensorRef) or not isinstance(self.source, NativeCheckpoint):

@@ -42,8 +42,6 @@ def target_manifest(source: Manifest, target: Target, layers: Layers | None, fil
     dtype = target.dtype or _dtype(source)
     engine = target.engine(dtype)
     optimizer = target.optimizer or source.optimizer
-    if target.optimizer:
-        _check_optimizer(source, target.optimizer, groups, file)
     place = {"tp": (mesh.tp, 0)}
     local = {spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, place)) for spec in source.params}
     specs = {spec.name: _retyped(spec, dtype) for spec in source.params}
@@ -54,8 +52,8 @@ def target_manifest(source: Manifest, target: Target, layers: Layers | None, fil
         here = [Group(group.settings, names) for group in groups if (names := tuple(n for n in group.names if n in held))]
         buffers = [buffer for number, group in enumerate(here) for buffer in target.buffers(
             engine, dtype, optimizer, [(name, local[name]) for name in group.names], number,
-            _states(source, group, file, engine, dtype))]
-        values = [_value(spec, local[name], mesh.partitions if engine == "zero3" and spec.kind == "frozen" else 1, engine)
+            _states(source, group, target.optimizer, file, engine, dtype))]
+        values = [_value(spec, local[name], mesh.partitions if engine == "zero3" and spec.kind == "frozen" else None)
                   for name, spec in specs.items() if spec.kind != "trainable" and name in held]
         scalars = tuple(one_value(buffer.members, source.scalars_of, "steps", file) for buffer in buffers)
         stages.append(Stage(tuple(specs[name] for name in specs if name in held), tuple(buffers),
@@ -74,7 +72,7 @@ def universal_manifest(source: Manifest, target: Target, file: str, permuted: bo
     buffers: list[FlatBuffer] = []
     scalars: list[Mapping[str, float]] = []
     for number, group in enumerate(groups):
-        states = _states(source, group, file, "universal", dtype)
+        states = _states(source, group, target.optimizer, file, "universal", dtype)
         for name in group.names:
             size = math.prod(specs[name].shape)
             buffers.append(FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, number, axes=()))
@@ -110,29 +108,25 @@ def _retyped(spec: ParamSpec, dtype: str) -> ParamSpec:
     return spec if spec.kind == "buffer" else replace(spec, dtype=dtype)
 
 
-def _check_optimizer(source: Manifest, optimizer: str, groups: Sequence[Group], file: str) -> None:
-    """Raises StateMismatchError where another class of optimizer keeps other states than the source holds."""
-    for group in groups:
-        for name in group.names[:1]:
-            if states := {**source_states(source, name), **source.scalars_of(name)}:  # none before the first step
-                kept = kept_by(optimizer, group.settings)
-                require_equal((*kept.element, *kept.scalar), states, name, file)
-
-
-def _states(source: Manifest, group: Group, file: str, engine: str, dtype: str) -> tuple[tuple[str, str], ...]:
-    """Masters and element-wise states of a group. At stage 0 in float32 the weights are the masters, whatever the source's are."""
+def _states(source: Manifest, group: Group, optimizer: str | None, file: str, engine: str,
+            dtype: str) -> tuple[tuple[str, str], ...]:
+    """Masters and element-wise states of a group, which the target's `optimizer` has to keep if it is another one. At stage 0 in
+    float32 the weights are the masters, whatever the source's are."""
     holders = [source.buffers[source.holders[name][0][0]] for name in group.names]
     masters = {dict(buffer.states).get(MASTER) for buffer in holders}
     found = one_value([Member(name, 0, 0) for name in group.names], lambda name: source_states(source, name), "states", file)
     if len(masters) > 1 or None in masters:
         raise StateMismatchError("the checkpoint holds no master weights of one kind", file=file, parameter=group.names[0],
                                  found=", ".join(map(str, masters)), fix="convert a checkpoint that was saved with its optimizer")
+    if optimizer and (states := {**found, **source.scalars_of(group.names[0])}):  # none before the first step
+        kept = kept_by(optimizer, group.settings)
+        require_equal((*kept.element, *kept.scalar), states, group.names[0], file)
     return with_states(found, dtype if (engine, dtype) == ("zero0", "float32") else str(masters.pop()))
 
 
-def _value(spec: ParamSpec, elems: int, parts: int, engine: str) -> FlatBuffer:
-    each = engine == "zero3" and spec.kind == "frozen"
-    return FlatBuffer((Member(spec.name, 0, elems),), -(-elems // parts), parts, "each" if each else "whole",
+def _value(spec: ParamSpec, elems: int, parts: int | None) -> FlatBuffer:
+    """A frozen parameter or buffer; `parts` are ZeRO-3's partitions of it, None where it is whole."""
+    return FlatBuffer((Member(spec.name, 0, elems),), -(-elems // (parts or 1)), parts or 1, "each" if parts else "whole",
                       ((VALUE, spec.dtype),))
 
 
