@@ -108,6 +108,8 @@ def load(engine: Any, path: str | Path, tag: str | None = None, *, load_optimize
                                      groups=_origins(live, source))
                 randoms = Restored.plan(source, live.mesh(), agree.world()[0], live.place()) if rng else Restored(None)
                 position = None if load_module_only else _position(source, loader)
+                if checksums:
+                    source.check_used()
         except UcpError:
             live.wrapper.restore()
             raise

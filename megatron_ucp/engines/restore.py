@@ -81,7 +81,7 @@ def _tensors(source: Checkpoint, value: Any) -> Any:
         last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True)) + 1 if ref.numel else 0
         memory = torch.empty(last * size, dtype=torch.uint8)
         if last:
-            file.read_into(file.record(ref.storage), ref.offset_elems * size, bytes_of(memory))
+            file.read_into(source.use(source.full_path(source.model_name), ref), ref.offset_elems * size, bytes_of(memory))
         return torch.as_strided(memory.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride).clone()
     return resolve(value, read, file=str(source.folder / source.model_name))
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.deepspeed_paths import TagFiles, scan
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.pt_file import PtFile, Record
 from megatron_ucp.formats.recorded import Recorded
 from megatron_ucp.formats.safe_pickle import TensorRef
 
@@ -26,6 +26,7 @@ class TagFolder:
         self._closing = ExitStack()
         self._open: dict[str, PtFile] = {}
         self._trees: dict[str, Any] = {}
+        self._used: dict[tuple[str, str], Record] = {}
         self.recorded = Recorded(folder, self.names.names)
         self._closing.callback(self.recorded.close)
 
@@ -69,6 +70,17 @@ class TagFolder:
             self._trees[name] = tree
         return self._trees[name]
 
+    def use(self, file: str, ref: TensorRef) -> Record:
+        """The record of a tensor that is read outside of a plan: a scalar state, client state. See `check_used`."""
+        record = self.opened(file).record(ref.storage)
+        self._used[file, record.name] = record
+        return record
+
+    def check_used(self) -> None:
+        """Compares these records with their CRC-32, which the executor does for all that a plan reads. Raises DamagedFileError."""
+        for (file, _), record in self._used.items():
+            self.opened(file).check(record)
+
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""
         layout = _SCALARS.get(ref.storage.dtype)
@@ -76,7 +88,7 @@ class TagFolder:
             raise DamagedFileError("a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}")
         data = bytearray(struct.calcsize(layout))
         opened = self.opened(file)
-        opened.read_into(opened.record(ref.storage), ref.offset_elems * len(data), memoryview(data))
+        opened.read_into(self.use(file, ref), ref.offset_elems * len(data), memoryview(data))
         return float(struct.unpack(layout, data)[0])
 
 

@@ -213,7 +213,7 @@ class _Job:
         """A tensor that is no parameter's, from the source's first model file."""
         file, ref = self.source.file(self.source.model_name), payload.ref
         size = ITEMSIZE[ref.storage.dtype]
-        record = file.record(ref.storage)
+        record = self.source.use(self.source.full_path(self.source.model_name), ref)
         if ref.is_contiguous:
             for low in range(0, ref.numel * size, WINDOW_BYTES):
                 memory = self.memory.take(min(WINDOW_BYTES, ref.numel * size - low), "uint8")

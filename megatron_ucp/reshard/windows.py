@@ -111,6 +111,7 @@ class WindowReader:
         """Compares what was read with the CRC-32 of its records; `thorough`: every record, and what nobody needed is read for
         that. Raises DamagedFileError."""
         summed = {key: record for key, record in self._records.items() if self.source.opened(key[0]).has_checksums}
+        self.source.check_used()
         self.read_bytes += check_runs(self._runs, summed, self.source.opened, thorough=thorough)[2]
 
 

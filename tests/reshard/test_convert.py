@@ -334,16 +334,45 @@ def test_a_damaged_source_leaves_nothing(sources: Sources, broken: Any, tmp_path
     with PtFile(path) as file:
         record = max((file.records[n] for n in file.records if "/data/" in n), key=lambda record: record.size_bytes)
         at = record.offset_bytes + record.size_bytes // 3
-    with open(path, "r+b") as file:
-        file.seek(at)
-        old = file.read(1)
-        file.seek(at)
-        file.write(bytes([old[0] ^ 4]))
+    flip(path, at)
     out = tmp_path / "out"
     for to, target in (("native", ucp.Mesh(dp=4, zero=3)), ("universal", None)):
         with pytest.raises(DamagedFileError, match="damaged"):
             ucp.convert(folder, out / to, to, target)
         assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["a step", "client state"])
+def test_a_damaged_number_beside_the_parameters(sources: Sources, broken: Any, tmp_path: Path, what: str) -> None:
+    """A step and a tensor of the client state are read outside of the plan; their records count as well."""
+    folder = without_manifest(broken()) / "trained"
+    path = next(folder.glob("*rank_0*optim*")) if what == "a step" else folder / "mp_rank_00_model_states.pt"
+    with PtFile(path) as file:
+        tree: Any = file.tree
+        ref = tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] if what == "a step" else tree["data"]
+        at = file.record(ref.storage).offset_bytes
+    for other in [p for p in folder.glob("*optim*") if what == "a step"]:  # the same flip in all files: no two of them disagree
+        with PtFile(other) as file:
+            held: Any = file.tree
+            state = held["optimizer_state_dict"]["base_optimizer_state"]["state"]
+            places = [file.record(entry["step"].storage).offset_bytes for entry in state.values()]
+        for place in places:
+            flip(other, place + 2)
+    if what == "client state":
+        flip(path, at)
+    with pytest.raises(DamagedFileError, match="wrong checksum"):
+        ucp.convert(folder, tmp_path / "out" / "x", target=ucp.Mesh(dp=4, zero=3))
+    assert list((tmp_path / "out").iterdir()) == []
+    for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", Setup(3, "bf16", seed=9), str(folder)):
+        assert rank["error"] == "DamagedFileError" and "wrong checksum" in rank["message"] and rank["unchanged"]
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        old = file.read(1)
+        file.seek(at)
+        file.write(bytes([old[0] ^ 4]))
 
 
 # ---------------------------------------------------------------- the disk, and interruptions
