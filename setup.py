@@ -1,19 +1,30 @@
 from setuptools import find_packages, setup
 
-# The versions that the tests run against. DeepSpeed and Megatron-Core change their file formats without notice, so each
-# is named exactly; reading, converting and verifying checkpoints needs neither.
+# The versions that the tests run against. DeepSpeed and Megatron-Core change their file formats
+# without notice, so each is named exactly; reading, converting and verifying checkpoints needs
+# neither.
 TORCH = "torch==2.13.0"
 DEEPSPEED = [TORCH, "deepspeed==0.19.8"]
 MEGATRON = [TORCH, "megatron-core==0.16.1"]
 HUGGING_FACE = ["transformers>=5,<6"]
 # ruff and pyright exactly: a new release of either must not fail a commit that did not change
-DEV = ["pytest>=8", "hypothesis>=6.100", "ruff==0.17.5", "pyright==1.1.414", "pre-commit>=4", "matplotlib>=3.8",
-       "accelerate>=1", "psutil>=5.9", "tensorboard>=2.16"]
+DEV = [
+    "pytest>=8",
+    "hypothesis>=6.100",
+    "ruff==0.17.5",
+    "pyright==1.1.414",
+    "pre-commit>=4",
+    "matplotlib>=3.8",
+    "accelerate>=1",
+    "psutil>=5.9",
+    "tensorboard>=2.16",
+]
 
 setup(
     name="megatron-ucp",
     version="0.1.0",
-    description="Universal checkpointing for DeepSpeed and Megatron: resume a training job on any other mesh",
+    description="Universal checkpointing for DeepSpeed and Megatron: resume a training job on any "
+    "other mesh",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_ucp", "megatron_ucp.*"]), "megatron_ucp_patches"],

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """A ZeRO stage on all ranks; with `tp`, the GPT of megatron-core cut `tp` times, else a model in plain torch; with `pp`, in
-    as many stages on DeepSpeed's PipelineEngine, which may be one."""
+    """A ZeRO stage on all ranks; with `tp`, the GPT of megatron-core cut `tp` times, else a model
+    in plain torch; with `pp`, in as many stages on DeepSpeed's PipelineEngine, which may be one."""
 
     zero: int
     tp: int = 0
@@ -20,8 +20,9 @@ class Mesh:
 class Pair:
     """A checkpoint of `source` goes into an engine of `target`.
 
-    `load` is the largest ratio allowed to stock's own load of `target` files into `target`, `convert` the smallest one of
-    stock's conversion and universal load to our load. None: measured, but nothing is claimed. `converts`: stock does that too.
+    `load` is the largest ratio allowed to stock's own load of `target` files into `target`,
+    `convert` the smallest one of stock's conversion and universal load to our load. None: measured,
+    but nothing is claimed. `converts`: stock does that too.
     """
 
     source: Mesh
@@ -41,14 +42,23 @@ PP1Z1, PP2Z1 = Mesh(1, 1, 1), Mesh(1, 1, 2)
 TP1Z1, TP2Z1, TP1Z3, TP2Z3 = Mesh(1, 1), Mesh(1, 2), Mesh(3, 1), Mesh(3, 2)
 SUITES = {
     "data": (  # stock can't cross the stages
-        Pair(Z3, Z1, load=0.8, converts=False), Pair(Z1, Z3, load=1.0, converts=False),
-        Pair(Z1, Z1, convert=15.0, observed=False), Pair(Z3, Z3, convert=15.0, observed=False)),
+        Pair(Z3, Z1, load=0.8, converts=False),
+        Pair(Z1, Z3, load=1.0, converts=False),
+        Pair(Z1, Z1, convert=15.0, observed=False),
+        Pair(Z3, Z3, convert=15.0, observed=False),
+    ),
     "tensor": (
-        Pair(TP2Z1, TP1Z1, load=0.8, convert=15.0), Pair(TP1Z1, TP2Z1, load=0.8, convert=15.0),
-        Pair(TP2Z3, TP1Z3, load=1.0, convert=15.0), Pair(TP1Z3, TP2Z3, load=1.0, convert=15.0)),
+        Pair(TP2Z1, TP1Z1, load=0.8, convert=15.0),
+        Pair(TP1Z1, TP2Z1, load=0.8, convert=15.0),
+        Pair(TP2Z3, TP1Z3, load=1.0, convert=15.0),
+        Pair(TP1Z3, TP2Z3, load=1.0, convert=15.0),
+    ),
     "pipeline": (  # stock can't go between an engine with a pipeline and one without
-        Pair(PP2Z1, PP1Z1, load=0.8, convert=15.0), Pair(PP1Z1, PP2Z1, load=0.8, convert=15.0),
-        Pair(PP2Z1, TP1Z1, load=0.8, converts=False), Pair(TP1Z1, PP2Z1, load=0.8, converts=False)),
+        Pair(PP2Z1, PP1Z1, load=0.8, convert=15.0),
+        Pair(PP1Z1, PP2Z1, load=0.8, convert=15.0),
+        Pair(PP2Z1, TP1Z1, load=0.8, converts=False),
+        Pair(TP1Z1, PP2Z1, load=0.8, converts=False),
+    ),
 }
 
 
@@ -59,4 +69,7 @@ def meshes(pairs: tuple[Pair, ...]) -> list[Mesh]:
 
 def targets(pairs: tuple[Pair, ...]) -> dict[Mesh, tuple[Pair, ...]]:
     """The pairs of each target."""
-    return {mesh: tuple(p for p in pairs if p.target == mesh) for mesh in dict.fromkeys(p.target for p in pairs)}
+    return {
+        mesh: tuple(p for p in pairs if p.target == mesh)
+        for mesh in dict.fromkeys(p.target for p in pairs)
+    }

@@ -1,4 +1,5 @@
-"""Times DeepSpeed's own conversion to its universal format, imports apart; prints the seconds as the last line."""
+"""Times DeepSpeed's own conversion to its universal format, imports apart; prints the seconds as
+the last line."""
 
 import sys
 import time
@@ -7,8 +8,16 @@ from argparse import Namespace
 
 def main(source: str, output: str, workers: int, stage: int) -> None:
     from deepspeed.checkpoint import ds_to_universal
-    options = Namespace(input_folder=source, output_folder=output, num_extract_workers=workers,
-                        num_merge_workers=workers, keep_temp_folder=False, strict=True, inject_missing_state=stage < 3)
+
+    options = Namespace(
+        input_folder=source,
+        output_folder=output,
+        num_extract_workers=workers,
+        num_merge_workers=workers,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=stage < 3,
+    )
     started = time.perf_counter()
     ds_to_universal.main(options)
     print(time.perf_counter() - started)

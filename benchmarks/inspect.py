@@ -1,9 +1,11 @@
-"""`megatron-ucp inspect`: seconds on the manifest of 16,384 ranks, on 64 files without a manifest, and what Python takes alone.
+"""`megatron-ucp inspect`: seconds on the manifest of 16,384 ranks, on 64 files without a manifest,
+and what Python takes alone.
 
     python -m benchmarks.inspect
 
-Wall time of a whole process each, the best of several, and as a ratio to `python -c pass`. The files of the 16,384 ranks
-are empty but for their sizes: with a manifest inspect opens none of them. Writes benchmarks/results/inspect.json.
+Wall time of a whole process each, the best of several, and as a ratio to `python -c pass`. The
+files of the 16,384 ranks are empty but for their sizes: with a manifest inspect opens none of them.
+Writes benchmarks/results/inspect.json.
 """
 
 import argparse
@@ -17,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import description
+from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts, whole_length
 from megatron_ucp.core.layout import Layout, Replicate, Shard
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, to_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.zero import FlatBuffer, Member, aligned_starts, whole_length
 
 RESULTS, LIMIT_S = Path(__file__).parent / "results" / "inspect.json", 1.0
 PAPER = Mesh(tp=8, pp=16, dp=128, zero=1)
@@ -35,16 +37,30 @@ def main() -> int:
         write_manifest(folder / "manifest")
         write_files(folder / "files")
         alone = best(args.repetitions, ["-c", "pass"])
-        found = {what: best(args.repetitions, ["-m", "megatron_ucp.cli", "inspect", str(folder / what)])
-                 for what in ("manifest", "files")}
+        found = {
+            what: best(args.repetitions, ["-m", "megatron_ucp.cli", "inspect", str(folder / what)])
+            for what in ("manifest", "files")
+        }
         count = {what: len(os.listdir(folder / what)) for what in found}
         size = (folder / "manifest" / FILE_NAME).stat().st_size
-    each = {what: {"seconds": seconds, "over_python": seconds / alone, "files": count[what]} for what, seconds in found.items()}
-    result = {"limit_seconds": LIMIT_S, "met": max(found.values()) <= LIMIT_S, "python_seconds": alone, "manifest_bytes": size,
-              **each, "machine": description()}
+    each = {
+        what: {"seconds": seconds, "over_python": seconds / alone, "files": count[what]}
+        for what, seconds in found.items()
+    }
+    result = {
+        "limit_seconds": LIMIT_S,
+        "met": max(found.values()) <= LIMIT_S,
+        "python_seconds": alone,
+        "manifest_bytes": size,
+        **each,
+        "machine": description(),
+    }
     print(f"python alone {alone:.3f} s")
     for what, seconds in found.items():
-        print(f"inspect, {what}: {seconds:.3f} s, {seconds / alone:.0f} times that, {count[what]:,} files (at most {LIMIT_S} s)")
+        print(
+            f"inspect, {what}: {seconds:.3f} s, {seconds / alone:.0f} times that, {count[what]:,} "
+            f"files (at most {LIMIT_S} s)"
+        )
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if result["met"] else 1
 
@@ -60,12 +76,21 @@ def best(repetitions: int, words: Sequence[str]) -> float:
 
 
 def write_manifest(folder: Path) -> None:
-    """A dense GPT on PAPER: every file that DeepSpeed would write, as a hole of its size, and the manifest."""
+    """A dense GPT on PAPER: every file that DeepSpeed would write, as a hole of its size, and the
+    manifest."""
     folder.mkdir()
     ranks = PAPER.tp * PAPER.pp
-    names = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in range(ranks) for dp in range(PAPER.dp)]
+    names = [
+        f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+        for mp in range(ranks)
+        for dp in range(PAPER.dp)
+    ]
     names += [f"mp_rank_{mp:02d}_model_states.pt" for mp in range(ranks)]
-    names += [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(LAYERS + 2) for tp in range(PAPER.tp)]
+    names += [
+        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"
+        for layer in range(LAYERS + 2)
+        for tp in range(PAPER.tp)
+    ]
     names += [f"ucp_rng_{rank:05d}.safetensors" for rank in range(PAPER.world)]
     for number, name in enumerate(names):
         (folder / name).touch()
@@ -75,10 +100,25 @@ def write_manifest(folder: Path) -> None:
         own = stage_params(stage)
         specs += own
         for group in (0, 1):
-            buffers.append(buffer([s for s in own if (len(s.shape) == 1) == bool(group)], stage, group))
-    manifest = Manifest("zero12", PAPER, tuple(specs), tuple(buffers), ({"lr": 1e-4, "weight_decay": 0.1}, {"lr": 1e-4}),
-                        ({"step": 1000.0},) * len(buffers), (), tuple(FileEntry(name, 1000 + number, f"{number:064x}")
-                        for number, name in enumerate(names)), "torch.AdamW", "gpt", "0" * 32, {"global_steps": 1000})
+            buffers.append(
+                buffer([s for s in own if (len(s.shape) == 1) == bool(group)], stage, group)
+            )
+    manifest = Manifest(
+        "zero12",
+        PAPER,
+        tuple(specs),
+        tuple(buffers),
+        ({"lr": 1e-4, "weight_decay": 0.1}, {"lr": 1e-4}),
+        ({"step": 1000.0},) * len(buffers),
+        (),
+        tuple(
+            FileEntry(name, 1000 + number, f"{number:064x}") for number, name in enumerate(names)
+        ),
+        "torch.AdamW",
+        "gpt",
+        "0" * 32,
+        {"global_steps": 1000},
+    )
     (folder / FILE_NAME).write_text(to_json(manifest))
 
 
@@ -89,12 +129,22 @@ def stage_params(stage: int) -> list[ParamSpec]:
         "self_attention.linear_qkv.bias": ((3 * WIDTH,), Shard("tp", 0)),
         "self_attention.linear_proj.weight": ((WIDTH, WIDTH), Shard("tp", 1)),
         "self_attention.linear_proj.bias": ((WIDTH,), Replicate()),
-        "mlp.linear_fc1.weight": ((4 * WIDTH, WIDTH), Shard("tp", 0)), "mlp.linear_fc1.bias": ((4 * WIDTH,), Shard("tp", 0)),
-        "mlp.linear_fc2.weight": ((WIDTH, 4 * WIDTH), Shard("tp", 1)), "mlp.linear_fc2.bias": ((WIDTH,), Replicate()),
-        **{f"{norm}_layernorm.{part}": ((WIDTH,), Replicate()) for norm in ("input", "pre_mlp") for part in ("weight", "bias")}}
+        "mlp.linear_fc1.weight": ((4 * WIDTH, WIDTH), Shard("tp", 0)),
+        "mlp.linear_fc1.bias": ((4 * WIDTH,), Shard("tp", 0)),
+        "mlp.linear_fc2.weight": ((WIDTH, 4 * WIDTH), Shard("tp", 1)),
+        "mlp.linear_fc2.bias": ((WIDTH,), Replicate()),
+        **{
+            f"{norm}_layernorm.{part}": ((WIDTH,), Replicate())
+            for norm in ("input", "pre_mlp")
+            for part in ("weight", "bias")
+        },
+    }
     each = LAYERS // PAPER.pp
-    out = [ParamSpec(f"decoder.layers.{layer}.{name}", shape, "bfloat16", layout=layout)
-           for layer in range(stage * each, (stage + 1) * each) for name, (shape, layout) in kinds.items()]
+    out = [
+        ParamSpec(f"decoder.layers.{layer}.{name}", shape, "bfloat16", layout=layout)
+        for layer in range(stage * each, (stage + 1) * each)
+        for name, (shape, layout) in kinds.items()
+    ]
     ends = {0: "embedding.word_embeddings.weight", PAPER.pp - 1: "output_layer.weight"}
     if stage in ends:
         out.append(ParamSpec(ends[stage], (VOCABULARY, WIDTH), "bfloat16", layout=Shard("tp", 0)))
@@ -102,34 +152,73 @@ def stage_params(stage: int) -> list[ParamSpec]:
 
 
 def buffer(specs: Sequence[ParamSpec], stage: int, group: int) -> FlatBuffer:
-    count = [spec.shape[0] * (spec.shape[1] if len(spec.shape) > 1 else 1) // (1 if spec.layout == Replicate() else PAPER.tp)
-             for spec in specs]
+    count = [
+        spec.shape[0]
+        * (spec.shape[1] if len(spec.shape) > 1 else 1)
+        // (1 if spec.layout == Replicate() else PAPER.tp)
+        for spec in specs
+    ]
     starts, end = aligned_starts(count)
-    members = tuple(Member(spec.name, start, size) for spec, start, size in zip(specs, starts, count, strict=True))
-    return FlatBuffer(members, whole_length(end, PAPER.dp), PAPER.dp, "whole", STATES, group, (("pp", stage),))
+    members = tuple(
+        Member(spec.name, start, size)
+        for spec, start, size in zip(specs, starts, count, strict=True)
+    )
+    return FlatBuffer(
+        members, whole_length(end, PAPER.dp), PAPER.dp, "whole", STATES, group, (("pp", stage),)
+    )
 
 
 def write_files(folder: Path) -> None:
-    """64 files of stock DeepSpeed, without a manifest: 63 partitions at ZeRO-1 of 1,000 parameters."""
+    """64 files of stock DeepSpeed, without a manifest: 63 partitions at ZeRO-1 of 1,000
+    parameters."""
     from collections import OrderedDict
 
     import torch
+
     folder.mkdir()
-    parts, shapes = 63, OrderedDict((f"layers.{n}.weight", torch.Size((63, 2))) for n in range(1000))
-    torch.save({"module": OrderedDict((name, torch.zeros(63, 2, dtype=torch.bfloat16)) for name in shapes), "buffer_names": [],
-                "param_shapes": [shapes], "dp_world_size": parts, "mp_world_size": 1, "global_steps": 7, "skipped_steps": 0,
-                "ds_config": {"bf16": {"enabled": True}}, "ds_version": "0.19.8"}, folder / "mp_rank_00_model_states.pt")
+    parts, shapes = (
+        63,
+        OrderedDict((f"layers.{n}.weight", torch.Size((63, 2))) for n in range(1000)),
+    )
+    torch.save(
+        {
+            "module": OrderedDict(
+                (name, torch.zeros(63, 2, dtype=torch.bfloat16)) for name in shapes
+            ),
+            "buffer_names": [],
+            "param_shapes": [shapes],
+            "dp_world_size": parts,
+            "mp_world_size": 1,
+            "global_steps": 7,
+            "skipped_steps": 0,
+            "ds_config": {"bf16": {"enabled": True}},
+            "ds_version": "0.19.8",
+        },
+        folder / "mp_rank_00_model_states.pt",
+    )
     share = torch.zeros(whole_length(126 * 1000, parts) // parts)
     for part in range(parts):
         entry = {"step": torch.tensor(7.0), "exp_avg": share, "exp_avg_sq": share}
-        torch.save({"optimizer_state_dict": {
-            "zero_stage": 1, "partition_count": parts, "single_partition_of_fp32_groups": [share],
-            "base_optimizer_state": {"state": {0: entry}, "param_groups": [{"lr": 0.1, "params": [0]}]}}},
-            folder / f"bf16_zero_pp_rank_{part}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {
+                "optimizer_state_dict": {
+                    "zero_stage": 1,
+                    "partition_count": parts,
+                    "single_partition_of_fp32_groups": [share],
+                    "base_optimizer_state": {
+                        "state": {0: entry},
+                        "param_groups": [{"lr": 0.1, "params": [0]}],
+                    },
+                }
+            },
+            folder / f"bf16_zero_pp_rank_{part}_mp_rank_00_optim_states.pt",
+        )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     return parser.parse_args()
 

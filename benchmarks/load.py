@@ -1,11 +1,13 @@
-"""Loading against stock DeepSpeed's loading and conversion: seconds, bytes read, memory. 124 million parameters, two ranks.
+"""Loading against stock DeepSpeed's loading and conversion: seconds, bytes read, memory. 124
+million parameters, two ranks.
 
-    python -m benchmarks.load                       # about 20 minutes, 8 GiB of memory, 14 GB of disk
-    python -m benchmarks.load --suites tensor       # across tensor-parallel sizes only; also `data` (ZeRO stages), `pipeline`
+    python -m benchmarks.load                       # 20 minutes, 8 GiB of memory, 14 GB of disk
+    python -m benchmarks.load --suites tensor       # also `data` (ZeRO stages), `pipeline`
     python -m benchmarks.load --tiny --repetitions 2  # to see that it runs
 
-Every ratio is of medians of one run in the same processes, the repetitions interleaved, the page cache warm. Bytes are
-counted by strace and memory is read from /proc, both from outside of the ranks. Writes benchmarks/results/load.json.
+Every ratio is of medians of one run in the same processes, the repetitions interleaved, the page
+cache warm. Bytes are counted by strace and memory is read from /proc, both from outside of the
+ranks. Writes benchmarks/results/load.json.
 """
 
 import argparse
@@ -32,34 +34,76 @@ from tests.ranks import RankPool, RanksFailed
 RANKS, TIMEOUT_S = 2, 3000
 RESULTS = Path(__file__).parent / "results" / "load.json"
 EXTRA_BYTES = 64 * 2**20
-Claim = tuple[str, str, str, str, float | None]  # what, numerator, denominator, "at most" or "at least", limit
+Claim = tuple[
+    str, str, str, str, float | None
+]  # what, numerator, denominator, "at most" or "at least", limit
 
 
 def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
     out: list[Claim] = []
     for pair in pairs:
-        for more, checked, load, convert in (("", "", pair.load, pair.convert), (", checksums compared", " checked", None, None)):
+        for more, checked, load, convert in (
+            ("", "", pair.load, pair.convert),
+            (", checksums compared", " checked", None, None),
+        ):
             ours = f"ucp {pair}{checked}"
-            out.append((f"load {pair} / stock load of {pair.target}{more}", ours, f"stock {pair.target}", "at most", load))
+            out.append(
+                (
+                    f"load {pair} / stock load of {pair.target}{more}",
+                    ours,
+                    f"stock {pair.target}",
+                    "at most",
+                    load,
+                )
+            )
             if pair.converts:
-                out.append((f"stock convert + load / load, {pair}{more}", f"stock both {pair}", ours, "at least", convert))
+                out.append(
+                    (
+                        f"stock convert + load / load, {pair}{more}",
+                        f"stock both {pair}",
+                        ours,
+                        "at least",
+                        convert,
+                    )
+                )
     return out
 
 
-def ratios(pairs: tuple[Pair, ...], seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Each claim's ratio of medians, the smallest and largest one of one repetition, that of processor seconds."""
+def ratios(
+    pairs: tuple[Pair, ...], seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]
+) -> list[dict[str, Any]]:
+    """Each claim's ratio of medians, the smallest and largest one of one repetition, that of
+    processor seconds."""
     for pair in pairs:
         if pair.converts:
-            seconds[f"stock both {pair}"] = [a + b for a, b in zip(
-                seconds[f"stock convert {pair}"], seconds[f"stock universal {pair}"], strict=True)]
+            seconds[f"stock both {pair}"] = [
+                a + b
+                for a, b in zip(
+                    seconds[f"stock convert {pair}"],
+                    seconds[f"stock universal {pair}"],
+                    strict=True,
+                )
+            ]
     out: list[dict[str, Any]] = []
     for what, top, bottom, kind, limit in claims(pairs):
         each = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
         value = statistics.median(seconds[top]) / statistics.median(seconds[bottom])
         met = None if limit is None else value <= limit if kind == "at most" else value >= limit
-        cpu = [statistics.median(cpu_seconds[name]) if name in cpu_seconds else None for name in (top, bottom)]
-        out.append({"what": what, "ratio": value, "spread": [min(each), max(each)], "limit": limit, "kind": kind,
-                    "met": met, "cpu_ratio": cpu[0] / cpu[1] if cpu[0] and cpu[1] else None})
+        cpu = [
+            statistics.median(cpu_seconds[name]) if name in cpu_seconds else None
+            for name in (top, bottom)
+        ]
+        out.append(
+            {
+                "what": what,
+                "ratio": value,
+                "spread": [min(each), max(each)],
+                "limit": limit,
+                "kind": kind,
+                "met": met,
+                "cpu_ratio": cpu[0] / cpu[1] if cpu[0] and cpu[1] else None,
+            }
+        )
     return out
 
 
@@ -69,16 +113,24 @@ TRACED = "trace=openat,read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file
 CALL = re.compile(r"^\d+ +(?P<call>\w+)\((?P<rest>.*)\) += (?P<result>-?\d+|0x[0-9a-f]+)")
 
 
-def bytes_read(pool: RankPool, run: Callable[[], None], folder: Path, marker: str) -> list[int | None]:
-    """Bytes of the files under `folder` that each rank reads between its markers; None without strace."""
+def bytes_read(
+    pool: RankPool, run: Callable[[], None], folder: Path, marker: str
+) -> list[int | None]:
+    """Bytes of the files under `folder` that each rank reads between its markers; None without
+    strace."""
     pool.run(RANKS, "benchmarks.load_ranks:status", "VmRSS")  # the workers exist now
     if shutil.which("strace") is None:
         run()
         return [None] * RANKS
     logs = [Path(f"{marker}.strace.{rank}") for rank in range(RANKS)]
-    watchers = [subprocess.Popen(["strace", "-f", "-y", "-e", TRACED, "-o", str(log), "-p", str(pid)],
-                                 stderr=subprocess.PIPE, text=True)
-                for log, pid in zip(logs, pool.pids(), strict=True)]
+    watchers = [
+        subprocess.Popen(
+            ["strace", "-f", "-y", "-e", TRACED, "-o", str(log), "-p", str(pid)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for log, pid in zip(logs, pool.pids(), strict=True)
+    ]
     try:
         for watcher in watchers:  # it says so when it has attached
             if watcher.stderr is None or "attached" not in watcher.stderr.readline():
@@ -89,12 +141,20 @@ def bytes_read(pool: RankPool, run: Callable[[], None], folder: Path, marker: st
         for watcher in watchers:
             watcher.send_signal(signal.SIGINT)
             watcher.wait()
-    return [count_bytes(log.read_text(errors="replace"), str(folder), f"{marker}.begin.{rank}",
-                        f"{marker}.end.{rank}") for rank, log in enumerate(logs)]
+    return [
+        count_bytes(
+            log.read_text(errors="replace"),
+            str(folder),
+            f"{marker}.begin.{rank}",
+            f"{marker}.end.{rank}",
+        )
+        for rank, log in enumerate(logs)
+    ]
 
 
 def count_bytes(log: str, folder: str, begin: str, end: str) -> int:
-    """Sums what the calls of an strace log (-f -y) returned for files of `folder`; a mapping counts with its length."""
+    """Sums what the calls of an strace log (-f -y) returned for files of `folder`; a mapping counts
+    with its length."""
     # a call that another thread interrupted stands on two lines
     halves: dict[str, str] = {}
     total, inside = 0, False
@@ -123,12 +183,16 @@ def count_bytes(log: str, folder: str, begin: str, end: str) -> int:
 
 # ---- from outside: memory ----
 
+
 def peak_anonymous(pids: list[int], marker: str, stop: threading.Event) -> list[int]:
     """The largest RssAnon of each process seen between its markers, looked at every millisecond."""
     peaks = [0] * len(pids)
     while not stop.is_set():
         for rank, pid in enumerate(pids):
-            if Path(f"{marker}.begin.{rank}").exists() and not Path(f"{marker}.end.{rank}").exists():
+            if (
+                Path(f"{marker}.begin.{rank}").exists()
+                and not Path(f"{marker}.end.{rank}").exists()
+            ):
                 peaks[rank] = max(peaks[rank], status("RssAnon", pid))
         time.sleep(0.001)
     return peaks
@@ -148,10 +212,13 @@ class Suite:
         return self.pool.run(RANKS, f"benchmarks.load_ranks:{function}", *args, timeout_s=TIMEOUT_S)
 
     def observed(self, mesh: Mesh, way: str, marker: str) -> list[dict[str, int]]:
-        return self.call("observed", str(self.folder), mesh, targets(self.pairs)[mesh], self.size, way, marker)
+        return self.call(
+            "observed", str(self.folder), mesh, targets(self.pairs)[mesh], self.size, way, marker
+        )
 
     def stock_can_not(self, pair: Pair) -> str | None:
-        """Why stock's conversion and universal load can't do a pair; None where they can, or are known not to."""
+        """Why stock's conversion and universal load can't do a pair; None where they can, or are
+        known not to."""
         if pair.converts:
             try:
                 self.call("try_universal", str(self.folder), pair, self.size)
@@ -173,9 +240,14 @@ class Suite:
         finally:
             stop.set()
             watcher.join()
-        return [{"anonymous_over_after": peak - one["anonymous_after"],
-                 "peak_resident_over_after": one["peak_resident_over_after"],
-                 "limit": EXTRA_BYTES + one["largest_shard_bytes"]} for one, peak in zip(found, peaks, strict=True)]
+        return [
+            {
+                "anonymous_over_after": peak - one["anonymous_after"],
+                "peak_resident_over_after": one["peak_resident_over_after"],
+                "limit": EXTRA_BYTES + one["largest_shard_bytes"],
+            }
+            for one, peak in zip(found, peaks, strict=True)
+        ]
 
     def volumes(self, mesh: Mesh, way: str) -> list[dict[str, Any]]:
         marker, found = str(self.folder / f"bytes {way}"), []
@@ -184,27 +256,50 @@ class Suite:
             found[:] = self.observed(mesh, way, marker)
 
         counted = bytes_read(self.pool, run, self.folder, marker)
-        return [{"read_bytes": read, "needed_bytes": one["needed_bytes"], "limit": 1.02,
-                 "ratio": None if read is None else read / one["needed_bytes"]}
-                for read, one in zip(counted, found, strict=True)]
+        return [
+            {
+                "read_bytes": read,
+                "needed_bytes": one["needed_bytes"],
+                "limit": 1.02,
+                "ratio": None if read is None else read / one["needed_bytes"],
+            }
+            for read, one in zip(counted, found, strict=True)
+        ]
 
     def watched(self) -> list[tuple[Mesh, str]]:
         """(mesh, way) of the loads that are watched from outside."""
         pairs = [pair for pair in self.pairs if pair.observed]
-        ours = [(pair.target, f"ucp {pair}{checked}") for checked in ("", " checked") for pair in pairs]
+        ours = [
+            (pair.target, f"ucp {pair}{checked}") for checked in ("", " checked") for pair in pairs
+        ]
         return ours + [(mesh, f"stock {mesh}") for mesh in targets(tuple(pairs))]
 
     def run(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"machine_before": description(), "repetitions": self.repetitions, "ranks": RANKS}
-        seconds: dict[str, dict[str, Any]] = {"seconds": {}, "cpu_seconds": {}, "bytes_checked_unchecked": {}}
+        out: dict[str, Any] = {
+            "machine_before": description(),
+            "repetitions": self.repetitions,
+            "ranks": RANKS,
+        }
+        seconds: dict[str, dict[str, Any]] = {
+            "seconds": {},
+            "cpu_seconds": {},
+            "bytes_checked_unchecked": {},
+        }
         for mesh in meshes(self.pairs):
             count = self.call("save", str(self.folder), mesh, self.size)[0]
             if mesh.tp < 2 and mesh.pp < 2:
                 out["parameters"] = count
-        out["stock_can_not"] = refusals = {str(pair): why for pair in self.pairs if (why := self.stock_can_not(pair))}
-        able = tuple(replace(pair, converts=pair.converts and str(pair) not in refusals) for pair in self.pairs)
+        out["stock_can_not"] = refusals = {
+            str(pair): why for pair in self.pairs if (why := self.stock_can_not(pair))
+        }
+        able = tuple(
+            replace(pair, converts=pair.converts and str(pair) not in refusals)
+            for pair in self.pairs
+        )
         for mesh, pairs in targets(able).items():
-            found = self.call("measure", str(self.folder), mesh, pairs, self.size, self.repetitions)[0]
+            found = self.call(
+                "measure", str(self.folder), mesh, pairs, self.size, self.repetitions
+            )[0]
             for key, held in seconds.items():
                 held |= found[key]
         out |= seconds | {"ratios": ratios(able, seconds["seconds"], seconds["cpu_seconds"])}
@@ -215,39 +310,84 @@ class Suite:
 
 def table(out: dict[str, Any]) -> str:
     load = [out[when]["load_average"][0] for when in ("machine_before", "machine_after")]
-    lines = [f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} repetitions, "
-             f"load average {load[0]:.1f} before, {load[1]:.1f} after", "",
-             f"{'seconds':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
+    lines = [
+        f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} "
+        "repetitions, "
+        f"load average {load[0]:.1f} before, {load[1]:.1f} after",
+        "",
+        f"{'seconds':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}",
+    ]
     for name, each in out["seconds"].items():
         sums = out["bytes_checked_unchecked"].get(name)
         note = f"  checked {sums[0] / 1e6:.0f} MB, unchecked {sums[1] / 1e6:.0f} MB" if sums else ""
-        cpu = f"{statistics.median(out['cpu_seconds'][name]):8.3f}" if name in out["cpu_seconds"] else " " * 8
-        lines.append(f"{name:62}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}")
+        cpu = (
+            f"{statistics.median(out['cpu_seconds'][name]):8.3f}"
+            if name in out["cpu_seconds"]
+            else " " * 8
+        )
+        lines.append(
+            f"{name:62}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}"
+        )
     lines += ["", f"{'ratio':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
     for row in out["ratios"]:
-        target = "" if row["limit"] is None else f"  {row['kind']} {row['limit']}: {'met' if row['met'] else 'MISSED'}"
+        target = (
+            ""
+            if row["limit"] is None
+            else f"  {row['kind']} {row['limit']}: {'met' if row['met'] else 'MISSED'}"
+        )
         cpu = " " * 8 if row["cpu_ratio"] is None else f"{row['cpu_ratio']:8.2f}"
-        lines.append(f"{row['what']:62}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{cpu}{target}")
-    lines += [f"stock can not convert and load {pair}: {why}" for pair, why in out["stock_can_not"].items()]
+        lines.append(
+            f"{row['what']:62}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{cpu}{target}"
+        )
+    lines += [
+        f"stock can not convert and load {pair}: {why}"
+        for pair, why in out["stock_can_not"].items()
+    ]
     lines += ["", "bytes read / bytes needed, per rank, counted by strace (at most 1.02)"]
     for way, rows in out["bytes"].items():
-        shown = "  ".join("not counted: strace is missing" if r["ratio"] is None else f"{r['ratio']:.4f}" for r in rows)
+        shown = "  ".join(
+            "not counted: strace is missing" if r["ratio"] is None else f"{r['ratio']:.4f}"
+            for r in rows
+        )
         lines.append(f"{way:62}{shown}")
-    lines += ["", "MiB above what is there after the load: RssAnon sampled from outside, and by the kernel's VmHWM"]
+    lines += [
+        "",
+        "MiB above what is there after the load: RssAnon sampled from outside, and by the kernel's "
+        "VmHWM",
+    ]
     for way, rows in out["memory"].items():
-        mib = [[round(r[key] / 2**20) for key in ("anonymous_over_after", "peak_resident_over_after", "limit")]
-               for r in rows]
+        mib = [
+            [
+                round(r[key] / 2**20)
+                for key in ("anonymous_over_after", "peak_resident_over_after", "limit")
+            ]
+            for r in rows
+        ]
         shown = "  ".join(f"{sampled} and {kept}, at most {limit};" for sampled, kept, limit in mib)
         lines.append(f"{way:62}{shown}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES), help="the others' results are kept")
-    parser.add_argument("--tiny", action="store_true", help="a small model; nothing is written to benchmarks/results")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go for a while; needs 14 GB")
+    parser.add_argument(
+        "--suites",
+        nargs="+",
+        choices=list(SUITES),
+        default=list(SUITES),
+        help="the others' results are kept",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a small model; nothing is written to benchmarks/results",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoints go for a while; needs 14 GB"
+    )
     options = parser.parse_args()
     size, needed = (TINY, 2**29) if options.tiny else ({}, 14 * 2**30)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -257,7 +397,9 @@ def main() -> None:
                 parser.error(f"{folder} has less than {needed >> 30} GiB of free space")
             pool = RankPool(RANKS)
             try:
-                results[name] = Suite(pool, Path(folder).resolve(), SUITES[name], size, options.repetitions).run()
+                results[name] = Suite(
+                    pool, Path(folder).resolve(), SUITES[name], size, options.repetitions
+                ).run()
             finally:
                 pool.close()
         print(f"---- {name} ----\n{table(results[name])}\n", flush=True)

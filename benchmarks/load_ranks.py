@@ -23,7 +23,8 @@ WORKERS = 2
 
 
 def save(folder: str, mesh: Mesh, size: dict[str, int]) -> int:
-    """The checkpoint of a mesh under `folder`; returns the number of its parameters, each share of a cut one counted."""
+    """The checkpoint of a mesh under `folder`; returns the number of its parameters, each share of
+    a cut one counted."""
     engine = make_engine(mesh, size, attach=True)
     train_step(engine, mesh)
     engine.save_checkpoint(folder, tag=str(mesh))
@@ -50,7 +51,9 @@ class Loads:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def ours(self, name: str, source: Mesh, checksums: bool) -> None:
-        report = ucp.load(self.engine, self.folder, tag=str(source), checksums=checksums, family=family(self.mesh))
+        report = ucp.load(
+            self.engine, self.folder, tag=str(source), checksums=checksums, family=family(self.mesh)
+        )
         self.reports[name] = (report.checked_bytes, report.unchecked_bytes)
 
     def stock(self, tag: str, universal: bool = False) -> None:
@@ -61,24 +64,29 @@ class Loads:
             raise RuntimeError("stock DeepSpeed did not load")
 
     def floor(self) -> None:
-        """As many bytes as this rank's masters and moments, read once into fresh memory: no load can be faster by much."""
+        """As many bytes as this rank's masters and moments, read once into fresh memory: no load
+        can be faster by much."""
         rank, left = dist.get_rank(), self.needed_bytes()
         files = sorted(Path(self.folder, str(self.mesh)).glob("*_optim_states.pt"))
         memory = torch.empty(left, dtype=torch.uint8)
         with files[rank].open("rb", buffering=0) as file:
             view, at = memory.numpy().data, 0
-            while count := file.readinto(view[at:at + 2**28]):
+            while count := file.readinto(view[at : at + 2**28]):
                 at += count
 
     def ways(self, pairs: tuple[Pair, ...]) -> dict[str, Callable[[], None]]:
         """Name -> the call."""
-        out: dict[str, Callable[[], None]] = {f"stock {self.mesh}": partial(self.stock, str(self.mesh)),
-                                              f"floor {self.mesh}": self.floor}
+        out: dict[str, Callable[[], None]] = {
+            f"stock {self.mesh}": partial(self.stock, str(self.mesh)),
+            f"floor {self.mesh}": self.floor,
+        }
         for pair in pairs:
             for name, checksums in ((f"ucp {pair}", False), (f"ucp {pair} checked", True)):
                 out[name] = partial(self.ours, name, pair.source, checksums)
             if pair.converts:
-                out[f"stock universal {pair}"] = partial(self.stock, f"{pair.source}_universal", universal=True)
+                out[f"stock universal {pair}"] = partial(
+                    self.stock, f"{pair.source}_universal", universal=True
+                )
         return out
 
     def needed_bytes(self) -> int:
@@ -87,17 +95,28 @@ class Loads:
 
     def masters(self) -> list[torch.Tensor]:
         opt = self.engine.optimizer
-        return list(opt.fp32_partitioned_groups_flat if self.mesh.zero == 3 else opt.single_partition_of_fp32_groups)
+        return list(
+            opt.fp32_partitioned_groups_flat
+            if self.mesh.zero == 3
+            else opt.single_partition_of_fp32_groups
+        )
 
     def largest_shard_bytes(self) -> int:
         ranks = self.engine.seq_dp_world_size
-        return max(4 * -(-getattr(p, "ds_numel", p.numel()) // ranks) for p in self.engine.module.parameters())
+        return max(
+            4 * -(-getattr(p, "ds_numel", p.numel()) // ranks)
+            for p in self.engine.module.parameters()
+        )
 
     def check(self) -> None:
         """That what was timed did its work."""
         for master in self.masters():
             state = self.engine.optimizer.optimizer.state[master]
-            if float(state["step"]) != 1 or not state["exp_avg"].any() or state["exp_avg_sq"].shape != master.shape:
+            if (
+                float(state["step"]) != 1
+                or not state["exp_avg"].any()
+                or state["exp_avg_sq"].shape != master.shape
+            ):
                 raise RuntimeError("a load left an optimizer without states")
 
     def close(self) -> None:
@@ -105,7 +124,8 @@ class Loads:
 
 
 def timed(call: Callable[[], None]) -> tuple[float, float]:
-    """Seconds until both ranks are through, and processor seconds of this one, which other work disturbs less."""
+    """Seconds until both ranks are through, and processor seconds of this one, which other work
+    disturbs less."""
     dist.barrier()
     started, busy = time.perf_counter(), time.process_time()
     call()
@@ -121,8 +141,21 @@ def convert(folder: str, mesh: Mesh) -> float:
         output = f"{folder}/{mesh}_universal"
         shutil.rmtree(output, ignore_errors=True)
         os.makedirs(output)
-        done = subprocess.run([sys.executable, "-m", "benchmarks.convert", f"{folder}/{mesh}", output, str(WORKERS),
-                               str(mesh.zero)], capture_output=True, text=True, check=False, env=_alone())
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.convert",
+                f"{folder}/{mesh}",
+                output,
+                str(WORKERS),
+                str(mesh.zero),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=_alone(),
+        )
         if done.returncode:
             raise RuntimeError(f"stock conversion failed: {done.stderr[-2000:]}")
         seconds = float(done.stdout.splitlines()[-1])
@@ -132,7 +165,11 @@ def convert(folder: str, mesh: Mesh) -> float:
 
 
 def _alone() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    }
 
 
 def try_universal(folder: str, pair: Pair, size: dict[str, int]) -> None:
@@ -144,8 +181,11 @@ def try_universal(folder: str, pair: Pair, size: dict[str, int]) -> None:
     loads.close()
 
 
-def measure(folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], repetitions: int) -> dict[str, Any]:
-    """Seconds of every way into one mesh, `repetitions` times, interleaved; the first round is not counted."""
+def measure(
+    folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], repetitions: int
+) -> dict[str, Any]:
+    """Seconds of every way into one mesh, `repetitions` times, interleaved; the first round is not
+    counted."""
     loads = Loads(folder, mesh, size)
     seconds: dict[str, list[float]] = {}
     cpu_seconds: dict[str, list[float]] = {}
@@ -167,26 +207,39 @@ def measure(folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, in
         loads.check()
     loads.close()
     loads.reports.pop("", None)
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes_checked_unchecked": loads.reports}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "bytes_checked_unchecked": loads.reports,
+    }
 
 
-def observed(folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], way: str, marker: str) -> dict[str, int]:
-    """One load between two files that a watcher outside of the process sees appear; this rank's memory afterwards."""
+def observed(
+    folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], way: str, marker: str
+) -> dict[str, int]:
+    """One load between two files that a watcher outside of the process sees appear; this rank's
+    memory afterwards."""
     loads, rank = Loads(folder, mesh, size), dist.get_rank()
     call = loads.ways(pairs)[way]
     loads.clear()
     call()  # once before, as the first load imports modules and grows buffers that stay
     loads.clear()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak that the kernel keeps, starts again
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # VmHWM, the peak that the kernel keeps, starts again
     Path(f"{marker}.begin.{rank}").touch()
     call()
     Path(f"{marker}.end.{rank}").touch()
     peak = status("VmHWM")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    out = {"needed_bytes": loads.needed_bytes(), "anonymous_after": status("RssAnon"),
-           "peak_resident_over_after": peak - status("VmRSS"), "largest_shard_bytes": loads.largest_shard_bytes()}
+    out = {
+        "needed_bytes": loads.needed_bytes(),
+        "anonymous_after": status("RssAnon"),
+        "peak_resident_over_after": peak - status("VmRSS"),
+        "largest_shard_bytes": loads.largest_shard_bytes(),
+    }
     loads.close()
     return out
 

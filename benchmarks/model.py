@@ -1,4 +1,5 @@
-"""The model of the benchmarks, a GPT-2 small of 124 million parameters in plain torch or megatron-core, and engines around it."""
+"""The model of the benchmarks, a GPT-2 small of 124 million parameters in plain torch or
+megatron-core, and engines around it."""
 
 from typing import Any
 
@@ -6,7 +7,7 @@ import torch
 
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
-from megatron_ucp.engines import models, pipeline
+from megatron_ucp.engines.megatron import models, pipeline
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 768, 12, 12, 50304, 1024
 TINY = {"width": 64, "layers": 2, "vocabulary": 500}  # to try a benchmark out
@@ -31,9 +32,14 @@ class Block(torch.nn.Module):
 class Gpt2(torch.nn.Module):
     """Tied embedding and head, learned positions. Returns the loss on `tokens`."""
 
-    def __init__(self, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.wte, self.wpe = torch.nn.Embedding(vocabulary, width), torch.nn.Embedding(POSITIONS, width)
+        self.wte, self.wpe = (
+            torch.nn.Embedding(vocabulary, width),
+            torch.nn.Embedding(POSITIONS, width),
+        )
         self.blocks = torch.nn.ModuleList([Block(width) for _ in range(layers)])
         self.norm = torch.nn.LayerNorm(width)
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
@@ -44,20 +50,34 @@ class Gpt2(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).float()
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
-    """A stock DeepSpeed engine: bf16 with fp32 masters, AdamW with two parameter groups. `attach`: what the family declares is
-    saved too, which stock's converter needs for tensor parallelism."""
+    """A stock DeepSpeed engine: bf16 with fp32 masters, AdamW with two parameter groups. `attach`:
+    what the family declares is saved too, which stock's converter needs for tensor parallelism."""
     import deepspeed
+
     torch.manual_seed(0)
     net: Any = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
     optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
-              "zero_optimization": {"stage": mesh.zero}, "steps_per_print": 10**9, "gradient_clipping": 1.0}
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False,
-                                      mpu=models.mpu() if mesh.tp and not mesh.pp else None)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": mesh.zero},
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        config=config,
+        dist_init_required=False,
+        mpu=models.mpu() if mesh.tp and not mesh.pp else None,
+    )
     return ucp.attach(engine, family=family(mesh)) if attach and mesh.tp else engine
 
 
@@ -65,11 +85,24 @@ def family(mesh: Mesh) -> str | None:
     return "gpt" if mesh.tp else None
 
 
-def _megatron(mesh: Mesh, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
+def _megatron(
+    mesh: Mesh, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY
+) -> Any:
     """The same sizes as `Gpt2` in megatron-core."""
     config = models.ModelConfig(
-        "gpt", layers=layers, hidden=width, ffn=4 * width, heads=HEADS, groups=HEADS, head_dim=max(1, width // HEADS), tied=True,
-        vocab=vocabulary, true_vocab=vocabulary, positions=POSITIONS, dtype="bf16")
+        "gpt",
+        layers=layers,
+        hidden=width,
+        ffn=4 * width,
+        heads=HEADS,
+        groups=HEADS,
+        head_dim=max(1, width // HEADS),
+        tied=True,
+        vocab=vocabulary,
+        true_vocab=vocabulary,
+        positions=POSITIONS,
+        dtype="bf16",
+    )
     if mesh.pp:
         models.start(mesh.tp, seed=0, pp=mesh.pp)
         return pipeline.build_pipeline(config, mesh.pp)

@@ -1,12 +1,13 @@
-"""Saving: the time in this package's own code, fsync apart, on 124 million parameters and two ranks; the size of a manifest.
+"""Saving: the time in this package's own code, fsync apart, on 124 million parameters and two
+ranks; the size of a manifest.
 
     python -m benchmarks.save                         # about two minutes
     python -m benchmarks.save --tiny --repetitions 2  # to see that it runs
 
-Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`; the slowest rank counts.
-fsync is measured by saves with `durable=True`, interleaved, which are also what own time is compared with: it is the
-default. The manifest is of a run that exists on paper only: 16,384 ranks, a mixture of experts with 10^12 parameters. Writes
-benchmarks/results/save.json.
+Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`;
+the slowest rank counts. fsync is measured by saves with `durable=True`, interleaved, which are also
+what own time is compared with: it is the default. The manifest is of a run that exists on paper
+only: 16,384 ranks, a mixture of experts with 10^12 parameters. Writes benchmarks/results/save.json.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from typing import Any
 
 from benchmarks.machine import description
 from benchmarks.model import TINY
+from megatron_ucp.core.flat import FlatBuffer, Member, whole_length
 from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec, to_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.zero import FlatBuffer, Member, whole_length
 from tests.ranks import RankPool
 
 RANKS, RESULTS = 2, Path(__file__).parent / "results" / "save.json"
@@ -37,38 +38,71 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="saves_", dir=args.folder))
     pool = RankPool(RANKS)
     try:
-        found: list[list[dict[str, Any]]] = pool.run(RANKS, "benchmarks.save_ranks:measure", str(folder), TINY if args.tiny else {},
-                                                     args.repetitions, timeout_s=1000)
+        found: list[list[dict[str, Any]]] = pool.run(
+            RANKS,
+            "benchmarks.save_ranks:measure",
+            str(folder),
+            TINY if args.tiny else {},
+            args.repetitions,
+            timeout_s=1000,
+        )
     finally:
         pool.close()
         shutil.rmtree(folder)
-    each = [{durable: {key: max(rank[number][durable][key] for rank in found) for key in ("own", "stock", "sync", "seconds")}
-             for durable in ("durable", "not durable")} for number in range(args.repetitions)]
+    each = [
+        {
+            durable: {
+                key: max(rank[number][durable][key] for rank in found)
+                for key in ("own", "stock", "sync", "seconds")
+            }
+            for durable in ("durable", "not durable")
+        }
+        for number in range(args.repetitions)
+    ]
     plain, synced = ([one[key] for one in each] for key in ("not durable", "durable"))
     own = statistics.median(one["own"] for one in plain)
-    strict, ratio = (own / statistics.median(one["seconds"] for one in kind) for kind in (plain, synced))
+    strict, ratio = (
+        own / statistics.median(one["seconds"] for one in kind) for kind in (plain, synced)
+    )
     text = to_json(manifest())
     params = sum(math.prod(spec.shape) for spec in manifest().params)
-    result = {"own_over_save": ratio, "own_over_save_without_fsync": strict, "limit": OWN_LIMIT, "met": ratio <= OWN_LIMIT,
-              "repetitions": each,
-              "own_seconds": own,
-              "save_seconds": statistics.median(one["seconds"] for one in plain),
-              "fsync_seconds": statistics.median(one["sync"] for one in synced),
-              "durable_save_seconds": statistics.median(one["seconds"] for one in synced),
-              "manifest": {"mesh": str(PAPER), "ranks": PAPER.world, "parameters": params, "bytes": len(text.encode()),
-                           "limit": MANIFEST_LIMIT_BYTES, "met": len(text.encode()) <= MANIFEST_LIMIT_BYTES},
-              "machine": description()}
-    print(f"own code / save: {ratio:.4f} (at most {OWN_LIMIT}); {1000 * own:.1f} ms; {strict:.4f} of a save without fsync, "
-          f"{result['save_seconds']:.2f} s\n"
-          f"fsync: {result['fsync_seconds']:.2f} s of a durable save's {result['durable_save_seconds']:.2f} s\n"
-          f"manifest of {PAPER.world:,} ranks and {params:.2e} parameters: {len(text.encode()) / 1e6:.1f} MB (at most 64)")
+    result = {
+        "own_over_save": ratio,
+        "own_over_save_without_fsync": strict,
+        "limit": OWN_LIMIT,
+        "met": ratio <= OWN_LIMIT,
+        "repetitions": each,
+        "own_seconds": own,
+        "save_seconds": statistics.median(one["seconds"] for one in plain),
+        "fsync_seconds": statistics.median(one["sync"] for one in synced),
+        "durable_save_seconds": statistics.median(one["seconds"] for one in synced),
+        "manifest": {
+            "mesh": str(PAPER),
+            "ranks": PAPER.world,
+            "parameters": params,
+            "bytes": len(text.encode()),
+            "limit": MANIFEST_LIMIT_BYTES,
+            "met": len(text.encode()) <= MANIFEST_LIMIT_BYTES,
+        },
+        "machine": description(),
+    }
+    print(
+        f"own code / save: {ratio:.4f} (at most {OWN_LIMIT}); {1000 * own:.1f} ms; {strict:.4f} of "
+        "a save without fsync, "
+        f"{result['save_seconds']:.2f} s\n"
+        f"fsync: {result['fsync_seconds']:.2f} s of a durable save's "
+        f"{result['durable_save_seconds']:.2f} s\n"
+        f"manifest of {PAPER.world:,} ranks and {params:.2e} parameters: "
+        f"{len(text.encode()) / 1e6:.1f} MB (at most 64)"
+    )
     if not args.tiny:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if args.tiny or (result["met"] and result["manifest"]["met"]) else 1
 
 
 def manifest() -> Manifest:
-    """A mixture of experts on PAPER: DeepSpeed's files of such a run, its layouts, every expert a parameter of its own."""
+    """A mixture of experts on PAPER: DeepSpeed's files of such a run, its layouts, every expert a
+    parameter of its own."""
     specs: list[ParamSpec] = []
     buffers: list[FlatBuffer] = []
     for stage in range(PAPER.pp):
@@ -79,27 +113,56 @@ def manifest() -> Manifest:
             dense.append(ParamSpec(name, (VOCABULARY, WIDTH), "bfloat16", layout=Shard("tp", 0)))
         specs += dense
         for group in (True, False):
-            buffers.append(_buffer([s for s in dense if (len(s.shape) > 1) is group], PAPER.dp, (("pp", stage),)))
+            buffers.append(
+                _buffer(
+                    [s for s in dense if (len(s.shape) > 1) is group], PAPER.dp, (("pp", stage),)
+                )
+            )
         for place in range(PAPER.ep):
-            experts = [spec for layer in layers for number in range(place * EXPERTS // PAPER.ep, (place + 1) * EXPERTS // PAPER.ep)
-                       for spec in _expert(f"decoder.layers.{layer}.mlp.experts.local_experts.{number}.")]
+            experts = [
+                spec
+                for layer in layers
+                for number in range(place * EXPERTS // PAPER.ep, (place + 1) * EXPERTS // PAPER.ep)
+                for spec in _expert(f"decoder.layers.{layer}.mlp.experts.local_experts.{number}.")
+            ]
             specs += experts
             buffers.append(_buffer(experts, PAPER.dp // PAPER.ep, (("pp", stage), ("ep", place))))
-    return Manifest("zero12", PAPER, tuple(specs), tuple(buffers), groups=({"lr": 1e-4, "weight_decay": 0.1},) * 2,
-                    scalars=({"step": 1000.0},) * len(buffers), files=tuple(_files()), optimizer="torch.AdamW", save_id="0" * 32)
+    return Manifest(
+        "zero12",
+        PAPER,
+        tuple(specs),
+        tuple(buffers),
+        groups=({"lr": 1e-4, "weight_decay": 0.1},) * 2,
+        scalars=({"step": 1000.0},) * len(buffers),
+        files=tuple(_files()),
+        optimizer="torch.AdamW",
+        save_id="0" * 32,
+    )
 
 
 def _dense(prefix: str) -> list[ParamSpec]:
-    shapes = {"self_attention.linear_qkv.weight": ((10240, WIDTH), Shard("tp", 0)),
-              "self_attention.linear_proj.weight": ((WIDTH, WIDTH), Shard("tp", 1)),
-              "mlp.router.weight": ((EXPERTS, WIDTH), Replicate()), "input_layernorm.weight": ((WIDTH,), Replicate()),
-              "pre_mlp_layernorm.weight": ((WIDTH,), Replicate())}
-    return [ParamSpec(prefix + name, shape, "bfloat16", layout=layout) for name, (shape, layout) in shapes.items()]
+    shapes = {
+        "self_attention.linear_qkv.weight": ((10240, WIDTH), Shard("tp", 0)),
+        "self_attention.linear_proj.weight": ((WIDTH, WIDTH), Shard("tp", 1)),
+        "mlp.router.weight": ((EXPERTS, WIDTH), Replicate()),
+        "input_layernorm.weight": ((WIDTH,), Replicate()),
+        "pre_mlp_layernorm.weight": ((WIDTH,), Replicate()),
+    }
+    return [
+        ParamSpec(prefix + name, shape, "bfloat16", layout=layout)
+        for name, (shape, layout) in shapes.items()
+    ]
 
 
 def _expert(prefix: str) -> list[ParamSpec]:
-    return [ParamSpec(f"{prefix}linear_{name}.weight", shape, "bfloat16", layout=Shard("tp", dim)) for name, shape, dim in (
-        ("gate", (EXPERT_WIDTH, WIDTH), 0), ("up", (EXPERT_WIDTH, WIDTH), 0), ("fc2", (WIDTH, EXPERT_WIDTH), 1))]
+    return [
+        ParamSpec(f"{prefix}linear_{name}.weight", shape, "bfloat16", layout=Shard("tp", dim))
+        for name, shape, dim in (
+            ("gate", (EXPERT_WIDTH, WIDTH), 0),
+            ("up", (EXPERT_WIDTH, WIDTH), 0),
+            ("fc2", (WIDTH, EXPERT_WIDTH), 1),
+        )
+    ]
 
 
 def _buffer(specs: list[ParamSpec], partitions: int, at: tuple[tuple[str, int], ...]) -> FlatBuffer:
@@ -110,26 +173,51 @@ def _buffer(specs: list[ParamSpec], partitions: int, at: tuple[tuple[str, int], 
         end += size
     states = (("fp32", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
     axes = tuple(axis for axis, _ in at)
-    return FlatBuffer(tuple(members), whole_length(end, partitions), partitions, "whole", states, 0, at, axes)
+    return FlatBuffer(
+        tuple(members), whole_length(end, partitions), partitions, "whole", states, 0, at, axes
+    )
 
 
 def _files() -> list[FileEntry]:
-    """As DeepSpeed names them: optimizer and expert optimizer, model and layer and expert files; and our random states."""
+    """As DeepSpeed names them: optimizer and expert optimizer, model and layer and expert files;
+    and our random states."""
     models = PAPER.tp * PAPER.pp
-    names = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in range(models) for dp in range(PAPER.dp)]
-    names += [f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt" for mp in range(models) for ep in range(PAPER.ep)]
+    names = [
+        f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+        for mp in range(models)
+        for dp in range(PAPER.dp)
+    ]
+    names += [
+        f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
+        for mp in range(models)
+        for ep in range(PAPER.ep)
+    ]
     names += [f"mp_rank_{mp:02d}_model_states.pt" for mp in range(models)]
-    names += [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(LAYERS + 2) for tp in range(PAPER.tp)]
-    names += [f"layer_{layer}_expert_{expert}_mp_rank_{tp:02d}_model_states.pt" for layer in range(LAYERS)
-              for expert in range(EXPERTS) for tp in range(PAPER.tp)]
+    names += [
+        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"
+        for layer in range(LAYERS + 2)
+        for tp in range(PAPER.tp)
+    ]
+    names += [
+        f"layer_{layer}_expert_{expert}_mp_rank_{tp:02d}_model_states.pt"
+        for layer in range(LAYERS)
+        for expert in range(EXPERTS)
+        for tp in range(PAPER.tp)
+    ]
     names += [f"ucp_rng_{rank:05d}.safetensors" for rank in range(PAPER.world)]
     return [FileEntry(name, 10**9 + number, f"{number:064x}") for number, name in enumerate(names)]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--tiny", action="store_true", help="a small model; nothing is written to benchmarks/results")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a small model; nothing is written to benchmarks/results",
+    )
     parser.add_argument("--folder", help="where the checkpoints go for a while; needs 4 GB")
     return parser.parse_args()
 

@@ -9,10 +9,12 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
 from benchmarks.model import make_engine, train_step
-from megatron_ucp.engines.save import Saving, save
+from megatron_ucp.engines.deepspeed.save import Saving, save
 
 
-def measure(folder: str, size: dict[str, int], repetitions: int) -> list[dict[str, dict[str, float]]]:
+def measure(
+    folder: str, size: dict[str, int], repetitions: int
+) -> list[dict[str, dict[str, float]]]:
     """Saves of one engine, durable and not, one after the other; seconds of each on this rank."""
     mesh = Mesh(zero=1)
     engine = make_engine(mesh, size)
@@ -24,10 +26,16 @@ def measure(folder: str, size: dict[str, int], repetitions: int) -> list[dict[st
         each: dict[str, dict[str, float]] = {}
         for durable in (False, True) if number % 2 else (True, False):
             dist.barrier()
-            report: Any = save(engine, None, Saving(durable=durable), stock_save, folder, "tag", {}, True, False)
+            report: Any = save(
+                engine, None, Saving(durable=durable), stock_save, folder, "tag", {}, True, False
+            )
             own = report.seconds - report.stock_seconds - report.sync_seconds
-            each["durable" if durable else "not durable"] = {"own": own, "stock": report.stock_seconds, "sync": report.sync_seconds,
-                                                             "seconds": report.seconds}
+            each["durable" if durable else "not durable"] = {
+                "own": own,
+                "stock": report.stock_seconds,
+                "sync": report.sync_seconds,
+                "seconds": report.seconds,
+            }
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(Path(folder) / "tag")  # a new tag each time, as in a run

@@ -1,13 +1,15 @@
-"""The tool against copying, reading and summing the same bytes, and against stock's converter: seconds, memory, disk.
+"""The tool against copying, reading and summing the same bytes, and against stock's converter:
+seconds, memory, disk.
 
-    python -m benchmarks.tool                      # 124 million and 1 billion parameters: about 25 minutes, 60 GB of disk
+    python -m benchmarks.tool                      # 124M and 1B parameters: 25 minutes, 60 GB
     python -m benchmarks.tool --sizes 124M --repetitions 5
     python -m benchmarks.tool --sizes tiny         # to see that it runs
 
-Every ratio is of medians of one run, the repetitions interleaved. Each measurement is a process of its own, its imports apart,
-for stock's converter too. Memory is the peak of RssAnon in /proc, read from outside, over that of a bare interpreter. The
-checkpoint of 124 million parameters is DeepSpeed's own (ZeRO-1, two ranks); the large one is written by this package's writer.
-Writes benchmarks/results/tool.json.
+Every ratio is of medians of one run, the repetitions interleaved. Each measurement is a process of
+its own, its imports apart, for stock's converter too. Memory is the peak of RssAnon in /proc, read
+from outside, over that of a bare interpreter. The checkpoint of 124 million parameters is
+DeepSpeed's own (ZeRO-1, two ranks); the large one is written by this package's writer. Writes
+benchmarks/results/tool.json.
 """
 
 import argparse
@@ -27,27 +29,41 @@ from typing import Any
 from benchmarks.machine import description
 
 RESULTS = Path(__file__).parent / "results" / "tool.json"
-LARGE = "layers=24,hidden=1792,heads=14,ffn=7168,vocab=50304,positions=1024"  # 1.02 billion parameters
+LARGE = (
+    "layers=24,hidden=1792,heads=14,ffn=7168,vocab=50304,positions=1024"  # 1.02 billion parameters
+)
 TINY = "layers=2,hidden=64,heads=4,ffn=256,vocab=512,positions=64"
 BLOCK, PIECE = 2**20, 64 * 2**20
 # what, numerator, denominator, "at most" or "at least", limit
-CLAIMS = [("convert to universal / cp -r and sync", "universal", "copy", "at most", 1.5),
-          ("convert to native / cp -r and sync", "native", "copy", "at most", 1.5),
-          ("stock ds_to_universal / convert to universal", "stock", "universal", "at least", 8.0),
-          ("verify --deep / reading, cold cache", "verify cold", "read cold", "at most", 1.4),
-          ("reading and CRC-32 alone / verify --deep, warm", "crc warm", "verify warm", "at least", 0.7),
-          ("diff / reading both, cold cache", "diff cold", "read both cold", "at most", 1.4),
-          ("reading and CRC-32 alone of both / diff, warm", "crc both warm", "diff warm", "at least", 0.7)]
+CLAIMS = [
+    ("convert to universal / cp -r and sync", "universal", "copy", "at most", 1.5),
+    ("convert to native / cp -r and sync", "native", "copy", "at most", 1.5),
+    ("stock ds_to_universal / convert to universal", "stock", "universal", "at least", 8.0),
+    ("verify --deep / reading, cold cache", "verify cold", "read cold", "at most", 1.4),
+    ("reading and CRC-32 alone / verify --deep, warm", "crc warm", "verify warm", "at least", 0.7),
+    ("diff / reading both, cold cache", "diff cold", "read both cold", "at most", 1.4),
+    (
+        "reading and CRC-32 alone of both / diff, warm",
+        "crc both warm",
+        "diff warm",
+        "at least",
+        0.7,
+    ),
+]
 
 
 # ---- what the measured processes do ----
 
+
 def _files(folders: list[str]) -> list[Path]:
-    return [path for folder in folders for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return [
+        path for folder in folders for path in sorted(Path(folder).rglob("*")) if path.is_file()
+    ]
 
 
 def _read(folders: list[str], summing: bool) -> None:
-    """Reads every file in blocks on as many threads as there are cores; with `summing` also their CRC-32."""
+    """Reads every file in blocks on as many threads as there are cores; with `summing` also their
+    CRC-32."""
     from concurrent.futures import ThreadPoolExecutor
 
     from isal.isal_zlib import crc32
@@ -60,7 +76,10 @@ def _read(folders: list[str], summing: bool) -> None:
                 crc = crc32(buffer[:count], crc)
         os.close(handle)
         return crc
-    pieces = [(path, low) for path in _files(folders) for low in range(0, path.stat().st_size, PIECE)]
+
+    pieces = [
+        (path, low) for path in _files(folders) for low in range(0, path.stat().st_size, PIECE)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(piece, pieces))
 
@@ -69,13 +88,17 @@ def child(what: str, arguments: list[str]) -> None:
     """One measurement; prints its seconds."""
     import megatron_ucp as ucp
     from megatron_ucp.reshard import convert, diff, verify  # imports apart
+
     del convert, diff, verify
     source = arguments[0]
     calls: dict[str, Callable[[], Any]] = {
         "universal": lambda: ucp.convert(source, arguments[1], "universal"),
         "native": lambda: ucp.convert(source, arguments[1], target=ucp.Mesh(dp=4, zero=3)),
-        "verify": lambda: ucp.verify(source, deep=True), "diff": lambda: ucp.diff(source, arguments[1]),
-        "read": lambda: _read(arguments, summing=False), "crc": lambda: _read(arguments, summing=True)}
+        "verify": lambda: ucp.verify(source, deep=True),
+        "diff": lambda: ucp.diff(source, arguments[1]),
+        "read": lambda: _read(arguments, summing=False),
+        "crc": lambda: _read(arguments, summing=True),
+    }
     started = time.perf_counter()
     found = calls[what]()
     seconds = time.perf_counter() - started
@@ -86,13 +109,16 @@ def child(what: str, arguments: list[str]) -> None:
 
 # ---- measuring from outside ----
 
+
 def anon_bytes(pid: int) -> int:
     """RssAnon of a process; 0 once it has gone."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0)
+    return next(
+        (int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0
+    )
 
 
 def held_bytes(folder: Path) -> int:
@@ -107,7 +133,8 @@ def held_bytes(folder: Path) -> int:
 
 
 def watched(command: list[str], disk: Path | None = None) -> tuple[str, int, int]:
-    """Runs a process; its last line of output, the peak of its RssAnon, and of what lies in a folder meanwhile."""
+    """Runs a process; its last line of output, the peak of its RssAnon, and of what lies in a
+    folder meanwhile."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     anon = most = 0
     done = threading.Event()
@@ -121,6 +148,7 @@ def watched(command: list[str], disk: Path | None = None) -> tuple[str, int, int
         nonlocal most
         while disk is not None and not done.wait(0.25):
             most = max(most, held_bytes(disk))
+
     watchers = [threading.Thread(target=watch), threading.Thread(target=watch_disk)]
     for one in watchers:
         one.start()
@@ -181,8 +209,18 @@ class Bench:
         if stock:
             self.clear()
             stage, workers = "1", "2"
-            line, _, most = watched([sys.executable, "-m", "benchmarks.convert", str(self.source), str(self.out / "x"), workers,
-                                     stage], self.out)
+            line, _, most = watched(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.convert",
+                    str(self.source),
+                    str(self.out / "x"),
+                    workers,
+                    stage,
+                ],
+                self.out,
+            )
             self.seconds.setdefault("stock", []).append(float(line))
             self.disk.setdefault("stock", []).append(most)
         self.clear()
@@ -190,22 +228,32 @@ class Bench:
     def reads(self) -> None:
         """Verify and diff, cold and warm."""
         one, both = [self.source], [self.source, self.other]
-        for what, name, folders in (("read", "read cold", one), ("verify", "verify cold", one), ("read", "read both cold", both),
-                                    ("diff", "diff cold", both)):
+        for what, name, folders in (
+            ("read", "read cold", one),
+            ("verify", "verify cold", one),
+            ("read", "read both cold", both),
+            ("diff", "diff cold", both),
+        ):
             forget(both)
             self.run(what, name, *folders)
-        for what, name, folders in (("crc", "crc warm", one), ("verify", "verify warm", one), ("crc", "crc both warm", both),
-                                    ("diff", "diff warm", both)):
+        for what, name, folders in (
+            ("crc", "crc warm", one),
+            ("verify", "verify warm", one),
+            ("crc", "crc both warm", both),
+            ("diff", "diff warm", both),
+        ):
             self.run("read", "warming", *folders)
             self.run(what, name, *folders)
 
 
 # ---- sources ----
 
+
 def saved(folder: Path) -> Path:
     """DeepSpeed's own checkpoint of 124 million parameters."""
     from benchmarks.cases import Mesh
     from tests.ranks import RankPool
+
     pool = RankPool(2)
     pool.run(2, "benchmarks.load_ranks:save", str(folder), Mesh(1), {}, timeout_s=600)
     pool.close()
@@ -213,36 +261,60 @@ def saved(folder: Path) -> Path:
 
 
 def written(folder: Path, sizes: str) -> Path:
-    """A GPT of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every number is 1.5."""
+    """A GPT of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every
+    number is 1.5."""
     from megatron_ucp.core.manifest import to_json
     from megatron_ucp.core.mesh import Mesh
-    from megatron_ucp.core.target import Target
     from megatron_ucp.families import find_family
-    from megatron_ucp.formats import tags
-    from megatron_ucp.formats.deepspeed import OWN_KEYS
-    from megatron_ucp.formats.native_writer import NativeWriter, Run
-    from megatron_ucp.formats.pt_writer import write_pt
+    from megatron_ucp.formats import durable
+    from megatron_ucp.formats.deepspeed.native import OWN_KEYS
+    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, Run
+    from megatron_ucp.formats.deepspeed.target import Target
+    from megatron_ucp.formats.pt.writer import write_pt
     from megatron_ucp.reshard.preview import paper_manifest, paper_sizes
     from megatron_ucp.reshard.target import target_manifest
+
     target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
-    manifest = target_manifest(paper_manifest(find_family("gpt"), paper_sizes("gpt", sizes)), target, None, "paper")
+    manifest = target_manifest(
+        paper_manifest(find_family("gpt"), paper_sizes("gpt", sizes)), target, None, "paper"
+    )
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    run = Run({"global_steps": 1, "global_samples": 2}, OWN_KEYS, config, "0.19.8", "bfloat16", {}, 1.0, False, {}, lambda _: None)
+    run = Run(
+        {"global_steps": 1, "global_samples": 2},
+        OWN_KEYS,
+        config,
+        "0.19.8",
+        "bfloat16",
+        {},
+        1.0,
+        False,
+        {},
+        lambda _: None,
+    )
     blocks = {"float32": b"\0\0\xc0\x3f" * (BLOCK // 4), "bfloat16": b"\xc0\x3f" * (BLOCK // 2)}
     out = folder / "large"
     out.mkdir()
     outputs = list(NativeWriter(manifest, run, None).outputs())
     for output in outputs:
+
         def payload(storage: Any, output: Any = output) -> Any:
             given = output.payloads[storage.key]
             block = blocks[storage.dtype]
             for low in range(0, storage.size_bytes, BLOCK):
-                yield given if isinstance(given, bytes) else block[:min(BLOCK, storage.size_bytes - low)]
+                yield (
+                    given
+                    if isinstance(given, bytes)
+                    else block[: min(BLOCK, storage.size_bytes - low)]
+                )
+
         write_pt(out / output.name, output.tree, payload)
-    entries = tuple(tags.entry_of(out / output.name) for output in outputs)
+    entries = tuple(durable.entry_of(out / output.name) for output in outputs)
     from dataclasses import replace
+
     run_of = {"global_steps": 1, "skipped_steps": 0, "ds_version": "0.19.8", "seed": 1}
-    (out / "ucp_manifest.json").write_text(to_json(replace(manifest, files=entries, save_id="written", run=run_of)))
+    (out / "ucp_manifest.json").write_text(
+        to_json(replace(manifest, files=entries, save_id="written", run=run_of))
+    )
     return out
 
 
@@ -257,28 +329,58 @@ def measure(size: str, repetitions: int, folder: Path) -> dict[str, Any]:
     rows = []
     for what, top, bottom, kind, limit in CLAIMS:
         value = statistics.median(bench.seconds[top]) / statistics.median(bench.seconds[bottom])
-        rows.append({"what": what, "ratio": value, "limit": limit, "kind": kind,
-                     "met": value <= limit if kind == "at most" else value >= limit})
+        rows.append(
+            {
+                "what": what,
+                "ratio": value,
+                "limit": limit,
+                "kind": kind,
+                "met": value <= limit if kind == "at most" else value >= limit,
+            }
+        )
     ours = ("universal", "native", "verify", "diff")
     extra = {name: value - bare for name, value in bench.anon.items() if name.split()[0] in ours}
-    rows.append({"what": "peak RssAnon over a bare interpreter / MiB", "ratio": max(extra.values()) / 2**20, "limit": 256.0,
-                 "kind": "at most", "met": max(extra.values()) <= 256 * 2**20})
+    rows.append(
+        {
+            "what": "peak RssAnon over a bare interpreter / MiB",
+            "ratio": max(extra.values()) / 2**20,
+            "limit": 256.0,
+            "kind": "at most",
+            "met": max(extra.values()) <= 256 * 2**20,
+        }
+    )
     final = max(bench.disk["native, when done"])
-    rows.append({"what": "most on disk while converting / the output", "ratio": max(bench.disk["native"]) / final, "limit": 1.02,
-                 "kind": "at most", "met": max(bench.disk["native"]) <= 1.02 * final})
+    rows.append(
+        {
+            "what": "most on disk while converting / the output",
+            "ratio": max(bench.disk["native"]) / final,
+            "limit": 1.02,
+            "kind": "at most",
+            "met": max(bench.disk["native"]) <= 1.02 * final,
+        }
+    )
     size_bytes = sum(path.stat().st_size for path in _files([str(source)]))
-    return {"bytes": size_bytes, "claims": rows, "seconds": bench.seconds, "anon_bytes": {"bare": bare, **bench.anon},
-            "disk_bytes": bench.disk}
+    return {
+        "bytes": size_bytes,
+        "claims": rows,
+        "seconds": bench.seconds,
+        "anon_bytes": {"bare": bare, **bench.anon},
+        "disk_bytes": bench.disk,
+    }
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2], sys.argv[3:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="124M,1B", help="124M, 1B, tiny")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoints go (default: a temporary folder)"
+    )
     args = parser.parse_args()
     found: dict[str, Any] = {}
     for size in args.sizes.split(","):
@@ -287,7 +389,10 @@ def main() -> None:
             found[size] = {"machine": description(), "repetitions": args.repetitions, **measured}
         print(f"\n{size}: {found[size]['bytes'] / 1e9:.2f} GB")
         for row in found[size]["claims"]:
-            print(f"{row['what']:55} {row['ratio']:8.2f}   {row['kind']} {row['limit']:g}   {'met' if row['met'] else 'MISSED'}")
+            print(
+                f"{row['what']:55} {row['ratio']:8.2f}   {row['kind']} {row['limit']:g}   "
+                f"{'met' if row['met'] else 'MISSED'}"
+            )
     if "tiny" not in args.sizes:  # sizes that were not measured now stay as they were
         old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps({**old, **found}, indent=1) + "\n")

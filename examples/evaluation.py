@@ -1,11 +1,13 @@
-"""The published evaluation of Universal Checkpointing, run anew: one source to ten targets, seven sources to one target.
+"""The published evaluation of Universal Checkpointing, run anew: one source to ten targets, seven
+sources to one target.
 
-    bash examples/evaluation.sh                     both tables, up to eight ranks; results in runs/evaluation
+    bash examples/evaluation.sh                     both tables, up to eight ranks
     bash examples/evaluation.sh --most-ranks 4      only the rows that four ranks can run
 
-Meshes from the paper (Lian et al., USENIX ATC 2025, arXiv 2406.18820, section 6) and its blog (July 2024); their rows with
-SP=2 are Ulysses-style there, and here tp=2 with Megatron's sequence parallelism. The paper shows loss curves; here every
-state is compared bit by bit as well, by `states.py`. Exit code 0 when all are equal and no loss is further away than 1e-5.
+Meshes from the paper (Lian et al., USENIX ATC 2025, arXiv 2406.18820, section 6) and its blog (July
+2024); their rows with SP=2 are Ulysses-style there, and here tp=2 with Megatron's sequence
+parallelism. The paper shows loss curves; here every state is compared bit by bit as well, by
+`states.py`. Exit code 0 when all are equal and no loss is further away than 1e-5.
 """
 
 import argparse
@@ -16,11 +18,28 @@ from pathlib import Path
 from quickstart import HERE, Mesh, Row, compare, make_table, plot, stop_on_signals
 
 SOURCE = Mesh(2, 2, 2, 1)
-TARGETS = [Mesh(1, 1, 1, 1), Mesh(1, 1, 2, 3), Mesh(2, 1, 2, 1, sp=True), Mesh(1, 1, 4, 2), Mesh(1, 1, 4, 3), Mesh(1, 2, 2, 1),
-           Mesh(2, 1, 1, 1), Mesh(2, 1, 2, 1), Mesh(2, 1, 2, 2), Mesh(2, 2, 1, 1)]
+TARGETS = [
+    Mesh(1, 1, 1, 1),
+    Mesh(1, 1, 2, 3),
+    Mesh(2, 1, 2, 1, sp=True),
+    Mesh(1, 1, 4, 2),
+    Mesh(1, 1, 4, 3),
+    Mesh(1, 2, 2, 1),
+    Mesh(2, 1, 1, 1),
+    Mesh(2, 1, 2, 1),
+    Mesh(2, 1, 2, 2),
+    Mesh(2, 2, 1, 1),
+]
 TARGET = Mesh(2, 2, 1, 1)
-SOURCES = [Mesh(2, 1, 2, 1, sp=True), Mesh(1, 1, 4, 3), Mesh(2, 1, 1, 1), Mesh(2, 1, 2, 2), Mesh(2, 2, 1, 1), Mesh(1, 2, 2, 1),
-           Mesh(2, 2, 2, 1)]
+SOURCES = [
+    Mesh(2, 1, 2, 1, sp=True),
+    Mesh(1, 1, 4, 3),
+    Mesh(2, 1, 1, 1),
+    Mesh(2, 1, 2, 2),
+    Mesh(2, 2, 1, 1),
+    Mesh(1, 2, 2, 1),
+    Mesh(2, 2, 2, 1),
+]
 SMALL_SOURCE = Mesh(2, 2, 1, 1)  # where eight ranks are too many
 
 
@@ -35,16 +54,30 @@ def main() -> int:
     try:
         if args.table in ("one-to-ten", "both"):
             source = SOURCE if SOURCE.ranks <= args.most_ranks else SMALL_SOURCE
-            found, reference = compare(source, [m for m in TARGETS if m.ranks <= args.most_ranks], out / "one_to_ten", args.steps,
-                                       args.more)
+            found, reference = compare(
+                source,
+                [m for m in TARGETS if m.ranks <= args.most_ranks],
+                out / "one_to_ten",
+                args.steps,
+                args.more,
+            )
             plot(source, reference, found, args.steps, out / "one_to_ten.png")
-            text += f"## Saved at {source}, resumed on {len(found)} meshes\n\n{make_table(found, args.more)}\n"
+            text += (
+                f"## Saved at {source}, resumed on {len(found)} "
+                f"meshes\n\n{make_table(found, args.more)}\n"
+            )
             rows += found
         if args.table in ("seven-to-one", "both"):
-            found = [compare(source, [TARGET], out / f"from_{source.name}", args.steps, args.more)[0][0]
-                     for source in SOURCES if source.ranks <= args.most_ranks]
+            found = [
+                compare(source, [TARGET], out / f"from_{source.name}", args.steps, args.more)[0][0]
+                for source in SOURCES
+                if source.ranks <= args.most_ranks
+            ]
             sources = [str(source) for source in SOURCES if source.ranks <= args.most_ranks]
-            text += f"## Saved on {len(found)} meshes, resumed at {TARGET}\n\n{make_table(found, args.more, 'saved at', sources)}\n"
+            text += (
+                f"## Saved on {len(found)} meshes, resumed at "
+                f"{TARGET}\n\n{make_table(found, args.more, 'saved at', sources)}\n"
+            )
             rows += found
     except KeyboardInterrupt:
         print("\nevaluation: interrupted; all ranks are stopped", file=sys.stderr)
@@ -55,7 +88,9 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="evaluation.sh", description="One source to ten targets, seven sources to one target.")
+    parser = argparse.ArgumentParser(
+        prog="evaluation.sh", description="One source to ten targets, seven sources to one target."
+    )
     parser.add_argument("--out", type=Path, default=HERE.parent / "runs" / "evaluation")
     parser.add_argument("--steps", type=int, default=20, help="steps before the save")
     parser.add_argument("--more", type=int, default=20, help="steps after it")

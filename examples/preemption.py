@@ -1,11 +1,13 @@
-"""A training job that is killed again and again, on nodes that come and go: it ends with the losses of one that never was.
+"""A training job that is killed again and again, on nodes that come and go: it ends with the losses
+of one that never was.
 
     bash examples/preemption.sh                     ten kills; results in runs/preemption
     bash examples/preemption.sh --kills 3 --iterations 30
 
-Each life is the same command with another mesh: `pretrain_gpt.py --save DIR --load DIR --universal-checkpoint`, killed by
-SIGKILL, all ranks at once, at a random moment; the last one may finish. A killed life's losses after its last save don't
-count: the next one computes them again. Exit code 0 when every loss is within 1e-5 of the uninterrupted run's.
+Each life is the same command with another mesh: `pretrain_gpt.py --save DIR --load DIR
+--universal-checkpoint`, killed by SIGKILL, all ranks at once, at a random moment; the last one may
+finish. A killed life's losses after its last save don't count: the next one computes them again.
+Exit code 0 when every loss is within 1e-5 of the uninterrupted run's.
 """
 
 import argparse
@@ -25,9 +27,34 @@ from quickstart import free_port  # beside this file
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 MESHES = [(2, 1, 1), (1, 2, 2), (1, 1, 0), (1, 2, 3), (2, 1, 3), (1, 1, 1)]  # tp, dp, ZeRO stage
-FLAGS = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "192",
-         "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "4",
-         "--global-batch-size", "8", "--lr", "1e-3", "--lr-decay-style", "cosine", "--eval-iters", "0", "--log-interval", "10"]
+FLAGS = [
+    "--model-family",
+    "llama",
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--ffn-hidden-size",
+    "192",
+    "--num-attention-heads",
+    "4",
+    "--num-query-groups",
+    "2",
+    "--seq-length",
+    "64",
+    "--micro-batch-size",
+    "4",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "1e-3",
+    "--lr-decay-style",
+    "cosine",
+    "--eval-iters",
+    "0",
+    "--log-interval",
+    "10",
+]
 
 
 def main() -> int:
@@ -42,7 +69,8 @@ def main() -> int:
     whole_s = time.monotonic() - started
     losses: dict[int, float] = {}
     for number in range(args.kills + 1):
-        # The first life decides the padded vocabulary, which follows from tp: without that it would be another model.
+        # The first life decides the padded vocabulary, which follows from tp: without that it would
+        # be another model.
         tp, dp, zero = mesh = dice.choice(MESHES) if number else MESHES[0]
         last = number == args.kills
         killed = live(mesh, args, out, f"life{number}", None if last else dice, saves=True)
@@ -52,30 +80,74 @@ def main() -> int:
         resumed = min(found, default=max(losses, default=0) + 1)
         differs = max((abs(found[i] - want[i]) for i in found), default=0.0)
         losses = {**losses, **found}
-        print(f"life {number + 1:2}: tp={tp}, dp={dp}, ZeRO-{zero}: from iteration {resumed:3} to "
-              f"{max(found, default=resumed - 1):3}, {'killed' if killed else 'finished'}; largest loss difference {differs:.1e}",
-              flush=True)
+        print(
+            f"life {number + 1:2}: tp={tp}, dp={dp}, ZeRO-{zero}: from iteration {resumed:3} to "
+            f"{max(found, default=resumed - 1):3}, {'killed' if killed else 'finished'}; largest "
+            f"loss difference {differs:.1e}",
+            flush=True,
+        )
     good = losses.keys() == want.keys() and all(abs(losses[i] - want[i]) <= TOLERANCE for i in want)
-    largest = max((abs(losses[i] - want[i]) for i in losses.keys() & want.keys()), default=float("nan"))
-    print(f"{len(losses)} of {len(want)} losses, the largest difference {largest:.1e} (allowed {TOLERANCE:.0e}): "
-          f"{'as if nothing had happened' if good else 'NOT the uninterrupted run'}; {whole_s:.0f} s without interruption, "
-          f"{time.monotonic() - started - whole_s:.0f} s with {args.kills} kills")
+    largest = max(
+        (abs(losses[i] - want[i]) for i in losses.keys() & want.keys()), default=float("nan")
+    )
+    print(
+        f"{len(losses)} of {len(want)} losses, the largest difference {largest:.1e} (allowed "
+        f"{TOLERANCE:.0e}): "
+        f"{'as if nothing had happened' if good else 'NOT the uninterrupted run'}; {whole_s:.0f} s "
+        "without interruption, "
+        f"{time.monotonic() - started - whole_s:.0f} s with {args.kills} kills"
+    )
     return 0 if good else 1
 
 
-def live(mesh: tuple[int, int, int], args: argparse.Namespace, out: Path, name: str, dice: random.Random | None,
-         saves: bool = False) -> bool:
-    """One life of the job on a mesh; with dice it is killed at a random moment after its first iteration. Whether it was."""
+def live(
+    mesh: tuple[int, int, int],
+    args: argparse.Namespace,
+    out: Path,
+    name: str,
+    dice: random.Random | None,
+    saves: bool = False,
+) -> bool:
+    """One life of the job on a mesh; with dice it is killed at a random moment after its first
+    iteration. Whether it was."""
     tp, dp, zero = mesh
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(tp * dp), "--master_port", str(free_port()),
-               str(HERE.parent / "pretrain" / "pretrain_gpt.py"), *FLAGS, "--tensor-model-parallel-size", str(tp), "--zero-stage",
-               str(zero), "--train-iters", str(args.iterations), "--data-path", str(HERE.parent / "LICENSE"),
-               "--log-json", str(out / f"{name}.jsonl")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(tp * dp),
+        "--master_port",
+        str(free_port()),
+        str(HERE.parent / "pretrain" / "pretrain_gpt.py"),
+        *FLAGS,
+        "--tensor-model-parallel-size",
+        str(tp),
+        "--zero-stage",
+        str(zero),
+        "--train-iters",
+        str(args.iterations),
+        "--data-path",
+        str(HERE.parent / "LICENSE"),
+        "--log-json",
+        str(out / f"{name}.jsonl"),
+    ]
     if saves:
-        command += ["--save", str(out / "checkpoint"), "--load", str(out / "checkpoint"), "--universal-checkpoint",
-                    "--save-interval", "2", "--keep-latest", "3"]
+        command += [
+            "--save",
+            str(out / "checkpoint"),
+            "--load",
+            str(out / "checkpoint"),
+            "--universal-checkpoint",
+            "--save-interval",
+            "2",
+            "--keep-latest",
+            "3",
+        ]
     with (out / f"{name}.log").open("w") as log:
-        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        job = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             if dice is not None:
                 wait_for_losses(job, out / f"{name}.jsonl")
@@ -86,19 +158,29 @@ def live(mesh: tuple[int, int, int], args: argparse.Namespace, out: Path, name: 
         finally:
             killed = job.poll() is None
             with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]:
+                for process in [
+                    *psutil.Process(job.pid).children(recursive=True),
+                    psutil.Process(job.pid),
+                ]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()  # SIGKILL: the ranks, then the launcher
             job.wait()
     remove_buffers(command[command.index("--master_port") + 1])
     if not killed and job.returncode:
-        sys.exit(f"preemption: {name} ended with {job.returncode}; its output is in {out / f'{name}.log'}")
+        sys.exit(
+            f"preemption: {name} ended with {job.returncode}; its output is in "
+            f"{out / f'{name}.log'}"
+        )
     return killed
 
 
 def wait_for_losses(job: "subprocess.Popen[bytes]", path: Path) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and job.poll() is None and not (path.is_file() and path.stat().st_size):
+    while (
+        time.monotonic() < deadline
+        and job.poll() is None
+        and not (path.is_file() and path.stat().st_size)
+    ):
         time.sleep(0.05)
 
 
@@ -126,10 +208,17 @@ def clean(out: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Kill a training job at random moments; compare its losses.")
+    parser = argparse.ArgumentParser(
+        description="Kill a training job at random moments; compare its losses."
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--iterations", type=int, default=300)
-    parser.add_argument("--longest", type=float, default=2.0, help="seconds from a life's first loss to its kill, at most")
+    parser.add_argument(
+        "--longest",
+        type=float,
+        default=2.0,
+        help="seconds from a life's first loss to its kill, at most",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and the meshes")
     parser.add_argument("--out", type=Path, default=Path("runs/preemption"))
     return parser.parse_args()

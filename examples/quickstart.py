@@ -1,9 +1,10 @@
-"""Trains megatron-core's LLaMA at tp=2, dp=2, ZeRO-1, saves, resumes on other meshes straight from these files, and shows
-that nothing was lost.
+"""Trains megatron-core's LLaMA at tp=2, dp=2, ZeRO-1, saves, resumes on other meshes straight from
+these files, and shows that nothing was lost.
 
-Started by `quickstart.sh`, which sets up the environment. Each phase is one launch of `train_megatron.py`, which takes the
-flags of `pretrain/pretrain_gpt.py`. Exit code 0 when every state is bit-equal after every load and every loss stays within
-TOLERANCE of the uninterrupted run, else 1.
+Started by `quickstart.sh`, which sets up the environment. Each phase is one launch of
+`train_megatron.py`, which takes the flags of `pretrain/pretrain_gpt.py`. Exit code 0 when every
+state is bit-equal after every load and every loss stays within TOLERANCE of the uninterrupted run,
+else 1.
 """
 
 import argparse
@@ -29,14 +30,51 @@ HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 BATCH = 8
 STOP_S = 10.0
-PRCTL = ctypes.CDLL(None).prctl  # looked up here: nothing but the call may happen between fork and exec
+PRCTL = ctypes.CDLL(
+    None
+).prctl  # looked up here: nothing but the call may happen between fork and exec
 PR_SET_PDEATHSIG = 1
 
-# Grouped queries with fewer groups (2) than tensor-parallel ranks (4) in one of the cases; a byte is a token.
-MODEL = ["--model-family", "llama", "--num-layers", "4", "--hidden-size", "128", "--ffn-hidden-size", "384",
-         "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "128", "--make-vocab-size-divisible-by", "64"]
-TRAINING = ["--global-batch-size", str(BATCH), "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine",
-            "--weight-decay", "0.1", "--adam-beta2", "0.95", "--split", "1", "--eval-iters", "0", "--log-interval", "10"]
+# Grouped queries with fewer groups (2) than tensor-parallel ranks (4) in one of the cases; a byte
+# is a token.
+MODEL = [
+    "--model-family",
+    "llama",
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "128",
+    "--ffn-hidden-size",
+    "384",
+    "--num-attention-heads",
+    "4",
+    "--num-query-groups",
+    "2",
+    "--seq-length",
+    "128",
+    "--make-vocab-size-divisible-by",
+    "64",
+]
+TRAINING = [
+    "--global-batch-size",
+    str(BATCH),
+    "--lr",
+    "1e-3",
+    "--min-lr",
+    "1e-4",
+    "--lr-decay-style",
+    "cosine",
+    "--weight-decay",
+    "0.1",
+    "--adam-beta2",
+    "0.95",
+    "--split",
+    "1",
+    "--eval-iters",
+    "0",
+    "--log-interval",
+    "10",
+]
 
 
 @dataclass(frozen=True)
@@ -62,9 +100,19 @@ class Mesh:
 
     @property
     def flags(self) -> list[str]:
-        micro = BATCH // self.dp // (2 if self.pp > 1 else 1)  # a pipeline needs micro batches to have more than one stage at work
-        flags = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp), "--zero-stage",
-                 str(self.zero), "--micro-batch-size", str(micro)]
+        micro = (
+            BATCH // self.dp // (2 if self.pp > 1 else 1)
+        )  # a pipeline needs micro batches to have more than one stage at work
+        flags = [
+            "--tensor-model-parallel-size",
+            str(self.tp),
+            "--pipeline-model-parallel-size",
+            str(self.pp),
+            "--zero-stage",
+            str(self.zero),
+            "--micro-batch-size",
+            str(micro),
+        ]
         return [*flags, "--sequence-parallel"] if self.sp else flags
 
 
@@ -74,7 +122,8 @@ TARGETS = [Mesh(1, 1, 4, 3), Mesh(4, 1, 1, 1), Mesh(1, 1, 1, 0)]
 
 @dataclass(frozen=True)
 class Row:
-    """One resume: what it read, what differs, and how far each loss is from the uninterrupted run."""
+    """One resume: what it read, what differs, and how far each loss is from the uninterrupted
+    run."""
 
     mesh: Mesh
     read_bytes: int
@@ -97,15 +146,20 @@ def main() -> int:
     out: Path = args.out.resolve()
     started = time.monotonic()
     try:
-        rows, reference = compare(args.source, args.resume, out, args.steps, args.more, args.reuse, args.plant_fault)
+        rows, reference = compare(
+            args.source, args.resume, out, args.steps, args.more, args.reuse, args.plant_fault
+        )
     except KeyboardInterrupt:
         print("\nquickstart: interrupted; all ranks are stopped", file=sys.stderr)
         return 130
     table = make_table(rows, args.more)
     (out / "table.md").write_text(table)
     plot(args.source, reference, rows, args.steps, out / "losses.png")
-    print(f"\nSaved at {args.source}, step {args.steps}: {rows[0].parameters:,} parameters, whose masters and two moments take "
-          f"{12 * rows[0].parameters:,} bytes.\nResumed straight from these files:\n\n{table}")
+    print(
+        f"\nSaved at {args.source}, step {args.steps}: {rows[0].parameters:,} parameters, whose "
+        "masters and two moments take "
+        f"{12 * rows[0].parameters:,} bytes.\nResumed straight from these files:\n\n{table}"
+    )
     for row in rows:
         for what in row.different[:5]:
             print(f"NOT EQUAL after the load at {row.mesh}: {what}")
@@ -118,22 +172,55 @@ def stop_on_signals() -> None:
         signal.signal(number, lambda *_: sys.exit(130))
 
 
-def compare(source: Mesh, targets: list[Mesh], out: Path, steps: int, more: int, reuse: bool = False,
-            plant_fault: bool = False) -> tuple[list[Row], list[float]]:
-    """Trains and saves on one mesh, resumes on others; what came of each, and the losses of the uninterrupted run."""
-    flags = [*MODEL, *TRAINING, "--train-iters", str(steps + more), "--lr-warmup-iters", str(min(10, steps // 2)),
-             "--data-path", sysconfig.get_paths()["stdlib"]]
+def compare(
+    source: Mesh,
+    targets: list[Mesh],
+    out: Path,
+    steps: int,
+    more: int,
+    reuse: bool = False,
+    plant_fault: bool = False,
+) -> tuple[list[Row], list[float]]:
+    """Trains and saves on one mesh, resumes on others; what came of each, and the losses of the
+    uninterrupted run."""
+    flags = [
+        *MODEL,
+        *TRAINING,
+        "--train-iters",
+        str(steps + more),
+        "--lr-warmup-iters",
+        str(min(10, steps // 2)),
+        "--data-path",
+        sysconfig.get_paths()["stdlib"],
+    ]
     if not reuse:
         clean(out)
-        launch(source, out, [*flags, "--save-at", str(steps), "--save", str(out / "checkpoint"), "--save-interval", str(steps)],
-               f"train {steps} steps, save, {more} steps on")
+        launch(
+            source,
+            out,
+            [
+                *flags,
+                "--save-at",
+                str(steps),
+                "--save",
+                str(out / "checkpoint"),
+                "--save-interval",
+                str(steps),
+            ],
+            f"train {steps} steps, save, {more} steps on",
+        )
     reference = read_losses(out / f"{source.name}.json", steps + more)
     rows = []
     for mesh in targets:
         name = f"resumed_{mesh.name}"
         fault = ["--plant-fault"] if plant_fault else []
-        launch(mesh, out, [*flags, "--load", str(out / "checkpoint"), "--universal-checkpoint", *fault], f"resume, {more} steps",
-               name)
+        launch(
+            mesh,
+            out,
+            [*flags, "--load", str(out / "checkpoint"), "--universal-checkpoint", *fault],
+            f"resume, {more} steps",
+            name,
+        )
         rows.append(make_row(mesh, json.loads((out / f"{name}.json").read_text()), reference))
     return rows, reference
 
@@ -142,7 +229,10 @@ def read_losses(path: Path, steps: int) -> list[float]:
     """The losses of the uninterrupted run."""
     losses = json.loads(path.read_text())["losses"] if path.is_file() else []
     if len(losses) != steps:
-        sys.exit(f"quickstart: {path} holds {len(losses)} losses, not {steps}: leave out --reuse, or give that run's arguments")
+        sys.exit(
+            f"quickstart: {path} holds {len(losses)} losses, not {steps}: leave out --reuse, or "
+            "give that run's arguments"
+        )
     return losses
 
 
@@ -150,40 +240,74 @@ def clean(out: Path) -> None:
     """Removes what an earlier run left, and nothing else: the folder may be anybody's."""
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    for pattern in ("states.pt", "table.md", "losses.png", "*tp?_pp?_dp?_zero?*.json", "*tp?_pp?_dp?_zero?*.log"):
+    for pattern in (
+        "states.pt",
+        "table.md",
+        "losses.png",
+        "*tp?_pp?_dp?_zero?*.json",
+        "*tp?_pp?_dp?_zero?*.log",
+    ):
         for path in out.glob(pattern):
             path.unlink()
 
 
 def launch(mesh: Mesh, out: Path, arguments: list[str], what: str, name: str | None = None) -> None:
-    """Runs `train_megatron.py` on a mesh, to its end. Leaves no process behind, whatever happens."""
+    """Runs `train_megatron.py` on a mesh, to its end. Leaves no process behind, whatever
+    happens."""
     name, port = name or mesh.name, free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(mesh.ranks), "--master_addr",
-               "127.0.0.1", "--master_port", str(port), str(HERE / "train_megatron.py"), "--out", str(out), "--name", name,
-               *mesh.flags, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(mesh.ranks),
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(port),
+        str(HERE / "train_megatron.py"),
+        "--out",
+        str(out),
+        "--name",
+        name,
+        *mesh.flags,
+        *arguments,
+    ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    # With it DeepSpeed makes 66 MiB of shared memory per rank, which a rank that is stopped would leave.
+    # With it DeepSpeed makes 66 MiB of shared memory per rank, which a rank that is stopped would
+    # leave.
     environment.pop("LOCAL_SIZE", None)
     log = out / f"{name}.log"
     print(f"{mesh!s:26} {what} ...", end=" ", flush=True)
     started = time.monotonic()
     with log.open("w") as output:
-        # A session of its own: Ctrl-C comes to this process alone, which then stops the ranks in order.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                   start_new_session=True, preexec_fn=end_with_parent, env=environment)
+        # A session of its own: Ctrl-C comes to this process alone, which then stops the ranks in
+        # order.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+            env=environment,
+        )
         try:
             code = process.wait()
         finally:
             stop(process)
     print(f"{time.monotonic() - started:.1f} s", flush=True)
     if code:
-        said, _, _ = log.read_text(errors="replace").partition("torch/distributed/elastic/")  # from there on the launcher's
+        said, _, _ = log.read_text(errors="replace").partition(
+            "torch/distributed/elastic/"
+        )  # from there on the launcher's
         print("\n".join(said.splitlines()[-40:-1]), file=sys.stderr)
         sys.exit(f"quickstart: {mesh} ended with exit code {code}; all of its output is in {log}")
 
 
 def end_with_parent() -> None:
-    """In the launcher, before it starts: a SIGTERM when this process is killed, so that no rank goes on alone."""
+    """In the launcher, before it starts: a SIGTERM when this process is killed, so that no rank
+    goes on alone."""
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -193,7 +317,10 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
         return
     # Each rank has a session of its own, so that no signal to a group would reach all.
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        family = [
+            *psutil.Process(process.pid).children(recursive=True),
+            psutil.Process(process.pid),
+        ]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.terminate()
@@ -214,82 +341,162 @@ def free_port() -> int:
 def make_row(mesh: Mesh, result: dict[str, Any], reference: list[float]) -> Row:
     first = result["first_step"]
     distances = [abs(a - b) for a, b in zip(result["losses"], reference[first:], strict=True)]
-    return Row(mesh, result["read_bytes"], result["seconds"], result["parameters"], result["compared"],
-               result["different"], first, result["losses"], distances)
+    return Row(
+        mesh,
+        result["read_bytes"],
+        result["seconds"],
+        result["parameters"],
+        result["compared"],
+        result["different"],
+        first,
+        result["losses"],
+        distances,
+    )
 
 
-def make_table(rows: list[Row], more: int, first: str = "resumed at", names: list[str] | None = None) -> str:
+def make_table(
+    rows: list[Row], more: int, first: str = "resumed at", names: list[str] | None = None
+) -> str:
     """The results as a Markdown table; `names` are the first column."""
     names = names or [str(row.mesh) for row in rows]
-    head = [first, "bytes read", "seconds", "states bit-equal", f"largest loss difference, next {more} steps"]
-    cells = [[name, f"{row.read_bytes:,}", f"{row.seconds:.2f}",
-              f"yes ({row.compared:,} values)" if not row.different else f"NO ({len(row.different)} differ)",
-              f"{max(row.distances, default=float('nan')):.1e}"] for name, row in zip(names, rows, strict=True)]
+    head = [
+        first,
+        "bytes read",
+        "seconds",
+        "states bit-equal",
+        f"largest loss difference, next {more} steps",
+    ]
+    cells = [
+        [
+            name,
+            f"{row.read_bytes:,}",
+            f"{row.seconds:.2f}",
+            f"yes ({row.compared:,} values)"
+            if not row.different
+            else f"NO ({len(row.different)} differ)",
+            f"{max(row.distances, default=float('nan')):.1e}",
+        ]
+        for name, row in zip(names, rows, strict=True)
+    ]
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *cells]
-    return "".join("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n"
+        for line in lines
+    )
 
 
 def plot(source: Mesh, reference: list[float], rows: list[Row], saved: int, path: Path) -> None:
-    """The whole run, the steps after the save, and how far each resumed run is from the uninterrupted one."""
+    """The whole run, the steps after the save, and how far each resumed run is from the
+    uninterrupted one."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, (whole, near, apart) = plt.subplots(3, 1, figsize=(9, 11 + len(rows) / 10), height_ratios=[3, 3, 2],
-                                                layout="constrained")
+
+    figure, (whole, near, apart) = plt.subplots(
+        3, 1, figsize=(9, 11 + len(rows) / 10), height_ratios=[3, 3, 2], layout="constrained"
+    )
     figure.suptitle(f"A run saved at {source}, resumed on other meshes straight from its files")
     steps = range(len(reference))
     markers, colors = "osD^v<>", plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for axes, first in ((whole, 0), (near, saved)):
-        axes.plot(steps[first:], reference[first:], color="0.75", linewidth=6, label=f"uninterrupted, {source}")
+        axes.plot(
+            steps[first:],
+            reference[first:],
+            color="0.75",
+            linewidth=6,
+            label=f"uninterrupted, {source}",
+        )
         axes.set_ylabel("loss (nats per byte)")
         axes.set_xlabel("step")
     for i, row in enumerate(rows):
         mine = range(row.first_step, row.first_step + len(row.losses))
-        style = {"color": colors[i % len(colors)], "marker": markers[i % len(markers)], "label": f"resumed at {row.mesh}"}
+        style = {
+            "color": colors[i % len(colors)],
+            "marker": markers[i % len(markers)],
+            "label": f"resumed at {row.mesh}",
+        }
         whole.plot(mine, row.losses, linewidth=1, color=style["color"], label=style["label"])
         # The curves lie on each other: each marks steps of its own, so that all are seen.
-        near.plot(mine, row.losses, linewidth=1, markersize=7, markevery=(i, max(1, len(rows))), **style)
+        near.plot(
+            mine, row.losses, linewidth=1, markersize=7, markevery=(i, max(1, len(rows))), **style
+        )
         apart.plot(mine, [max(d, 1e-9) for d in row.distances], linewidth=1, markersize=5, **style)
     saved_at = whole.axvline(saved, color="0.3", linestyle=":", label=f"saved before step {saved}")
     whole.set_title("The whole run")
     near.set_title("After the save: the resumed runs lie on the uninterrupted one")
     apart.set_title("Distance to the uninterrupted run")
     allowed = apart.axhline(TOLERANCE, color="0.3", linestyle="--", label=f"allowed: {TOLERANCE:g}")
-    apart.set(yscale="log", ylim=(7e-10, 1e-2), xlabel="step", ylabel="|difference of loss|\n(bottom: 1e-9 or less)")
+    apart.set(
+        yscale="log",
+        ylim=(7e-10, 1e-2),
+        xlabel="step",
+        ylabel="|difference of loss|\n(bottom: 1e-9 or less)",
+    )
     for axes in (near, apart):
         axes.xaxis.get_major_locator().set_params(integer=True)
     for axes in (whole, near, apart):
         axes.grid(alpha=0.3)
-    figure.legend(handles=[*near.get_legend_handles_labels()[0], saved_at, allowed], loc="outside lower center", ncols=2,
-                  fontsize="small")
+    figure.legend(
+        handles=[*near.get_legend_handles_labels()[0], saved_at, allowed],
+        loc="outside lower center",
+        ncols=2,
+        fontsize="small",
+    )
     figure.savefig(path, dpi=110)
 
 
 def mesh_argument(text: str) -> Mesh:
     found = re.fullmatch(r"tp=([124]),(?:pp=([124]),)?dp=([1248]),zero=([0123])(,sp)?", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not tp=T,pp=P,dp=D,zero=Z, with T and P of 1, 2, 4, D of 1, 2, 4, 8 and Z "
-                                         "from 0 to 3, and perhaps ,sp after it")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not tp=T,pp=P,dp=D,zero=Z, with T and P of 1, 2, 4, D of 1, 2, 4, 8 and "
+            "Z "
+            "from 0 to 3, and perhaps ,sp after it"
+        )
     tp, pp, dp, zero, sp = found.groups()
     return Mesh(int(tp), int(pp or 1), int(dp), int(zero), bool(sp))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="quickstart.sh", description="Save on four ranks, resume on other meshes.")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "runs" / "quickstart",
-                        help="folder for checkpoint, results and picture (default runs/quickstart); "
-                             "an earlier run's are replaced")
+    parser = argparse.ArgumentParser(
+        prog="quickstart.sh", description="Save on four ranks, resume on other meshes."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=HERE.parent / "runs" / "quickstart",
+        help="folder for checkpoint, results and picture (default runs/quickstart); "
+        "an earlier run's are replaced",
+    )
     parser.add_argument("--steps", type=int, default=80, help="steps before the save (default 80)")
     parser.add_argument("--more", type=int, default=20, help="steps after it (default 20)")
-    parser.add_argument("--resume", type=mesh_argument, nargs="+", default=TARGETS, metavar="MESH",
-                        help="meshes to resume on (default tp=1,dp=4,zero=3 tp=4,dp=1,zero=1 tp=1,dp=1,zero=0)")
-    parser.add_argument("--source", type=mesh_argument, default=SOURCE, metavar="MESH",
-                        help="mesh to save on (default tp=2,dp=2,zero=1)")
-    parser.add_argument("--reuse", action="store_true",
-                        help="resume from the checkpoint of an earlier run with the same --steps and --more")
-    parser.add_argument("--plant-fault", action="store_true",
-                        help="flip one bit after each load: shows that the check sees a fault (exit code 1)")
+    parser.add_argument(
+        "--resume",
+        type=mesh_argument,
+        nargs="+",
+        default=TARGETS,
+        metavar="MESH",
+        help="meshes to resume on (default tp=1,dp=4,zero=3 tp=4,dp=1,zero=1 tp=1,dp=1,zero=0)",
+    )
+    parser.add_argument(
+        "--source",
+        type=mesh_argument,
+        default=SOURCE,
+        metavar="MESH",
+        help="mesh to save on (default tp=2,dp=2,zero=1)",
+    )
+    parser.add_argument(
+        "--reuse",
+        action="store_true",
+        help="resume from the checkpoint of an earlier run with the same --steps and --more",
+    )
+    parser.add_argument(
+        "--plant-fault",
+        action="store_true",
+        help="flip one bit after each load: shows that the check sees a fault (exit code 1)",
+    )
     args = parser.parse_args()
     if args.steps < 1 or args.more < 1:
         parser.error("--steps and --more are at least 1")

@@ -1,6 +1,7 @@
-"""The whole optimizer state of a live megatron-core engine, to check what a load restored: data-parallel pieces are gathered
-by DeepSpeed's own accessors, tensor-parallel shards joined by the attributes that megatron-core sets on its parameters,
-pipeline stages by the positions of their layers.
+"""The whole optimizer state of a live megatron-core engine, to check what a load restored:
+data-parallel pieces are gathered by DeepSpeed's own accessors, tensor-parallel shards joined by the
+attributes that megatron-core sets on its parameters, pipeline stages by the positions of their
+layers.
 
 Nothing here uses megatron_ucp: a check by the code that it checks would show nothing.
 """
@@ -19,29 +20,39 @@ States = dict[str, Any]
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
     """The torch optimizer, inside DeepSpeed's wrapper or alone (ZeRO-0 in fp32)."""
-    return engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
+    return (
+        engine.optimizer
+        if isinstance(engine.optimizer, torch.optim.Optimizer)
+        else engine.optimizer.optimizer
+    )
 
 
 def masters(engine: Any) -> list[tuple[int, torch.Tensor]]:
-    """(group, master) for the tensors that this rank's optimizer steps; from ZeRO-1 on flat pieces of many parameters."""
+    """(group, master) for the tensors that this rank's optimizer steps; from ZeRO-1 on flat pieces
+    of many parameters."""
     stage, wrapper = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
-        return [(wrapper.sub_group_to_group_id[i], m) for i, m in enumerate(wrapper.fp32_partitioned_groups_flat)]
+        return [
+            (wrapper.sub_group_to_group_id[i], m)
+            for i, m in enumerate(wrapper.fp32_partitioned_groups_flat)
+        ]
     if stage:
         return list(enumerate(wrapper.single_partition_of_fp32_groups))
     return [(g, p) for g, group in enumerate(wrapper.param_groups) for p in group["params"]]
 
 
 def gather(engine: Any) -> States:
-    """Every fp32 master, moment and weight in full, each parameter's steps and hyper-parameters, scheduler, counters.
+    """Every fp32 master, moment and weight in full, each parameter's steps and hyper-parameters,
+    scheduler, counters.
 
-    Collective; every rank returns what its own data-parallel group holds, of all pipeline stages. Moments and steps are left
-    out before the first step, when there are none.
+    Collective; every rank returns what its own data-parallel group holds, of all pipeline stages.
+    Moments and steps are left out before the first step, when there are none.
     """
     stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
     if stage in (1, 2) and base.state:
-        # DeepSpeed links moments to parameters after the first group's first step, and never again: the accessor then
-        # misses those of other groups, and of every group after a load. Link them now.
+        # DeepSpeed links moments to parameters after the first group's first step, and never again:
+        # the accessor then misses those of other groups, and of every group after a load. Link them
+        # now.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found: States = {}
@@ -50,12 +61,16 @@ def gather(engine: Any) -> States:
         name, number = canonical(engine, raw), group_of[param]
         held: States = {"master": safe_get_full_fp32_param(param) if stage else param}
         for key in MOMENTS if base.state else ():
-            held[key] = safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
+            held[key] = (
+                safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
+            )
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
             held["weight"] = param.detach().clone()
         for key, shard in held.items():
             found[f"{key} of {name}"] = join(name, param, shards(shard.detach().clone()))
-        found[f"hyper-parameters of {name}"] = {k: v for k, v in base.param_groups[number].items() if k != "params"}
+        found[f"hyper-parameters of {name}"] = {
+            k: v for k, v in base.param_groups[number].items() if k != "params"
+        }
         found[f"steps of {name}"] = steps[number]
     found["scheduler"] = engine.lr_scheduler.state_dict()
     found["counters"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
@@ -66,17 +81,28 @@ def groups_of(engine: Any) -> dict[Any, int]:
     """The number of the group that steps each parameter."""
     stage, wrapper = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
-        return {p: wrapper.sub_group_to_group_id[i] for i, group in enumerate(wrapper.fp16_groups) for p in group}
+        return {
+            p: wrapper.sub_group_to_group_id[i]
+            for i, group in enumerate(wrapper.fp16_groups)
+            for p in group
+        }
     groups = wrapper.bit16_groups if stage else [group["params"] for group in wrapper.param_groups]
     return {p: number for number, group in enumerate(groups) for p in group}
 
 
 def steps_of_groups(engine: Any) -> dict[int, list[float]]:
-    """The steps that each group's states have counted on all ranks of the data-parallel group: one number, if all is well."""
+    """The steps that each group's states have counted on all ranks of the data-parallel group: one
+    number, if all is well."""
     state = base_optimizer(engine).state
-    mine = {number: {float(state[m]["step"]) for g, m in masters(engine) if g == number and state}
-            for number in range(len(base_optimizer(engine).param_groups))}
-    group = parallel_state().get_data_parallel_group() if stages(engine) == 1 else engine.grid.get_data_parallel_group()
+    mine = {
+        number: {float(state[m]["step"]) for g, m in masters(engine) if g == number and state}
+        for number in range(len(base_optimizer(engine).param_groups))
+    }
+    group = (
+        parallel_state().get_data_parallel_group()
+        if stages(engine) == 1
+        else engine.grid.get_data_parallel_group()
+    )
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, mine, group=group)
     return {number: sorted(set().union(*(each[number] for each in ranks))) for number in mine}
@@ -84,6 +110,7 @@ def steps_of_groups(engine: Any) -> dict[int, list[float]]:
 
 def parallel_state() -> Any:
     from megatron.core import parallel_state
+
     return parallel_state
 
 
@@ -92,8 +119,9 @@ def stages(engine: Any) -> int:
 
 
 def canonical(engine: Any, name: str) -> str:
-    """A parameter's name in the model without a pipeline. There names begin with the layer's position: 0 is the embedding, the
-    transformer layers follow, then the final norm and the head."""
+    """A parameter's name in the model without a pipeline. There names begin with the layer's
+    position: 0 is the embedding, the transformer layers follow, then the final norm and the
+    head."""
     if not hasattr(engine, "grid"):
         return name
     first, _, rest = name.partition(".")
@@ -109,7 +137,8 @@ def canonical(engine: Any, name: str) -> str:
 
 
 def of_all_stages(engine: Any, found: States) -> States:
-    """What all stages hold together; two stages that hold one thing differently show as an entry of its own."""
+    """What all stages hold together; two stages that hold one thing differently show as an entry of
+    its own."""
     if stages(engine) == 1:
         return found
     group = engine.grid.get_pipe_parallel_group()
@@ -136,11 +165,12 @@ def join(name: str, param: Any, parts: list[torch.Tensor]) -> torch.Tensor:
     if not param.tensor_model_parallel:  # norms: every rank has a copy
         return parts[0] if all(equal(parts[0], part) for part in parts) else torch.stack(parts)
     if name.endswith("linear_fc1.weight"):
-        # SwiGLU: a rank holds its rows of the gate above its rows of the up projection; whole, all of the gate comes first
+        # SwiGLU: a rank holds its rows of the gate above its rows of the up projection; whole, all
+        # of the gate comes first
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    # linear_qkv too: its rows go by group (queries, one key, one value) and are cut evenly, also in the middle of a group
-    # where there are fewer groups than ranks
+    # linear_qkv too: its rows go by group (queries, one key, one value) and are cut evenly, also in
+    # the middle of a group where there are fewer groups than ranks
     return torch.cat(parts, dim=param.partition_dim)
 
 
@@ -150,25 +180,35 @@ def save(path: Path, found: States) -> None:
 
 
 def compare(path: Path, found: States, fresh: States) -> dict[str, Any]:
-    """What differs on any rank from the states in the file, bit by bit; `fresh` are those before the load, which have to
-    differ. Collective."""
+    """What differs on any rank from the states in the file, bit by bit; `fresh` are those before
+    the load, which have to differ. Collective."""
     want = torch.load(path, weights_only=True)
     different = set(want.keys() ^ found.keys())
     different |= {key for key in want.keys() & found.keys() if not equal(want[key], found[key])}
-    different |= {f"{key}: the same before the load" for key in fresh
-                  if key.startswith("master of") and equal(want.get(key), fresh[key])}
+    different |= {
+        f"{key}: the same before the load"
+        for key in fresh
+        if key.startswith("master of") and equal(want.get(key), fresh[key])
+    }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, different)
     sizes = {key: value.numel() for key, value in want.items() if isinstance(value, torch.Tensor)}
-    return {"different": sorted(set().union(*ranks)), "compared": sum(sizes.values()),
-            "parameters": sum(size for key, size in sizes.items() if key.startswith("master of"))}
+    return {
+        "different": sorted(set().union(*ranks)),
+        "compared": sum(sizes.values()),
+        "parameters": sum(size for key, size in sizes.items() if key.startswith("master of")),
+    }
 
 
 def equal(a: Any, b: Any) -> bool:
     """Equal bits for tensors, so that 0.0 and -0.0 differ; equal values for the rest."""
     if not isinstance(a, torch.Tensor):
         return a == b
-    return a.dtype == b.dtype == torch.float32 and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+    return (
+        a.dtype == b.dtype == torch.float32
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.int32), b.view(torch.int32))
+    )
 
 
 def plant_fault(engine: Any) -> None:

@@ -1,9 +1,11 @@
-"""One phase of `quickstart.py`: a run of `pretrain/pretrain_gpt.py` with the states checked at its save or after its load.
+r"""One phase of `quickstart.py`: a run of `pretrain/pretrain_gpt.py` with the states checked at its
+save or after its load.
 
-    torchrun --nproc_per_node 4 examples/train_megatron.py --out DIR --name NAME [--save-at N] [flags of pretrain_gpt.py]
+    torchrun --nproc_per_node 4 examples/train_megatron.py \
+        --out DIR --name NAME [--save-at N] [flags of pretrain_gpt.py]
 
-The training is that of the program, from its own flags: the class below adds the check, and nothing that is trained or loaded
-depends on it.
+The training is that of the program, from its own flags: the class below adds the check, and nothing
+that is trained or loaded depends on it.
 """
 
 import argparse
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `pretrain` is not installed
-# megatron-core says at import that Transformer Engine and Apex are not there, torch that DeepSpeed uses old names
+# megatron-core says at import that Transformer Engine and Apex are not there, torch that DeepSpeed
+# uses old names
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
@@ -34,7 +37,9 @@ class CheckedRun(Run):
         super().__init__(argv)
 
     def save(self) -> None:
-        if self.result.position.iteration == self.own.save_at:  # not at the end: the run goes on only to be compared with
+        if (
+            self.result.position.iteration == self.own.save_at
+        ):  # not at the end: the run goes on only to be compared with
             super().save()
             states.save(self.own.out / "states.pt", states.gather(self.engine))
 
@@ -44,7 +49,10 @@ class CheckedRun(Run):
         started = time.perf_counter()
         position = super().load(saved)
         dist.barrier()
-        self.found = {"seconds": time.perf_counter() - started, "read_bytes": states.total(self.report.read_bytes)}
+        self.found = {
+            "seconds": time.perf_counter() - started,
+            "read_bytes": states.total(self.report.read_bytes),
+        }
         if self.own.plant_fault:
             states.plant_fault(self.engine)
         self.found |= states.compare(self.own.out / "states.pt", states.gather(self.engine), fresh)
@@ -52,12 +60,20 @@ class CheckedRun(Run):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False,  # --save is not --save-at
-                                     description="One phase of the quickstart; takes the flags of pretrain_gpt.py too.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for states.pt and the result")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,  # --save is not --save-at
+        description="One phase of the quickstart; takes the flags of pretrain_gpt.py too.",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for states.pt and the result"
+    )
     parser.add_argument("--name", required=True, help="the result is written to NAME.json")
     parser.add_argument("--save-at", type=int, help="iteration after which to save")
-    parser.add_argument("--plant-fault", action="store_true", help="flip one bit after the load: the check must see it")
+    parser.add_argument(
+        "--plant-fault",
+        action="store_true",
+        help="flip one bit after the load: the check must see it",
+    )
     own, flags = parser.parse_known_args()
     run = CheckedRun(own, flags)
     result = run.train()

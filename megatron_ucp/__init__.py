@@ -4,22 +4,48 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.target import Target
 from megatron_ucp.errors import UcpError
+from megatron_ucp.formats.deepspeed.target import Target
 
-__all__ = ["Manifest", "Mesh", "ResumableLoader", "Target", "UcpError", "attach", "convert", "describe", "diff", "initialize",
-           "install", "load", "newest_whole", "register_family", "verify"]
+__all__ = [
+    "Manifest",
+    "Mesh",
+    "ResumableLoader",
+    "Target",
+    "UcpError",
+    "attach",
+    "convert",
+    "describe",
+    "diff",
+    "initialize",
+    "install",
+    "load",
+    "newest_whole",
+    "register_family",
+    "verify",
+]
 __version__ = "0.1.0"
 
-_HOMES = {"attach": "engines.attach", "initialize": "engines.attach", "install": "engines.attach",
-          "ResumableLoader": "engines.loader", "newest_whole": "formats.tags",
-          "load": "engines.load", "register_family": "families", "convert": "reshard.convert",
-          "describe": "reshard.describe", "diff": "reshard.diff", "verify": "reshard.verify"}
+_HOMES = {
+    "attach": "engines.attach",
+    "initialize": "engines.attach",
+    "install": "engines.attach",
+    "ResumableLoader": "engines.loader",
+    "newest_whole": "formats.durable",
+    "load": "engines.deepspeed.load",
+    "register_family": "families",
+    "convert": "reshard.convert",
+    "describe": "reshard.describe",
+    "diff": "reshard.diff",
+    "verify": "reshard.verify",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up on first use: the command-line tool must start without torch, and run without deepspeed.
+    # Looked up on first use: the command-line tool must start without torch, and run without
+    # deepspeed.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
+
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,7 +1,8 @@
 """Every failure that a user can meet: a named error that carries its facts.
 
-Each leaf says in its docstring when it is raised. The message is always built from the fields, in one order, so that
-a reader finds the file, the parameter, what was expected, what was found and what to do at the same place each time.
+Each leaf says in its docstring when it is raised. The message is always built from the fields, in
+one order, so that a reader finds the file, the parameter, what was expected, what was found and
+what to do at the same place each time.
 """
 
 from typing import ClassVar
@@ -10,14 +11,22 @@ from typing import ClassVar
 class UcpError(Exception):
     """Base of all errors of this package.
 
-    `problem` is one sentence. The other fields are shown when given. Errors cross process borders (they are gathered
-    from all ranks), so every field must be a plain string, number or tuple.
+    `problem` is one sentence. The other fields are shown when given. Errors cross process borders
+    (they are gathered from all ranks), so every field must be a plain string, number or tuple.
     """
 
     fix: ClassVar[str] = ""  # what to do, when the raising line knows nothing better
 
-    def __init__(self, problem: str, *, file: object = None, parameter: str | None = None, expected: object = None,
-                 found: object = None, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        problem: str,
+        *,
+        file: object = None,
+        parameter: str | None = None,
+        expected: object = None,
+        found: object = None,
+        fix: str | None = None,
+    ) -> None:
         self.problem = problem
         self.file = None if file is None else str(file)
         self.parameter = parameter
@@ -30,9 +39,16 @@ class UcpError(Exception):
         return _rebuild, (type(self), self.problem, self.__dict__)
 
     def __str__(self) -> str:
-        rows = [("file", self.file), ("parameter", self.parameter), ("expected", self.expected),
-                ("found", self.found), ("what to do", self.what_to_do or None)]
-        return "\n".join([self.problem] + [f"  {name}: {value}" for name, value in rows if value is not None])
+        rows = [
+            ("file", self.file),
+            ("parameter", self.parameter),
+            ("expected", self.expected),
+            ("found", self.found),
+            ("what to do", self.what_to_do or None),
+        ]
+        return "\n".join(
+            [self.problem] + [f"  {name}: {value}" for name, value in rows if value is not None]
+        )
 
 
 def _rebuild(kind: type[UcpError], problem: str, fields: dict[str, object]) -> UcpError:
@@ -56,9 +72,13 @@ class DamagedFileError(UcpError):
 
 
 class UnsafePickleError(UcpError):
-    """A pickle asks for a class or function that is not on the closed list. Nothing of it was run."""
+    """A pickle asks for a class or function that is not on the closed list. Nothing of it was
+    run."""
 
-    fix = "do not load this file with any other tool; if you trust its author, save it again without that object"
+    fix = (
+        "do not load this file with any other tool; if you trust its author, save it again "
+        "without that object"
+    )
 
 
 class ForeignFileError(UcpError):
@@ -68,7 +88,8 @@ class ForeignFileError(UcpError):
 
 
 class LayoutError(UcpError):
-    """A parameter can't be cut as its layout says, or a live parameter disagrees with the layout."""
+    """A parameter can't be cut as its layout says, or a live parameter disagrees with the
+    layout."""
 
 
 class RuleError(UcpError):
@@ -94,7 +115,8 @@ class UnsupportedError(UcpError):
 
 
 class PlanError(UcpError):
-    """The plan does not produce every target element exactly once. A defect of this package or an incomplete source."""
+    """The plan does not produce every target element exactly once. A defect of this package or an
+    incomplete source."""
 
     fix = "report this with the output of `megatron-ucp inspect` for the checkpoint"
 
@@ -106,7 +128,8 @@ class SaveError(UcpError):
 
 
 class RankError(UcpError):
-    """Another rank failed; this rank stopped before it touched anything, or was marked unusable like all others."""
+    """Another rank failed; this rank stopped before it touched anything, or was marked unusable
+    like all others."""
 
 
 class EngineUnusableError(UcpError):

@@ -9,6 +9,7 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m megatron_ucp.run [-m module | script.py] ...")
     from megatron_ucp.engines.attach import install
+
     install()
     if sys.argv[1] == "-m" and len(sys.argv) > 2:
         sys.argv = sys.argv[2:]

@@ -1,11 +1,13 @@
-"""Runtime patches for the installed deepspeed and megatron-core: one module per defect, applied by name, never at import.
+"""Runtime patches for the installed deepspeed and megatron-core: one module per defect, applied by
+name, never at import.
 
     import megatron_ucp_patches
     megatron_ucp_patches.apply("round_robin_links")
 
-A module `patches/NAME.py` holds one `PATCH`. It states the upstream function, the versions that it is for, why it is
-needed and when it can go, and has a test that fails without it. `apply` refuses a version that the patch does not know.
-A patch for machines without a GPU does nothing where there is one.
+A module `patches/NAME.py` holds one `PATCH`. It states the upstream function, the versions that it
+is for, why it is needed and when it can go, and has a test that fails without it. `apply` refuses a
+version that the patch does not know. A patch for machines without a GPU does nothing where there is
+one.
 """
 
 import importlib
@@ -48,10 +50,11 @@ def find(name: str) -> Patch:
 
 
 def apply(name: str) -> bool:
-    """Applies a patch to this process. Twice is once. Returns whether it is in force; False, with a line in the log, where
-    a patch for machines without a GPU meets one.
+    """Applies a patch to this process. Twice is once. Returns whether it is in force; False, with a
+    line in the log, where a patch for machines without a GPU meets one.
 
-    Raises UsageError for an unknown name, UnsupportedError for a version of the package that the patch does not know.
+    Raises UsageError for an unknown name, UnsupportedError for a version of the package that the
+    patch does not know.
     """
     patch = find(name)
     if name in _applied:
@@ -64,9 +67,12 @@ def apply(name: str) -> bool:
     except PackageNotFoundError:
         found = "none"
     if found not in patch.versions:
-        raise UnsupportedError(f"the patch {name} does not know this version of {patch.package}",
-                               expected=", ".join(patch.versions), found=found,
-                               fix=f"check whether {patch.upstream} still has the defect: {patch.why}")
+        raise UnsupportedError(
+            f"the patch {name} does not know this version of {patch.package}",
+            expected=", ".join(patch.versions),
+            found=found,
+            fix=f"check whether {patch.upstream} still has the defect: {patch.why}",
+        )
     patch.change()
     _applied.add(name)
     return True
@@ -75,4 +81,5 @@ def apply(name: str) -> bool:
 def has_gpu() -> bool:
     """Whether PyTorch sees a GPU."""
     import torch
+
     return torch.cuda.is_available()

@@ -1,4 +1,5 @@
-"""A machine without a GPU: `torch.cuda.current_device()` is the CPU, which megatron-core takes as a device everywhere."""
+"""A machine without a GPU: `torch.cuda.current_device()` is the CPU, which megatron-core takes as a
+device everywhere."""
 
 import torch
 
@@ -11,9 +12,14 @@ def change() -> None:
 
 
 PATCH = Patch(
-    package="megatron-core", versions=("0.16.1",), only_without_gpu=True,
+    package="megatron-core",
+    versions=("0.16.1",),
+    only_without_gpu=True,
     upstream="megatron.core: every device=torch.cuda.current_device()",
-    why="attention scores, rotary tables, gathered activations and sequence-parallel buffers are made on "
-        "torch.cuda.current_device(), which raises without a GPU: GPTModel does not complete a forward pass",
+    why="attention scores, rotary tables, gathered activations and sequence-parallel buffers are "
+    "made on "
+    "torch.cuda.current_device(), which raises without a GPU: GPTModel does not complete a forward "
+    "pass",
     until="upstream takes the device from its inputs or from torch.accelerator",
-    change=change)
+    change=change,
+)

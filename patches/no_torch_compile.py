@@ -1,4 +1,5 @@
-"""A machine without a GPU: megatron-core's `jit_fuser` leaves functions as they are instead of compiling them."""
+"""A machine without a GPU: megatron-core's `jit_fuser` leaves functions as they are instead of
+compiling them."""
 
 import sys
 from typing import Any
@@ -10,7 +11,8 @@ def change() -> None:
     import megatron.core.jit
 
     megatron.core.jit.disable_jit_fuser()
-    # The import above has already run the decorator in the modules that megatron.core itself imports.
+    # The import above has already run the decorator in the modules that megatron.core itself
+    # imports.
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             unwrap(module)
@@ -28,9 +30,13 @@ def unwrap(holder: Any) -> None:
 
 
 PATCH = Patch(
-    package="megatron-core", versions=("0.16.1",), only_without_gpu=True,
+    package="megatron-core",
+    versions=("0.16.1",),
+    only_without_gpu=True,
     upstream="megatron.core.jit.jit_fuser",
-    why="the first call of each of some forty small functions starts a C++ compiler, about 20 s and more than a test takes, "
-        "and fails where there is none",
+    why="the first call of each of some forty small functions starts a C++ compiler, about 20 s "
+    "and more than a test takes, "
+    "and fails where there is none",
     until="upstream asks before it compiles, as torch.compile's own switches can",
-    change=change)
+    change=change,
+)

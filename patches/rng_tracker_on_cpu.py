@@ -12,7 +12,9 @@ from . import Patch
 def change() -> None:
     from megatron.core.tensor_parallel import random
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(
+        device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
@@ -33,7 +35,9 @@ def change() -> None:
         torch.set_rng_state(self.states_[name])
         self._current_state_name = name
         try:
-            yield  # upstream warns here when the CPU's generator has moved: it is the one that is meant to move
+            # upstream warns here when the CPU's generator has moved: it is the one that is meant to
+            # move
+            yield
         finally:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outer)
@@ -46,9 +50,14 @@ def change() -> None:
 
 
 PATCH = Patch(
-    package="megatron-core", versions=("0.16.1",), only_without_gpu=True,
-    upstream="megatron.core.tensor_parallel.random: CudaRNGStatesTracker.add and fork, _get_cuda_rng_state, _set_cuda_rng_state",
-    why="they read and set the state of a CUDA generator: seeding raises without a GPU, and with it attention dropout, "
-        "sequence-parallel embeddings and recomputation, which run inside of fork()",
+    package="megatron-core",
+    versions=("0.16.1",),
+    only_without_gpu=True,
+    upstream="megatron.core.tensor_parallel.random: CudaRNGStatesTracker.add and fork, "
+    "_get_cuda_rng_state, _set_cuda_rng_state",
+    why="they read and set the state of a CUDA generator: seeding raises without a GPU, and with "
+    "it attention dropout, "
+    "sequence-parallel embeddings and recomputation, which run inside of fork()",
     until="upstream's tracker works with the generator of the current accelerator",
-    change=change)
+    change=change,
+)

@@ -1,4 +1,5 @@
-"""Half precision without ZeRO, tensor parallel: the gradient norm counts the parts of every tensor-parallel rank."""
+"""Half precision without ZeRO, tensor parallel: the gradient norm counts the parts of every
+tensor-parallel rank."""
 
 from typing import Any
 
@@ -23,10 +24,14 @@ def change() -> None:
 
 
 PATCH = Patch(
-    package="deepspeed", versions=("0.19.8",),
+    package="deepspeed",
+    versions=("0.19.8",),
     upstream="deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.step",
-    why="it hands gradients, which carry no attributes, to get_weight_norm, which looks for tensor_model_parallel on them and so "
-        "takes all gradients of tensor-parallel ranks above 0 for copies: a norm too small by a quarter at tp=2, and the clipping "
-        "that follows it",
+    why="it hands gradients, which carry no attributes, to get_weight_norm, which looks for "
+    "tensor_model_parallel on them and so "
+    "takes all gradients of tensor-parallel ranks above 0 for copies: a norm too small by a "
+    "quarter at tp=2, and the clipping "
+    "that follows it",
     until="upstream passes the parameters beside their gradients, as FP16_Optimizer does",
-    change=change)
+    change=change,
+)

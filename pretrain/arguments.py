@@ -1,4 +1,5 @@
-"""From the command line to one complete, consistent set of arguments; every contradiction is a UsageError that names flags."""
+"""From the command line to one complete, consistent set of arguments; every contradiction is a
+UsageError that names flags."""
 
 import argparse
 import difflib
@@ -12,65 +13,128 @@ from megatron_ucp.errors import UsageError
 from pretrain.flags import FLAGS, IGNORED, MODEL, REFUSED, Flag
 
 # What a family fixes; `untie...` and the dropouts are defaults that a flag may change.
-FIXED = {"gpt": {"normalization": "LayerNorm", "swiglu": False, "position_embedding_type": "learned_absolute",
-                 "disable_bias_linear": False},
-         "llama": {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "disable_bias_linear": True}}
-DEFAULTS = {"gpt": {"untie_embeddings_and_output_weights": False},
-            "llama": {"untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}}
+FIXED = {
+    "gpt": {
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "position_embedding_type": "learned_absolute",
+        "disable_bias_linear": False,
+    },
+    "llama": {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "disable_bias_linear": True,
+    },
+}
+DEFAULTS = {
+    "gpt": {"untie_embeddings_and_output_weights": False},
+    "llama": {
+        "untie_embeddings_and_output_weights": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    },
+}
 
 # Arguments that make another model: they come from the checkpoint, or must agree with it.
-MODEL_ARGUMENTS = ("model_family", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-                   "kv_channels", "position_embedding_type", "normalization", "swiglu", "disable_bias_linear", "rotary_base",
-                   "norm_epsilon", "untie_embeddings_and_output_weights", "max_position_embeddings", "tokenizer_type", "vocab_size")
+MODEL_ARGUMENTS = (
+    "model_family",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "rotary_base",
+    "norm_epsilon",
+    "untie_embeddings_and_output_weights",
+    "max_position_embeddings",
+    "tokenizer_type",
+    "vocab_size",
+)
 Given = dict[str, Any]  # attribute -> value, of the flags that were given
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError("the command line can't be read", found=message, fix="pretrain_gpt.py --help lists all flags")
+        raise UsageError(
+            "the command line can't be read",
+            found=message,
+            fix="pretrain_gpt.py --help lists all flags",
+        )
 
 
 def spellings(*names: str) -> list[str]:
-    """Each name, and with dashes for underscores and the other way round: DeepSpeed's tools write one, Megatron's the other."""
-    both = [f"--{name[2:].replace(old, new)}" for name in names for old, new in (("", ""), ("_", "-"), ("-", "_"))]
+    """Each name, and with dashes for underscores and the other way round: DeepSpeed's tools write
+    one, Megatron's the other."""
+    both = [
+        f"--{name[2:].replace(old, new)}"
+        for name in names
+        for old, new in (("", ""), ("_", "-"), ("-", "_"))
+    ]
     return list(dict.fromkeys([*names, *both]))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                     description="Train megatron-core's GPTModel under DeepSpeed; resume on any tensor-parallel size, pipeline, "
-                                 "number of ranks and ZeRO stage.")
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Train megatron-core's GPTModel under DeepSpeed; resume on any tensor-parallel "
+        "size, pipeline, "
+        "number of ranks and ZeRO stage.",
+    )
     for flag in FLAGS:
         _add(parser, flag)
     hidden = {name: (values, "_ignored") for name, values in IGNORED.items()}
     hidden |= {name: (values, f"_refused {name}") for name, (values, _, _) in REFUSED.items()}
     for name, (values, dest) in hidden.items():
         if values == 0:
-            parser.add_argument(*spellings(name), dest=dest, action="store_const", const=[], help=argparse.SUPPRESS)
+            parser.add_argument(
+                *spellings(name), dest=dest, action="store_const", const=[], help=argparse.SUPPRESS
+            )
         else:
-            parser.add_argument(*spellings(name), dest=dest, nargs=values or "*", help=argparse.SUPPRESS)
+            parser.add_argument(
+                *spellings(name), dest=dest, nargs=values or "*", help=argparse.SUPPRESS
+            )
     return parser
 
 
 def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
     names, text = spellings(flag.name, *flag.aliases), flag.help.replace("%", "%%")
     if flag.kind is bool:
-        parser.add_argument(*names, dest=flag.attribute, action="store_const", const=flag.value, help=text)
+        parser.add_argument(
+            *names, dest=flag.attribute, action="store_const", const=flag.value, help=text
+        )
     else:
-        parser.add_argument(*names, dest=flag.attribute, type=flag.kind, choices=flag.choices or None,
-                            nargs="+" if flag.many else None, help=text)
+        parser.add_argument(
+            *names,
+            dest=flag.attribute,
+            type=flag.kind,
+            choices=flag.choices or None,
+            nargs="+" if flag.many else None,
+            help=text,
+        )
 
 
 def parse(argv: Sequence[str]) -> Given:
-    """The flags that were given. Raises UsageError for one that is not known, naming the nearest, or known and not supported."""
+    """The flags that were given. Raises UsageError for one that is not known, naming the nearest,
+    or known and not supported."""
     parser = make_parser()
     found, unknown = parser.parse_known_args(list(argv))
     if unknown:
         known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
         name = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise UsageError(f"{name} is not a flag of this program", found=" ".join(unknown),
-                         fix=f"the nearest is {near[0]}; --help lists all flags")
+        raise UsageError(
+            f"{name} is not a flag of this program",
+            found=" ".join(unknown),
+            fix=f"the nearest is {near[0]}; --help lists all flags",
+        )
     given = vars(found)
     for key in [key for key in given if key.startswith("_")]:
         values = given.pop(key)
@@ -78,17 +142,25 @@ def parse(argv: Sequence[str]) -> Given:
         if name in REFUSED:
             _, harmless, why = REFUSED[name]
             if not values or any(value not in harmless for value in values):
-                raise UsageError(f"{name}: {why}",
-                                 expected=f"{harmless[0]}, or the flag left out" if harmless else "the flag left out",
-                                 found=" ".join([name, *values]), fix=f"leave {name} out")
+                raise UsageError(
+                    f"{name}: {why}",
+                    expected=f"{harmless[0]}, or the flag left out"
+                    if harmless
+                    else "the flag left out",
+                    found=" ".join([name, *values]),
+                    fix=f"leave {name} out",
+                )
     return given
 
 
-def complete(given: Given, world: int, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """All arguments, for a world of that many ranks. `saved` are a checkpoint's, for --use-checkpoint-args.
+def complete(
+    given: Given, world: int, saved: Mapping[str, Any] | None = None
+) -> argparse.Namespace:
+    """All arguments, for a world of that many ranks. `saved` are a checkpoint's, for
+    --use-checkpoint-args.
 
-    Raises UsageError. Adds data_parallel_size, gradient_accumulation, ds_config (what --deepspeed_config holds) and the
-    lengths of the schedule in samples.
+    Raises UsageError. Adds data_parallel_size, gradient_accumulation, ds_config (what
+    --deepspeed_config holds) and the lengths of the schedule in samples.
     """
     given = dict(given)
     if saved is not None:
@@ -110,82 +182,163 @@ def _require(args: argparse.Namespace, *names: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is required", found="nothing")
     for flag in FLAGS:
         value = getattr(args, flag.attribute)
-        least = 0 if flag.name in ("--eval-iters", "--lr-warmup-iters", "--lr-warmup-samples", "--seed") else 1
+        least = (
+            0
+            if flag.name in ("--eval-iters", "--lr-warmup-iters", "--lr-warmup-samples", "--seed")
+            else 1
+        )
         if flag.kind is int and not flag.choices and value is not None and value < least:
             raise UsageError(f"{flag.name} is too small", expected=f"at least {least}", found=value)
 
 
 def _model(args: argparse.Namespace, given: Given) -> None:
-    _require(args, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
-    args.normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(args.normalization, args.normalization)
+    _require(
+        args,
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "lr",
+    )
+    args.normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
+        args.normalization, args.normalization
+    )
     names = {flag.attribute: flag.name for flag in reversed(MODEL)}
     for name, value in FIXED[args.model_family].items():
         if getattr(args, name) != value:
             other = next(family for family in FIXED if family != args.model_family)
-            raise UsageError(f"{names[name]} contradicts --model-family {args.model_family}", expected=value,
-                             found=f"{names[name]} {getattr(args, name)}", fix=f"leave it out, or use --model-family {other}")
+            raise UsageError(
+                f"{names[name]} contradicts --model-family {args.model_family}",
+                expected=value,
+                found=f"{names[name]} {getattr(args, name)}",
+                fix=f"leave it out, or use --model-family {other}",
+            )
     if args.group_query_attention and args.num_query_groups is None:
-        raise UsageError("--group-query-attention does not say how many groups", expected="--num-query-groups", found="nothing")
+        raise UsageError(
+            "--group-query-attention does not say how many groups",
+            expected="--num-query-groups",
+            found="nothing",
+        )
     args.num_query_groups = args.num_query_groups or args.num_attention_heads
     if args.num_attention_heads % args.num_query_groups:
-        raise UsageError("--num-query-groups does not divide --num-attention-heads", found=args.num_query_groups,
-                         expected=f"a divisor of {args.num_attention_heads}")
+        raise UsageError(
+            "--num-query-groups does not divide --num-attention-heads",
+            found=args.num_query_groups,
+            expected=f"a divisor of {args.num_attention_heads}",
+        )
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
-            raise UsageError("--num-attention-heads does not divide --hidden-size", found=args.num_attention_heads,
-                             expected=f"a divisor of {args.hidden_size}", fix="change one of them, or give --kv-channels")
+            raise UsageError(
+                "--num-attention-heads does not divide --hidden-size",
+                found=args.num_attention_heads,
+                expected=f"a divisor of {args.hidden_size}",
+                fix="change one of them, or give --kv-channels",
+            )
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:  # Megatron's own defaults
-        args.ffn_hidden_size = args.hidden_size * 8 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
+        args.ffn_hidden_size = (
+            args.hidden_size * 8 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
+        )
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:
-        raise UsageError("--max-position-embeddings is smaller than --seq-length", found=args.max_position_embeddings,
-                         expected=f"at least {args.seq_length}")
+        raise UsageError(
+            "--max-position-embeddings is smaller than --seq-length",
+            found=args.max_position_embeddings,
+            expected=f"at least {args.seq_length}",
+        )
 
 
 def _choices(args: argparse.Namespace) -> None:
     """Flags that exclude or need each other."""
-    args.tokenizer_type = "HuggingFaceTokenizer" if args.tokenizer_type == "HFTokenizer" else args.tokenizer_type
+    args.tokenizer_type = (
+        "HuggingFaceTokenizer" if args.tokenizer_type == "HFTokenizer" else args.tokenizer_type
+    )
     _exclusive("the precision is one", args, "bf16", "fp16")
     _exclusive("the data comes from one place", args, "mock_data", "data_path")
-    _exclusive("the schedule's settings come from one place", args, "override_opt_param_scheduler",
-               "use_checkpoint_opt_param_scheduler")
+    _exclusive(
+        "the schedule's settings come from one place",
+        args,
+        "override_opt_param_scheduler",
+        "use_checkpoint_opt_param_scheduler",
+    )
     _exclusive("the tag to load is given once", args, "ckpt_step", "load_tag")
     if not args.mock_data and not args.data_path:
-        raise UsageError("there is no data to train on", expected="--data-path or --mock-data", found="neither")
+        raise UsageError(
+            "there is no data to train on", expected="--data-path or --mock-data", found="neither"
+        )
     if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
-        raise UsageError("--tokenizer-type HuggingFaceTokenizer needs a folder", expected="--tokenizer-model DIR", found="nothing")
+        raise UsageError(
+            "--tokenizer-type HuggingFaceTokenizer needs a folder",
+            expected="--tokenizer-model DIR",
+            found="nothing",
+        )
     if args.vocab_size is not None and args.tokenizer_type != "NullTokenizer":
-        raise UsageError("--vocab-size contradicts the tokenizer, which has its own", expected="--tokenizer-type NullTokenizer",
-                         found=f"--tokenizer-type {args.tokenizer_type}", fix="leave --vocab-size out")
-    for needs, what in (("save_interval", "save"), ("keep_latest", "save"), ("ckpt_step", "load"), ("load_tag", "load"),
-                        ("universal_checkpoint", "load"),
-                        ("finetune", "load"), ("use_checkpoint_args", "load"), ("allow_vocab_resize", "load")):
+        raise UsageError(
+            "--vocab-size contradicts the tokenizer, which has its own",
+            expected="--tokenizer-type NullTokenizer",
+            found=f"--tokenizer-type {args.tokenizer_type}",
+            fix="leave --vocab-size out",
+        )
+    for needs, what in (
+        ("save_interval", "save"),
+        ("keep_latest", "save"),
+        ("ckpt_step", "load"),
+        ("load_tag", "load"),
+        ("universal_checkpoint", "load"),
+        ("finetune", "load"),
+        ("use_checkpoint_args", "load"),
+        ("allow_vocab_resize", "load"),
+    ):
         if getattr(args, needs) and not getattr(args, what):
-            raise UsageError(f"--{needs.replace('_', '-')} needs --{what}", expected=f"--{what} DIR", found="nothing")
+            raise UsageError(
+                f"--{needs.replace('_', '-')} needs --{what}",
+                expected=f"--{what} DIR",
+                found="nothing",
+            )
     if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard-dir needs the package tensorboard", expected="tensorboard", found="not installed",
-                         fix="pip install tensorboard, or leave --tensorboard-dir out")
+        raise UsageError(
+            "--tensorboard-dir needs the package tensorboard",
+            expected="tensorboard",
+            found="not installed",
+            fix="pip install tensorboard, or leave --tensorboard-dir out",
+        )
 
 
 def _exclusive(problem: str, args: argparse.Namespace, *names: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
+    given = [
+        f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)
+    ]
     if len(given) > 1:
         raise UsageError(problem, expected="one flag", found=" and ".join(given))
 
 
 def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
-    args.world_size, tp, pp = world, args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    args.world_size, tp, pp = (
+        world,
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+    )
     if world % tp:
-        raise UsageError("--tensor-model-parallel-size does not divide the number of ranks", expected=f"a divisor of {world}",
-                         found=tp)
+        raise UsageError(
+            "--tensor-model-parallel-size does not divide the number of ranks",
+            expected=f"a divisor of {world}",
+            found=tp,
+        )
     if world // tp % pp:
-        raise UsageError("--pipeline-model-parallel-size does not divide the number of ranks", found=pp,
-                         expected=f"a divisor of {world // tp}: {world} ranks, --tensor-model-parallel-size {tp}")
+        raise UsageError(
+            "--pipeline-model-parallel-size does not divide the number of ranks",
+            found=pp,
+            expected=f"a divisor of {world // tp}: {world} ranks, --tensor-model-parallel-size "
+            f"{tp}",
+        )
     if args.sequence_parallel and args.seq_length % tp:
-        raise UsageError("--sequence-parallel cuts --seq-length by --tensor-model-parallel-size", expected=f"a multiple of {tp}",
-                         found=args.seq_length)
+        raise UsageError(
+            "--sequence-parallel cuts --seq-length by --tensor-model-parallel-size",
+            expected=f"a multiple of {tp}",
+            found=args.seq_length,
+        )
     args.data_parallel_size = world // tp // pp
     args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
     if pp > 1:
@@ -195,34 +348,60 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
     if args.global_batch_size is None:
         args.global_batch_size = once
     if args.global_batch_size % once:
-        raise UsageError("--global-batch-size is not a multiple of --micro-batch-size x data-parallel size",
-                         expected=f"a multiple of {args.micro_batch_size} x {args.data_parallel_size}",
-                         found=args.global_batch_size)
+        raise UsageError(
+            "--global-batch-size is not a multiple of --micro-batch-size x data-parallel size",
+            expected=f"a multiple of {args.micro_batch_size} x {args.data_parallel_size}",
+            found=args.global_batch_size,
+        )
     args.gradient_accumulation = args.global_batch_size // once
     said = args.ds_config.pop("gradient_accumulation_steps", args.gradient_accumulation)
     if said != args.gradient_accumulation:
-        raise UsageError("gradient_accumulation_steps of the DeepSpeed config contradicts the batch sizes",
-                         file=args.deepspeed_config,
-                         expected=args.gradient_accumulation, found=said, fix="leave it out: the batch sizes and dp give it")
+        raise UsageError(
+            "gradient_accumulation_steps of the DeepSpeed config contradicts the batch sizes",
+            file=args.deepspeed_config,
+            expected=args.gradient_accumulation,
+            found=said,
+            fix="leave it out: the batch sizes and dp give it",
+        )
 
 
 def _pipeline(args: argparse.Namespace) -> None:
     """What DeepSpeed's pipeline takes."""
     if args.zero_stage > 1:
-        raise UsageError(f"--zero-stage {args.zero_stage} does not go with --pipeline-model-parallel-size "
-                         f"{args.pipeline_model_parallel_size}", expected="--zero-stage 0 or 1", found=args.zero_stage,
-                         fix="use --zero-stage 1: DeepSpeed's pipeline takes no higher one")
+        raise UsageError(
+            f"--zero-stage {args.zero_stage} does not go with --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}",
+            expected="--zero-stage 0 or 1",
+            found=args.zero_stage,
+            fix="use --zero-stage 1: DeepSpeed's pipeline takes no higher one",
+        )
     if args.fp16 and args.zero_stage == 0:
-        raise UsageError("--fp16 in a pipeline needs --zero-stage 1: stages with different numbers of parameter groups would wait "
-                         "for each other", expected="--zero-stage 1", found=0)
+        raise UsageError(
+            "--fp16 in a pipeline needs --zero-stage 1: stages with different numbers of parameter "
+            "groups would wait "
+            "for each other",
+            expected="--zero-stage 1",
+            found=0,
+        )
     if args.no_pipeline_parallel:
-        raise UsageError("the number of pipeline stages is given once", expected="one flag",
-                         found=f"--no-pipeline-parallel and --pipeline-model-parallel-size {args.pipeline_model_parallel_size}")
-    from megatron_ucp.engines.pipeline import stage_method  # here, as it imports torch: --help is quick
+        raise UsageError(
+            "the number of pipeline stages is given once",
+            expected="one flag",
+            found="--no-pipeline-parallel and --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}",
+        )
+    from megatron_ucp.engines.megatron.pipeline import (
+        stage_method,
+    )  # here, as it imports torch: --help is quick
+
     layers = args.num_layers + 3
     if args.pipeline_model_parallel_size > layers:
-        raise UsageError("--pipeline-model-parallel-size is more than there are layers", found=args.pipeline_model_parallel_size,
-                         expected=f"at most {layers}: --num-layers {args.num_layers}, embedding, final norm and head")
+        raise UsageError(
+            "--pipeline-model-parallel-size is more than there are layers",
+            found=args.pipeline_model_parallel_size,
+            expected=f"at most {layers}: --num-layers {args.num_layers}, embedding, final norm and "
+            "head",
+        )
     stage_method(args.pipeline_partition_method, layers, args.pipeline_model_parallel_size)
 
 
@@ -231,18 +410,35 @@ def _lengths(args: argparse.Namespace) -> None:
     batch = args.global_batch_size
     if args.train_tokens is not None:
         if args.train_samples is not None:
-            raise UsageError("the length of the run is given once", expected="one flag", found="--train-samples and --train-tokens")
+            raise UsageError(
+                "the length of the run is given once",
+                expected="one flag",
+                found="--train-samples and --train-tokens",
+            )
         args.train_samples = args.train_tokens // args.seq_length
     _exclusive("the length of the run is given once", args, "train_iters", "train_samples")
     if args.train_iters is None and args.train_samples is None:
-        raise UsageError("the length of the run is not given", expected="--train-iters, --train-samples or --train-tokens",
-                         found="none")
+        raise UsageError(
+            "the length of the run is not given",
+            expected="--train-iters, --train-samples or --train-tokens",
+            found="none",
+        )
     args.train_iters = args.train_iters or args.train_samples // batch
-    args.lr_decay_steps = _samples(args, "lr_decay", batch) or args.train_samples or args.train_iters * batch
+    args.lr_decay_steps = (
+        _samples(args, "lr_decay", batch) or args.train_samples or args.train_iters * batch
+    )
     warmup = _samples(args, "lr_warmup", batch)
     if warmup is not None and args.lr_warmup_fraction is not None:
-        raise UsageError("the warm-up is given once", expected="one flag", found="--lr-warmup-fraction and another")
-    args.lr_warmup_steps = warmup if warmup is not None else int((args.lr_warmup_fraction or 0.0) * args.lr_decay_steps)
+        raise UsageError(
+            "the warm-up is given once",
+            expected="one flag",
+            found="--lr-warmup-fraction and another",
+        )
+    args.lr_warmup_steps = (
+        warmup
+        if warmup is not None
+        else int((args.lr_warmup_fraction or 0.0) * args.lr_decay_steps)
+    )
     args.lr_wsd_decay_steps = _samples(args, "lr_wsd_decay", batch)
 
 
@@ -253,37 +449,68 @@ def _samples(args: argparse.Namespace, name: str, batch: int) -> int | None:
 
 
 def _merge_config(given: Given) -> dict[str, Any]:
-    """The DeepSpeed config without what flags say too: that goes into `given`. Raises UsageError where the two differ."""
+    """The DeepSpeed config without what flags say too: that goes into `given`. Raises UsageError
+    where the two differ."""
     path = given.get("deepspeed_config")
     if path is None:
         return {}
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError("--deepspeed_config is no JSON file", file=path, found=f"{type(error).__name__}: {error}") from None
+        raise UsageError(
+            "--deepspeed_config is no JSON file",
+            file=path,
+            found=f"{type(error).__name__}: {error}",
+        ) from None
     if not isinstance(config, dict):
-        raise UsageError("--deepspeed_config holds no section", file=path, expected="{...}", found=type(config).__name__)
-    for section, why in (("optimizer", "the optimizer is AdamW, with --lr, --weight-decay and --adam-*"),
-                         ("scheduler", "the schedule is made by --lr-*")):
+        raise UsageError(
+            "--deepspeed_config holds no section",
+            file=path,
+            expected="{...}",
+            found=type(config).__name__,
+        )
+    for section, why in (
+        ("optimizer", "the optimizer is AdamW, with --lr, --weight-decay and --adam-*"),
+        ("scheduler", "the schedule is made by --lr-*"),
+    ):
         if section in config:
-            raise UsageError(f'"{section}" of the DeepSpeed config contradicts the flags', file=path, expected="no such section",
-                             found=section, fix=why)
+            raise UsageError(
+                f'"{section}" of the DeepSpeed config contradicts the flags',
+                file=path,
+                expected="no such section",
+                found=section,
+                fix=why,
+            )
     zero = config.setdefault("zero_optimization", {})
-    said = [("train_micro_batch_size_per_gpu", "micro_batch_size", config), ("train_batch_size", "global_batch_size", config),
-            ("gradient_clipping", "clip_grad", config), ("stage", "zero_stage", zero)]
+    said = [
+        ("train_micro_batch_size_per_gpu", "micro_batch_size", config),
+        ("train_batch_size", "global_batch_size", config),
+        ("gradient_clipping", "clip_grad", config),
+        ("stage", "zero_stage", zero),
+    ]
     for key, name, section in said:
         value = section.pop(key, "auto")
         if value == "auto":
             continue
         if given.setdefault(name, value) != value:
-            raise UsageError(f"--{name.replace('_', '-')} contradicts the DeepSpeed config", file=path, expected=f"{key}: {value}",
-                             found=given[name], fix="leave one of them out")
+            raise UsageError(
+                f"--{name.replace('_', '-')} contradicts the DeepSpeed config",
+                file=path,
+                expected=f"{key}: {value}",
+                found=given[name],
+                fix="leave one of them out",
+            )
     for name in ("bf16", "fp16"):
         enabled = config.get(name, {}).pop("enabled", "auto") if name in config else "auto"
         if enabled is True:
             given[name] = True
         elif enabled is False and given.get(name):
-            raise UsageError(f"--{name} contradicts the DeepSpeed config", file=path, expected=f"{name}: enabled", found="false")
+            raise UsageError(
+                f"--{name} contradicts the DeepSpeed config",
+                file=path,
+                expected=f"{name}: enabled",
+                found="false",
+            )
     steps = config.pop("gradient_accumulation_steps", "auto")
     if steps != "auto":
         config["gradient_accumulation_steps"] = steps  # compared once the number of ranks is known

@@ -16,15 +16,22 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines import agree, models
-from megatron_ucp.engines.load import Report
+from megatron_ucp.engines.deepspeed.load import Report
+from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model, Sizes
-from megatron_ucp.formats.deepspeed_paths import TagFiles, has_state_files, nothing_there, resolve, scan
-from megatron_ucp.formats.model_file import shapes_by_group
-from megatron_ucp.formats.opened import open_checkpoint
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.paths import (
+    TagFiles,
+    has_state_files,
+    nothing_there,
+    resolve,
+    scan,
+)
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import agree
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.log import say
 
@@ -35,8 +42,8 @@ _DATA_ARGUMENTS = ("seed", "seq_length", "data_path", "split", "mock_data", "tok
 
 @dataclass(frozen=True)
 class Saved:
-    """What the files of a tag say, and which tags were passed over for it. `args` are empty for a checkpoint that another
-    program wrote."""
+    """What the files of a tag say, and which tags were passed over for it. `args` are empty for a
+    checkpoint that another program wrote."""
 
     path: str
     passed_over: tuple[str, ...]
@@ -57,10 +64,11 @@ class Position:
 
 
 def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
-    """The checkpoint that --load names; None where there is none yet. Reads no tensor. Collective: every rank gets rank 0's.
+    """The checkpoint that --load names; None where there is none yet. Reads no tensor. Collective:
+    every rank gets rank 0's.
 
-    `sizes` gives the model's sizes as the flags say them, for a padded vocabulary: a tensor-parallel checkpoint that stock
-    DeepSpeed wrote does not say how it is cut."""
+    `sizes` gives the model's sizes as the flags say them, for a padded vocabulary: a
+    tensor-parallel checkpoint that stock DeepSpeed wrote does not say how it is cut."""
     with agree.together():
         found = _peek(args, sizes) if agree.world()[0] == 0 else None
     return agree.gather(found)[0]
@@ -72,8 +80,13 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
     tag = args.load_tag if args.ckpt_step is None else f"global_step{args.ckpt_step}"
     if tag is None and nothing_there(args.load):
         if args.exit_on_missing_checkpoint:
-            raise NotFoundError("--load names no checkpoint", file=args.load, expected="a file `latest`", found="nothing",
-                                fix="check the path, or leave --exit-on-missing-checkpoint out to start afresh")
+            raise NotFoundError(
+                "--load names no checkpoint",
+                file=args.load,
+                expected="a file `latest`",
+                found="nothing",
+                fix="check the path, or leave --exit-on-missing-checkpoint out to start afresh",
+            )
         return None
     names = _stage_names(args, sizes)
     folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes), names)
@@ -82,18 +95,33 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         schedule = meta.get("lr_scheduler")
         spec = manifest.by_name.get(EMBEDDING)
         if spec is None:
-            raise ModelMismatchError("the checkpoint is not of a model that this program builds", file=checkpoint.folder,
-                                     parameter=EMBEDDING,
-                                     expected="megatron-core's GPTModel", found="no such parameter")
-        return Saved(str(checkpoint.folder), passed_over, manifest.mesh, spec.extent.stored if spec.extent else spec.shape[0],
-                     dict(meta.get("args") or {}), int(meta.get("iteration") or meta.get("global_steps") or 0),
-                     int(meta.get("consumed_train_samples") or meta.get("global_samples") or 0),
-                     isinstance(schedule, dict) and "num_steps" in schedule)
+            raise ModelMismatchError(
+                "the checkpoint is not of a model that this program builds",
+                file=checkpoint.folder,
+                parameter=EMBEDDING,
+                expected="megatron-core's GPTModel",
+                found="no such parameter",
+            )
+        return Saved(
+            str(checkpoint.folder),
+            passed_over,
+            manifest.mesh,
+            spec.extent.stored if spec.extent else spec.shape[0],
+            dict(meta.get("args") or {}),
+            int(meta.get("iteration") or meta.get("global_steps") or 0),
+            int(meta.get("consumed_train_samples") or meta.get("global_samples") or 0),
+            isinstance(schedule, dict) and "num_steps" in schedule,
+        )
 
 
-def _folder(args: argparse.Namespace, tag: str | None, specs: Callable[[Path], Any],
-            names: Mapping[str, str] | None) -> tuple[Path, tuple[str, ...]]:
-    """The tag folder to load, and what was passed over for it: the tag that was asked for, else the newest that is whole."""
+def _folder(
+    args: argparse.Namespace,
+    tag: str | None,
+    specs: Callable[[Path], Any],
+    names: Mapping[str, str] | None,
+) -> tuple[Path, tuple[str, ...]]:
+    """The tag folder to load, and what was passed over for it: the tag that was asked for, else the
+    newest that is whole."""
     try:
         if tag is None and Path(args.load).is_dir() and not has_state_files(Path(args.load)):
             found = ucp.newest_whole(args.load, specs, names)
@@ -104,95 +132,164 @@ def _folder(args: argparse.Namespace, tag: str | None, specs: Callable[[Path], A
         raise
 
 
-def _declared(folder: Path, args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Mapping[str, ParamSpec] | None:
-    """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every other one."""
+def _declared(
+    folder: Path, args: argparse.Namespace, sizes: Callable[[int], Sizes]
+) -> Mapping[str, ParamSpec] | None:
+    """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every
+    other one."""
     if (folder / FILE_NAME).is_file():
         return None
     rows, tp = _embedding_rows(scan(folder))
     if tp < 2 or not rows:
         return None  # whole parameters; or the reader says what is missing
     if args.use_checkpoint_args:
-        raise UsageError("--use-checkpoint-args: the checkpoint holds no arguments", file=folder,
-                         found="a checkpoint that stock DeepSpeed wrote", fix="give the model's flags")
+        raise UsageError(
+            "--use-checkpoint-args: the checkpoint holds no arguments",
+            file=folder,
+            found="a checkpoint that stock DeepSpeed wrote",
+            fix="give the model's flags",
+        )
     model = Model(find_family(args.model_family), sizes(rows * tp))
-    return {name: ParamSpec(name, declared.shape, "", layout=declared.layout) for name, declared in model.table.items()}
+    return {
+        name: ParamSpec(name, declared.shape, "", layout=declared.layout)
+        for name, declared in model.table.items()
+    }
 
 
 def _embedding_rows(files: TagFiles) -> tuple[int, int]:
-    """Rows of a rank's part of the embedding (0: there is none), and the number of parts, as DeepSpeed's own files say."""
+    """Rows of a rank's part of the embedding (0: there is none), and the number of parts, as
+    DeepSpeed's own files say."""
     if files.layers:
         with PtFile(files.folder / files.layers.get((0, 0), min(files.layers.values()))) as file:
-            shape = getattr(file.tree.get("word_embeddings.weight"), "shape", ()) if isinstance(file.tree, dict) else ()
+            shape = (
+                getattr(file.tree.get("word_embeddings.weight"), "shape", ())
+                if isinstance(file.tree, dict)
+                else ()
+            )
         return (shape or (0,))[0], 1 + max(tp for _, tp in files.layers)
     names = files.model
-    with PtFile(files.folder / (names.get((None, 0)) or names.get((0, 0)) or min(names.values()))) as file:
+    with PtFile(
+        files.folder / (names.get((None, 0)) or names.get((0, 0)) or min(names.values()))
+    ) as file:
         meta: Any = file.tree
         tp = meta.get("mp_world_size") if isinstance(meta, dict) else None
         if not isinstance(tp, int):
             return 0, 1
-        shapes: dict[str, Any] = {name: getattr(value, "shape", ()) for name, value in (meta.get("module") or {}).items()}
+        shapes: dict[str, Any] = {
+            name: getattr(value, "shape", ()) for name, value in (meta.get("module") or {}).items()
+        }
         for named in shapes_by_group(meta) or []:  # at ZeRO-3 the module's own tensors are empty
             shapes.update(named)
     return (shapes.get(EMBEDDING) or (0,))[0], tp
 
 
-def _stage_names(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Mapping[str, str] | None:
-    """Canonical names of a pipeline's parameters, where --load holds a pipeline's tag without a manifest: its layer files
-    have positions for names. From the flags; they do not depend on the padded vocabulary."""
+def _stage_names(
+    args: argparse.Namespace, sizes: Callable[[int], Sizes]
+) -> Mapping[str, str] | None:
+    """Canonical names of a pipeline's parameters, where --load holds a pipeline's tag without a
+    manifest: its layer files have positions for names. From the flags; they do not depend on the
+    padded vocabulary."""
     load = Path(args.load)
-    tags = [path for path in (load, *load.iterdir()) if path.is_dir() and has_state_files(path)] if load.is_dir() else []
-    if args.use_checkpoint_args or all((tag / FILE_NAME).is_file() or not any(tag.glob("layer_*")) for tag in tags):
+    tags = (
+        [path for path in (load, *load.iterdir()) if path.is_dir() and has_state_files(path)]
+        if load.is_dir()
+        else []
+    )
+    if args.use_checkpoint_args or all(
+        (tag / FILE_NAME).is_file() or not any(tag.glob("layer_*")) for tag in tags
+    ):
         return None
     return Model(find_family(args.model_family), sizes(1)).pipe
 
 
 def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     """Raises UsageError for flags that contradict the checkpoint."""
-    here = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size, args.zero_stage)
-    # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh says 1
+    here = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.data_parallel_size,
+        args.zero_stage,
+    )
+    # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh
+    # says 1
     zero = saved.args.get("zero_stage", saved.mesh.zero)
-    if not args.universal_checkpoint and (saved.mesh.tp, saved.mesh.pp, saved.mesh.dp, zero) != here:
-        raise UsageError("the checkpoint was written on another mesh", file=saved.path, expected=str(saved.mesh),
-                         found="tp={},pp={},dp={},zero={}".format(*here), fix="--universal-checkpoint loads it on this one")
-    wrong = {name: (saved.args[name], getattr(args, name)) for name in MODEL_ARGUMENTS
-             if saved.args.get(name) is not None and saved.args[name] != getattr(args, name)}
+    if (
+        not args.universal_checkpoint
+        and (saved.mesh.tp, saved.mesh.pp, saved.mesh.dp, zero) != here
+    ):
+        raise UsageError(
+            "the checkpoint was written on another mesh",
+            file=saved.path,
+            expected=str(saved.mesh),
+            found="tp={},pp={},dp={},zero={}".format(*here),
+            fix="--universal-checkpoint loads it on this one",
+        )
+    wrong = {
+        name: (saved.args[name], getattr(args, name))
+        for name in MODEL_ARGUMENTS
+        if saved.args.get(name) is not None and saved.args[name] != getattr(args, name)
+    }
     if wrong:
-        raise UsageError("flags contradict the checkpoint: " + ", ".join(f"--{name.replace('_', '-')}" for name in wrong),
-                         file=saved.path,
-                         expected=", ".join(f"{name}={old}" for name, (old, _) in wrong.items()),
-                         found=", ".join(f"{name}={new}" for name, (_, new) in wrong.items()),
-                         fix="give the model's flags as they were, or --use-checkpoint-args")
+        raise UsageError(
+            "flags contradict the checkpoint: "
+            + ", ".join(f"--{name.replace('_', '-')}" for name in wrong),
+            file=saved.path,
+            expected=", ".join(f"{name}={old}" for name, (old, _) in wrong.items()),
+            found=", ".join(f"{name}={new}" for name, (_, new) in wrong.items()),
+            fix="give the model's flags as they were, or --use-checkpoint-args",
+        )
 
 
 def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> int:
-    """Rows of the embedding: the checkpoint's, else rounded up as Megatron does. Padding rows are trained like others, so a
-    size that changed at resume would not be exact: it changes only where it must, and with --allow-vocab-resize."""
+    """Rows of the embedding: the checkpoint's, else rounded up as Megatron does. Padding rows are
+    trained like others, so a size that changed at resume would not be exact: it changes only where
+    it must, and with --allow-vocab-resize."""
     tp = args.tensor_model_parallel_size
     if saved is None:
         multiple = args.make_vocab_size_divisible_by * tp
         return math.ceil(vocab / multiple) * multiple
     stored = saved.padded_vocab
     if stored < vocab:
-        raise UsageError("the tokenizer has more ids than the checkpoint's padded vocabulary", file=saved.path,
-                         expected=f"at most {stored}", found=vocab, fix="use the tokenizer of the first run")
+        raise UsageError(
+            "the tokenizer has more ids than the checkpoint's padded vocabulary",
+            file=saved.path,
+            expected=f"at most {stored}",
+            found=vocab,
+            fix="use the tokenizer of the first run",
+        )
     if stored % tp and args.allow_vocab_resize:
         return padded_vocab(vocab, args, None)
     if stored % tp:
-        works = [size for size in range(1, 65) if not (stored % size or args.num_attention_heads % size)]
-        raise UsageError("--tensor-model-parallel-size does not divide the checkpoint's padded vocabulary", file=saved.path,
-                         expected=f"a divisor of {stored}", found=tp,
-                         fix=f"use {', '.join(map(str, works))}; or drop rows or add zero rows with --allow-vocab-resize, which "
-                             "shifts the loss")
+        works = [
+            size for size in range(1, 65) if not (stored % size or args.num_attention_heads % size)
+        ]
+        raise UsageError(
+            "--tensor-model-parallel-size does not divide the checkpoint's padded vocabulary",
+            file=saved.path,
+            expected=f"a divisor of {stored}",
+            found=tp,
+            fix=f"use {', '.join(map(str, works))}; or drop rows or add zero rows with "
+            "--allow-vocab-resize, which "
+            "shifts the loss",
+        )
     return stored
 
 
 def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position, Report]:
-    """Fills the engine; returns where to go on, and what was read. Collective. Raises a UcpError on every rank."""
+    """Fills the engine; returns where to go on, and what was read. Collective. Raises a UcpError on
+    every rank."""
     weights_only = args.finetune
     keep = not (args.finetune or args.no_load_optim)
-    report = ucp.load(engine, saved.path, load_module_only=weights_only, load_optimizer_states=keep,
-                      load_lr_scheduler_states=keep and saved.has_schedule, family=args.model_family,
-                      rng=not args.no_load_rng, allow={"vocab"} if args.allow_vocab_resize else ())
+    report = ucp.load(
+        engine,
+        saved.path,
+        load_module_only=weights_only,
+        load_optimizer_states=keep,
+        load_lr_scheduler_states=keep and saved.has_schedule,
+        family=args.model_family,
+        rng=not args.no_load_rng,
+        allow={"vocab"} if args.allow_vocab_resize else (),
+    )
     for line in saved.passed_over:
         say(f"  passed over {line}")
     say(f"loaded {saved.path} ({report.source}) into {report.target} in {report.seconds:.2f} s")
@@ -205,19 +302,29 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         return Position(), report
     for name in _DATA_ARGUMENTS:
         if name in saved.args and saved.args[name] != getattr(args, name):
-            say(f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: other samples follow")
+            say(
+                f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: "
+                "other samples follow"
+            )
     position = Position(saved.iteration, saved.consumed)
     if not saved.args:
-        say(f"  the checkpoint is of another program: iteration {position.iteration} and {position.consumed} consumed samples are "
-            "DeepSpeed's own counts")
+        say(
+            f"  the checkpoint is of another program: iteration {position.iteration} and "
+            f"{position.consumed} consumed samples are "
+            "DeepSpeed's own counts"
+        )
     if keep and not saved.has_schedule:
         engine.lr_scheduler.step(position.consumed)
-        say("  the checkpoint holds no schedule that counts samples: the flags' schedule goes on from the consumed samples")
+        say(
+            "  the checkpoint holds no schedule that counts samples: the flags' schedule goes on "
+            "from the consumed samples"
+        )
     return position, report
 
 
 def prepare_folder(args: argparse.Namespace) -> None:
-    """Makes --save, so that a folder that can't be written is found before the training and not after it. Raises OSError."""
+    """Makes --save, so that a folder that can't be written is found before the training and not
+    after it. Raises OSError."""
     if args.save:
         Path(args.save).mkdir(parents=True, exist_ok=True)
         if not os.access(args.save, os.W_OK):
@@ -228,16 +335,26 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     """One tag, whole when `latest` names it. Collective."""
     tag = f"global_step{position.iteration}"
     plain = {name: value for name, value in vars(args).items() if name != "ds_config"}
-    engine.save_checkpoint(args.save, tag=tag, client_state={
-        "iteration": position.iteration, "consumed_train_samples": position.consumed, "args": plain, "checkpoint_version": 3.0})
+    engine.save_checkpoint(
+        args.save,
+        tag=tag,
+        client_state={
+            "iteration": position.iteration,
+            "consumed_train_samples": position.consumed,
+            "args": plain,
+            "checkpoint_version": 3.0,
+        },
+    )
     say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
     for note in agree.gather(engine.ucp_save_report.notes)[0]:
         say(f"  {note}")
 
 
 def seed_random(seed: int) -> None:
-    """All generators of this rank. Data-parallel ranks share a seed, as in Megatron; stages and tensor-parallel regions differ."""
+    """All generators of this rank. Data-parallel ranks share a seed, as in Megatron; stages and
+    tensor-parallel regions differ."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
     seed = models.stage_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,4 +1,5 @@
-"""Every flag of `pretrain_gpt.py`: one row each. `arguments` parses and checks them, docs/pretrain.md prints them."""
+"""Every flag of `pretrain_gpt.py`: one row each. `arguments` parses and checks them,
+docs/pretrain.md prints them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag, its other spellings and its default. `kind` converts one value; bool is a switch without a value, and
-    `value` is what the switch stores; `many` takes several values. `dest` is the attribute (None: from the name)."""
+    """A flag, its other spellings and its default. `kind` converts one value; bool is a switch
+    without a value, and `value` is what the switch stores; `many` takes several values. `dest` is
+    the attribute (None: from the name)."""
 
     name: str
     kind: Callable[[str], Any] | type = str
@@ -26,52 +28,109 @@ class Flag:
 
 
 MODEL = (
-    Flag("--model-family", choices=("gpt", "llama"), default="gpt", help="sets norm, MLP, biases, positions and tying"),
+    Flag(
+        "--model-family",
+        choices=("gpt", "llama"),
+        default="gpt",
+        help="sets norm, MLP, biases, positions and tying",
+    ),
     Flag("--num-layers", int, help="required"),
     Flag("--hidden-size", int, help="required"),
     Flag("--num-attention-heads", int, help="required"),
-    Flag("--ffn-hidden-size", int, help="default 4 x hidden; LLaMA: 8/3 x hidden, rounded down to 64"),
+    Flag(
+        "--ffn-hidden-size", int, help="default 4 x hidden; LLaMA: 8/3 x hidden, rounded down to 64"
+    ),
     Flag("--kv-channels", int, help="head size; default hidden / heads"),
     Flag("--group-query-attention", bool, False, "needs --num-query-groups"),
-    Flag("--num-query-groups", int, help="default: one per head", aliases=("--num-key-value-heads",)),
+    Flag(
+        "--num-query-groups", int, help="default: one per head", aliases=("--num-key-value-heads",)
+    ),
     Flag("--seq-length", int, help="required"),
     Flag("--max-position-embeddings", int, help="default --seq-length"),
-    Flag("--position-embedding-type", choices=("learned_absolute", "rope"), help="must be the family's"),
-    Flag("--use-rotary-position-embeddings", dest="position_embedding_type", kind=bool, value="rope", help="as type rope"),
+    Flag(
+        "--position-embedding-type",
+        choices=("learned_absolute", "rope"),
+        help="must be the family's",
+    ),
+    Flag(
+        "--use-rotary-position-embeddings",
+        dest="position_embedding_type",
+        kind=bool,
+        value="rope",
+        help="as type rope",
+    ),
     Flag("--rotary-base", int, 10000, aliases=("--rotary-position-embeddings-theta",)),
-    Flag("--normalization", choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"), help="must be the family's"),
+    Flag(
+        "--normalization",
+        choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"),
+        help="must be the family's",
+    ),
     Flag("--norm-epsilon", float, 1e-5, aliases=("--layernorm-epsilon",)),
     Flag("--swiglu", bool, help="must be the family's"),
     Flag("--disable-bias-linear", bool, help="must be the family's"),
     Flag("--untie-embeddings-and-output-weights", bool, help="default for LLaMA"),
-    Flag("--tie-embeddings-and-output-weights", bool, dest="untie_embeddings_and_output_weights", value=False,
-         help="default for GPT"),
+    Flag(
+        "--tie-embeddings-and-output-weights",
+        bool,
+        dest="untie_embeddings_and_output_weights",
+        value=False,
+        help="default for GPT",
+    ),
     Flag("--attention-dropout", float, 0.1, "default 0.1, LLaMA 0"),
     Flag("--hidden-dropout", float, 0.1, "default 0.1, LLaMA 0"),
     Flag("--init-method-std", float, 0.02),
-    Flag("--make-vocab-size-divisible-by", int, 128, "first run only: a resumed run keeps the checkpoint's vocabulary"),
+    Flag(
+        "--make-vocab-size-divisible-by",
+        int,
+        128,
+        "first run only: a resumed run keeps the checkpoint's vocabulary",
+    ),
 )
 MESH = (
     Flag("--tensor-model-parallel-size", int, 1),
-    Flag("--pipeline-model-parallel-size", int, 1, "stages of DeepSpeed's pipeline; needs ZeRO stage 0 or 1"),
+    Flag(
+        "--pipeline-model-parallel-size",
+        int,
+        1,
+        "stages of DeepSpeed's pipeline; needs ZeRO stage 0 or 1",
+    ),
     Flag("--no-pipeline-parallel", bool, False, "one stage, which is the default"),
-    Flag("--pipeline-partition-method", default="type:transformer", aliases=("--pp-partition-method",),
-         help="layers of the stages: uniform, parameters, type:REGEX, or their numbers as 1,3,1,2 (embedding, transformer layers, "
-              "final norm, head)"),
+    Flag(
+        "--pipeline-partition-method",
+        default="type:transformer",
+        aliases=("--pp-partition-method",),
+        help="layers of the stages: uniform, parameters, type:REGEX, or their numbers as 1,3,1,2 "
+        "(embedding, transformer layers, "
+        "final norm, head)",
+    ),
     Flag("--sequence-parallel", bool, False),
     Flag("--zero-stage", int, choices=(0, 1, 2, 3), help="default 1"),
-    Flag("--deepspeed_config", help="JSON file, merged with the flags; a contradiction is an error", aliases=("--deepspeed-config",
-                                                                                                              )),
+    Flag(
+        "--deepspeed_config",
+        help="JSON file, merged with the flags; a contradiction is an error",
+        aliases=("--deepspeed-config",),
+    ),
     Flag("--distributed-timeout-minutes", int, 30),
 )
 DATA = (
-    Flag("--data-path", many=True, help="prefixes of .bin/.idx, text files or folders; each may have a weight before it"),
+    Flag(
+        "--data-path",
+        many=True,
+        help="prefixes of .bin/.idx, text files or folders; each may have a weight before it",
+    ),
     Flag("--mock-data", bool, False),
     Flag("--split", default="969,30,1", help="weights of train, validation, test"),
-    Flag("--tokenizer-type", choices=("NullTokenizer", "ByteTokenizer", "HuggingFaceTokenizer", "HFTokenizer"),
-         default="ByteTokenizer"),
+    Flag(
+        "--tokenizer-type",
+        choices=("NullTokenizer", "ByteTokenizer", "HuggingFaceTokenizer", "HFTokenizer"),
+        default="ByteTokenizer",
+    ),
     Flag("--tokenizer-model", help="folder of a Hugging Face tokenizer; read locally only"),
-    Flag("--vocab-size", int, help="NullTokenizer: number of ids without the end-of-document id (default 256)"),
+    Flag(
+        "--vocab-size",
+        int,
+        help="NullTokenizer: number of ids without the end-of-document id (default 256)",
+    ),
 )
 TRAINING = (
     Flag("--micro-batch-size", int, help="required"),
@@ -81,14 +140,22 @@ TRAINING = (
     Flag("--train-tokens", int, help="as --train-samples times --seq-length"),
     Flag("--lr", float, help="required"),
     Flag("--min-lr", float, 0.0),
-    Flag("--lr-decay-style", default="linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")),
+    Flag(
+        "--lr-decay-style",
+        default="linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    ),
     Flag("--lr-decay-iters", int, help="default --train-iters"),
     Flag("--lr-decay-samples", int),
     Flag("--lr-warmup-iters", int),
     Flag("--lr-warmup-samples", int),
     Flag("--lr-warmup-fraction", float, help="of the decay"),
     Flag("--lr-warmup-init", float, 0.0),
-    Flag("--lr-wsd-decay-style", default="exponential", choices=("linear", "cosine", "exponential", "minus_sqrt")),
+    Flag(
+        "--lr-wsd-decay-style",
+        default="exponential",
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+    ),
     Flag("--lr-wsd-decay-iters", int),
     Flag("--lr-wsd-decay-samples", int),
     Flag("--weight-decay", float, 0.01),
@@ -108,22 +175,51 @@ TRAINING = (
 CHECKPOINT = (
     Flag("--save", help="folder; one tag global_step{iteration} per save"),
     Flag("--save-interval", int, help="iterations; the end and SIGTERM save too"),
-    Flag("--keep-latest", int, help="after a save, remove all but so many of the newest whole tags; default: all stay"),
-    Flag("--no-durable", bool, False, "saves don't wait for the disk: a power cut may take the newest ones"),
+    Flag(
+        "--keep-latest",
+        int,
+        help="after a save, remove all but so many of the newest whole tags; default: all stay",
+    ),
+    Flag(
+        "--no-durable",
+        bool,
+        False,
+        "saves don't wait for the disk: a power cut may take the newest ones",
+    ),
     Flag("--no-save-rng", bool, False),
     Flag("--load", help="folder; a run starts afresh where it is empty"),
     Flag("--ckpt-step", int, help="iteration to load; default the newest that is whole"),
     Flag("--load-tag", help="as --ckpt-step, by the name of the tag"),
     Flag("--universal-checkpoint", bool, False, "load whatever is there on whatever mesh this is"),
-    Flag("--allow-vocab-resize", bool, False,
-         "where the checkpoint's padded vocabulary does not divide by tp: drop rows, or add zero rows; shifts the loss"),
+    Flag(
+        "--allow-vocab-resize",
+        bool,
+        False,
+        "where the checkpoint's padded vocabulary does not divide by tp: drop rows, or add zero "
+        "rows; shifts the loss",
+    ),
     Flag("--exit-on-missing-checkpoint", bool, False),
-    Flag("--finetune", bool, False, "weights only: no optimizer, no scheduler, no random states, from iteration 0"),
+    Flag(
+        "--finetune",
+        bool,
+        False,
+        "weights only: no optimizer, no scheduler, no random states, from iteration 0",
+    ),
     Flag("--no-load-optim", bool, False, "neither optimizer states nor scheduler"),
     Flag("--no-load-rng", bool, False),
     Flag("--use-checkpoint-args", bool, False, "the model's sizes come from the checkpoint"),
-    Flag("--override-opt_param-scheduler", bool, False, "changed settings of the schedule win over the checkpoint's"),
-    Flag("--use-checkpoint-opt_param-scheduler", bool, False, "the checkpoint's settings of the schedule win"),
+    Flag(
+        "--override-opt_param-scheduler",
+        bool,
+        False,
+        "changed settings of the schedule win over the checkpoint's",
+    ),
+    Flag(
+        "--use-checkpoint-opt_param-scheduler",
+        bool,
+        False,
+        "the checkpoint's settings of the schedule win",
+    ),
 )
 LOGGING = (
     Flag("--log-interval", int, 100),
@@ -134,28 +230,81 @@ LOGGING = (
     Flag("--tensorboard-dir", help="needs the package tensorboard"),
     Flag("--log-json", help="file; one JSON object per iteration, with the loss in full"),
 )
-GROUPS = {"Model": MODEL, "Mesh": MESH, "Data": DATA, "Training": TRAINING, "Checkpoint": CHECKPOINT, "Logging": LOGGING}
+GROUPS = {
+    "Model": MODEL,
+    "Mesh": MESH,
+    "Data": DATA,
+    "Training": TRAINING,
+    "Checkpoint": CHECKPOINT,
+    "Logging": LOGGING,
+}
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in group)
 
-# Accepted without effect: what they ask for is what happens here, or a matter of speed alone. The number of values.
+# Accepted without effect: what they ask for is what happens here, or a matter of speed alone. The
+# number of values.
 IGNORED = {
-    "--deepspeed": 0, "--local_rank": 1, "--data-impl": 1, "--data-cache-path": 1,
-    "--no-bias-gelu-fusion": 0, "--no-bias-swiglu-fusion": 0, "--no-bias-dropout-fusion": 0, "--no-masked-softmax-fusion": 0,
-    "--no-rope-fusion": 0, "--no-gradient-accumulation-fusion": 0, "--no-persist-layer-norm": 0, "--no-query-key-layer-scaling": 0,
-    "--use-mcore-models": 0, "--use-cpu-initialization": 0, "--num-workers": 1, "--distributed-backend": 1,
+    "--deepspeed": 0,
+    "--local_rank": 1,
+    "--data-impl": 1,
+    "--data-cache-path": 1,
+    "--no-bias-gelu-fusion": 0,
+    "--no-bias-swiglu-fusion": 0,
+    "--no-bias-dropout-fusion": 0,
+    "--no-masked-softmax-fusion": 0,
+    "--no-rope-fusion": 0,
+    "--no-gradient-accumulation-fusion": 0,
+    "--no-persist-layer-norm": 0,
+    "--no-query-key-layer-scaling": 0,
+    "--use-mcore-models": 0,
+    "--use-cpu-initialization": 0,
+    "--num-workers": 1,
+    "--distributed-backend": 1,
     "--no-async-tensor-model-parallel-allreduce": 0,
 }
 
-# Known elsewhere, refused here by name: the number of values (None: any), those that are the same as leaving it out, why.
+# Known elsewhere, refused here by name: the number of values (None: any), those that are the same
+# as leaving it out, why.
 REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
-    "--num-layers-per-virtual-pipeline-stage": (1, (), "DeepSpeed's pipeline has no interleaved schedule"),
-    "--num-virtual-stages-per-pipeline-rank": (1, ("1",), "DeepSpeed's pipeline has no interleaved schedule"),
-    "--decoder-first-pipeline-num-layers": (1, (), "--pipeline-partition-method says which layers a stage holds"),
-    "--decoder-last-pipeline-num-layers": (1, (), "--pipeline-partition-method says which layers a stage holds"),
-    "--pipeline-model-parallel-layout": (1, (), "--pipeline-partition-method says which layers a stage holds"),
-    "--account-for-embedding-in-pipeline-split": (0, (), "--pipeline-partition-method says which layers a stage holds"),
-    "--account-for-loss-in-pipeline-split": (0, (), "--pipeline-partition-method says which layers a stage holds"),
-    "--pipeline-model-parallel-split-rank": (1, (), "models of encoder and decoder are not supported"),
+    "--num-layers-per-virtual-pipeline-stage": (
+        1,
+        (),
+        "DeepSpeed's pipeline has no interleaved schedule",
+    ),
+    "--num-virtual-stages-per-pipeline-rank": (
+        1,
+        ("1",),
+        "DeepSpeed's pipeline has no interleaved schedule",
+    ),
+    "--decoder-first-pipeline-num-layers": (
+        1,
+        (),
+        "--pipeline-partition-method says which layers a stage holds",
+    ),
+    "--decoder-last-pipeline-num-layers": (
+        1,
+        (),
+        "--pipeline-partition-method says which layers a stage holds",
+    ),
+    "--pipeline-model-parallel-layout": (
+        1,
+        (),
+        "--pipeline-partition-method says which layers a stage holds",
+    ),
+    "--account-for-embedding-in-pipeline-split": (
+        0,
+        (),
+        "--pipeline-partition-method says which layers a stage holds",
+    ),
+    "--account-for-loss-in-pipeline-split": (
+        0,
+        (),
+        "--pipeline-partition-method says which layers a stage holds",
+    ),
+    "--pipeline-model-parallel-split-rank": (
+        1,
+        (),
+        "models of encoder and decoder are not supported",
+    ),
     "--expert-model-parallel-size": (1, ("1",), "experts are not supported"),
     "--moe-expert-parallel-size": (1, ("1",), "experts are not supported"),
     "--expert-tensor-parallel-size": (1, ("1",), "experts are not supported"),
@@ -166,16 +315,33 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--use-rope-scaling": (0, (), "scaled rotary embeddings are not supported"),
     "--rope-scaling-factor": (1, (), "scaled rotary embeddings are not supported"),
     "--no-position-embedding": (0, (), "a model without position embeddings is in neither family"),
-    "--apply-query-key-layer-scaling": (0, (), "query-key layer scaling is not supported (it cancels out)"),
+    "--apply-query-key-layer-scaling": (
+        0,
+        (),
+        "query-key layer scaling is not supported (it cancels out)",
+    ),
     "--transformer-impl": (1, ("local",), "Transformer Engine is not supported"),
     "--deepspeed-activation-checkpointing": (0, (), "recomputation is not supported"),
     "--recompute-granularity": (1, (), "recomputation is not supported"),
     "--recompute-activations": (0, (), "recomputation is not supported"),
     "--rampup-batch-size": (None, (), "a global batch that grows is not supported"),
-    "--use-distributed-optimizer": (0, (),
-                                    "Megatron's own optimizer is not used under DeepSpeed; its counterpart is --zero-stage 1"),
+    "--use-distributed-optimizer": (
+        0,
+        (),
+        "Megatron's own optimizer is not used under DeepSpeed; its counterpart is --zero-stage 1",
+    ),
     "--no-save-optim": (0, (), "DeepSpeed always writes its optimizer's files"),
-    "--vocab-file": (1, (), "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local folder"),
-    "--merge-file": (1, (), "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local folder"),
+    "--vocab-file": (
+        1,
+        (),
+        "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local "
+        "folder",
+    ),
+    "--merge-file": (
+        1,
+        (),
+        "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local "
+        "folder",
+    ),
     "--async-save": (0, (), "saves are synchronous"),
 }

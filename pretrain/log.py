@@ -1,4 +1,5 @@
-"""What the program says: Megatron's lines on standard output, TensorBoard, one JSON object per iteration."""
+"""What the program says: Megatron's lines on standard output, TensorBoard, one JSON object per
+iteration."""
 
 import argparse
 import json
@@ -24,18 +25,44 @@ def complain(text: str) -> None:
         sys.stderr.flush()
 
 
-def iteration_line(iteration: int, train_iters: int, samples: int, elapsed_ms: float, lr: float, batch: int, loss: float | None,
-                   scale: float, norm: float | None, skipped: int, nans: int) -> str:
-    """Megatron's own line. The loss is left out where there is none, the norm where DeepSpeed computes none."""
-    parts = [f" iteration {iteration:8d}/{train_iters:8d}", f"consumed samples: {samples:12d}",
-             f"elapsed time per iteration (ms): {elapsed_ms:.1f}", f"learning rate: {lr:.6E}", f"global batch size: {batch:5d}"]
+def iteration_line(
+    iteration: int,
+    train_iters: int,
+    samples: int,
+    elapsed_ms: float,
+    lr: float,
+    batch: int,
+    loss: float | None,
+    scale: float,
+    norm: float | None,
+    skipped: int,
+    nans: int,
+) -> str:
+    """Megatron's own line. The loss is left out where there is none, the norm where DeepSpeed
+    computes none."""
+    parts = [
+        f" iteration {iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {samples:12d}",
+        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
+        f"learning rate: {lr:.6E}",
+        f"global batch size: {batch:5d}",
+    ]
     parts += [f"lm loss: {loss:.6E}"] if loss is not None and not math.isnan(loss) else []
     parts += [f"loss scale: {scale:.1f}"] + ([f"grad norm: {norm:.3f}"] if norm is not None else [])
-    return " | ".join([*parts, f"number of skipped iterations: {skipped:3d}", f"number of nan iterations: {nans:3d} |"])
+    return " | ".join(
+        [
+            *parts,
+            f"number of skipped iterations: {skipped:3d}",
+            f"number of nan iterations: {nans:3d} |",
+        ]
+    )
 
 
 def evaluation_line(iteration: int, loss: float) -> str:
-    return f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(min(20, loss)):.6E} | "
+    return (
+        f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: "
+        f"{math.exp(min(20, loss)):.6E} | "
+    )
 
 
 class Progress:
@@ -50,39 +77,73 @@ class Progress:
         self._board: Any = None
         if args.tensorboard_dir and writes:
             from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(args.tensorboard_dir)
         self._json = None
         if args.log_json and writes:
             Path(args.log_json).parent.mkdir(parents=True, exist_ok=True)
             self._json = open(args.log_json, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
 
-    def iteration(self, iteration: int, samples: int, loss: float, lr: float, scale: float, norm: float | None,
-                  applied: bool) -> None:
+    def iteration(
+        self,
+        iteration: int,
+        samples: int,
+        loss: float,
+        lr: float,
+        scale: float,
+        norm: float | None,
+        applied: bool,
+    ) -> None:
         """After an iteration: a line every --log-interval, and after the first one."""
         self._count += 1
         self._skipped += not applied
         self._nans += math.isnan(loss)
         if applied:
             self._losses.append(loss)
-        for name, value in (("lm loss", loss), ("learning-rate", lr), ("grad-norm", norm), ("loss-scale", scale)):
+        for name, value in (
+            ("lm loss", loss),
+            ("learning-rate", lr),
+            ("grad-norm", norm),
+            ("loss-scale", scale),
+        ):
             self._draw(name, value, iteration, samples)
         if self._json is not None:
-            entry = {"iteration": iteration, "consumed_samples": samples, "lm_loss": loss, "learning_rate": lr, "grad_norm": norm,
-                     "loss_scale": scale, "skipped": not applied}
+            entry = {
+                "iteration": iteration,
+                "consumed_samples": samples,
+                "lm_loss": loss,
+                "learning_rate": lr,
+                "grad_norm": norm,
+                "loss_scale": scale,
+                "skipped": not applied,
+            }
             self._json.write(json.dumps(entry) + "\n")
             self._json.flush()
         if iteration % self.args.log_interval and not self._first:
             return
         mean = sum(self._losses) / len(self._losses) if self._losses else None
         elapsed_ms = (time.perf_counter() - self._since) * 1000 / self._count
-        say(iteration_line(iteration, self.args.train_iters, samples, elapsed_ms, lr, self.args.global_batch_size, mean, scale,
-                           norm,
-                           self._skipped, self._nans))
+        say(
+            iteration_line(
+                iteration,
+                self.args.train_iters,
+                samples,
+                elapsed_ms,
+                lr,
+                self.args.global_batch_size,
+                mean,
+                scale,
+                norm,
+                self._skipped,
+                self._nans,
+            )
+        )
         self._first, self._losses, self._skipped, self._nans, self._count = False, [], 0, 0, 0
         self._since = time.perf_counter()
 
     def _draw(self, name: str, value: float | None, iteration: int, samples: int) -> None:
-        """Two curves on TensorBoard under Megatron's names: by iteration, and by consumed samples."""
+        """Two curves on TensorBoard under Megatron's names: by iteration, and by consumed
+        samples."""
         if self._board is not None and value is not None:
             self._board.add_scalar(name, value, iteration)
             self._board.add_scalar(f"{name} vs samples", value, samples)

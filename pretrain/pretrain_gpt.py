@@ -1,7 +1,8 @@
-"""Trains megatron-core's GPTModel under DeepSpeed; resumes on any tensor-parallel size, pipeline, number of ranks and ZeRO
-stage.
+r"""Trains megatron-core's GPTModel under DeepSpeed; resumes on any tensor-parallel size, pipeline,
+number of ranks and ZeRO stage.
 
-    torchrun --nproc_per_node 4 pretrain/pretrain_gpt.py --model-family llama --tensor-model-parallel-size 2 ...
+    torchrun --nproc_per_node 4 pretrain/pretrain_gpt.py \
+        --model-family llama --tensor-model-parallel-size 2 ...
 
 docs/pretrain.md lists the flags. Exit code 0: done, also after SIGTERM; 2: the input can't be used.
 """
@@ -10,7 +11,9 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script: `pretrain` is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # run as a script: `pretrain` is not installed
 
 
 def run() -> int:
@@ -21,13 +24,15 @@ def run() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):  # before the imports that take seconds
         make_parser().print_help()
         return 0
-    # megatron-core says at import, on every rank, that Transformer Engine and Apex are not there: neither is used
+    # megatron-core says at import, on every rank, that Transformer Engine and Apex are not there:
+    # neither is used
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # DeepSpeed's collectives under names that torch is about to change
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import torch.distributed as dist
 
     from pretrain.training import main
+
     try:
         main(sys.argv[1:])
         return 0

@@ -1,4 +1,5 @@
-"""Learning rate and weight decay as functions of consumed samples; megatron-core's arithmetic and state names.
+"""Learning rate and weight decay as functions of consumed samples; megatron-core's arithmetic and
+state names.
 
 Samples and not iterations: a changed global batch or mesh does not move the schedule.
 """
@@ -12,15 +13,23 @@ from megatron_ucp.errors import StateMismatchError, UsageError
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 # What a user changes to change a field: for the error message.
-_FLAGS = {"max_lr": "--lr", "min_lr": "--min-lr", "init_lr": "--lr-warmup-init", "lr_decay_style": "--lr-decay-style",
-          "lr_warmup_steps": "--lr-warmup-iters, -samples or -fraction", "weight_decay": "--weight-decay",
-          "lr_decay_steps": "--lr-decay-iters or -samples (default: --train-iters)",
-          "wsd_decay_steps": "--lr-wsd-decay-iters or -samples", "lr_wsd_decay_style": "--lr-wsd-decay-style"}
+_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "init_lr": "--lr-warmup-init",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_warmup_steps": "--lr-warmup-iters, -samples or -fraction",
+    "weight_decay": "--weight-decay",
+    "lr_decay_steps": "--lr-decay-iters or -samples (default: --train-iters)",
+    "wsd_decay_steps": "--lr-wsd-decay-iters or -samples",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The shape of a schedule; steps are samples. Raises UsageError for settings that are no schedule."""
+    """The shape of a schedule; steps are samples. Raises UsageError for settings that are no
+    schedule."""
 
     max_lr: float
     min_lr: float
@@ -34,17 +43,35 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.lr_decay_style not in STYLES:
-            raise UsageError("--lr-decay-style is not known", expected=", ".join(STYLES), found=self.lr_decay_style)
+            raise UsageError(
+                "--lr-decay-style is not known",
+                expected=", ".join(STYLES),
+                found=self.lr_decay_style,
+            )
         if not 0.0 <= self.min_lr <= self.max_lr or self.init_lr > self.max_lr:
-            raise UsageError("--lr is the largest of the three rates", expected="0 <= --min-lr, --lr-warmup-init <= --lr",
-                             found=f"--lr {self.max_lr}, --min-lr {self.min_lr}, --lr-warmup-init {self.init_lr}")
+            raise UsageError(
+                "--lr is the largest of the three rates",
+                expected="0 <= --min-lr, --lr-warmup-init <= --lr",
+                found=f"--lr {self.max_lr}, --min-lr {self.min_lr}, --lr-warmup-init "
+                f"{self.init_lr}",
+            )
         if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
-            raise UsageError("the warm-up is longer than the schedule", expected=f"fewer than {self.lr_decay_steps} samples",
-                             found=self.lr_warmup_steps, fix="shorten --lr-warmup-*, or lengthen --lr-decay-* or --train-*")
-        if self.lr_decay_style == "WSD" and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
-            raise UsageError("--lr-decay-style WSD needs the length of its decay", found=self.wsd_decay_steps,
-                             expected=f"1 to {self.lr_decay_steps} samples",
-                             fix="give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+            raise UsageError(
+                "the warm-up is longer than the schedule",
+                expected=f"fewer than {self.lr_decay_steps} samples",
+                found=self.lr_warmup_steps,
+                fix="shorten --lr-warmup-*, or lengthen --lr-decay-* or --train-*",
+            )
+        if (
+            self.lr_decay_style == "WSD"
+            and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps
+        ):
+            raise UsageError(
+                "--lr-decay-style WSD needs the length of its decay",
+                found=self.wsd_decay_steps,
+                expected=f"1 to {self.lr_decay_steps} samples",
+                fix="give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+            )
 
     def lr(self, samples: int) -> float:
         """The rate for the batch that starts after `samples` consumed samples."""
@@ -55,7 +82,10 @@ class Settings:
         if samples > self.lr_decay_steps:
             return self.min_lr
         if self.lr_decay_style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * max(self.lr_warmup_steps, 1) ** 0.5 / max(samples, 1) ** 0.5)
+            return max(
+                self.min_lr,
+                self.max_lr * max(self.lr_warmup_steps, 1) ** 0.5 / max(samples, 1) ** 0.5,
+            )
         return self.min_lr + self._share(samples) * (self.max_lr - self.min_lr)
 
     def _share(self, samples: int) -> float:
@@ -70,24 +100,38 @@ class Settings:
         if into <= 0:
             return 1.0
         done = into / self.wsd_decay_steps
-        shapes = {"linear": 1.0 - done, "cosine": 0.5 * (math.cos(math.pi * done) + 1.0),
-                  "exponential": 2.0 * 0.5**done - 1.0, "minus_sqrt": 1.0 - math.sqrt(done)}
+        shapes = {
+            "linear": 1.0 - done,
+            "cosine": 0.5 * (math.cos(math.pi * done) + 1.0),
+            "exponential": 2.0 * 0.5**done - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(done),
+        }
         return shapes[self.lr_wsd_decay_style]
 
 
 class Scheduler:
-    """Sets the rates of an optimizer's groups. DeepSpeed steps, saves and loads it as the engine's scheduler.
+    """Sets the rates of an optimizer's groups. DeepSpeed steps, saves and loads it as the engine's
+    scheduler.
 
     `decays` says which groups have weight decay (None: those that have it now).
     At a load, settings that differ from the checkpoint's are a
     StateMismatchError, unless `override` (these win) or `use_checkpoint` (the checkpoint's win).
     """
 
-    def __init__(self, optimizer: Any, settings: Settings, override: bool = False, use_checkpoint: bool = False,
-                 decays: list[bool] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        settings: Settings,
+        override: bool = False,
+        use_checkpoint: bool = False,
+        decays: list[bool] | None = None,
+    ) -> None:
         if override and use_checkpoint:
-            raise UsageError("the settings of the schedule come from one place",
-                             expected="one flag", found="--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler")
+            raise UsageError(
+                "the settings of the schedule come from one place",
+                expected="one flag",
+                found="--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler",
+            )
         self.optimizer, self.settings = optimizer, settings
         self.override, self.use_checkpoint = override, use_checkpoint
         self.num_steps = 0
@@ -115,14 +159,19 @@ class Scheduler:
     def merged(self, state: Mapping[str, Any]) -> Settings:
         """The settings to go on with; raises without touching anything."""
         saved = {key: state[key] for key in asdict(self.settings) if key in state}
-        changed = {key: value for key, value in saved.items() if getattr(self.settings, key) != value}
+        changed = {
+            key: value for key, value in saved.items() if getattr(self.settings, key) != value
+        }
         if self.override or not changed:
             return self.settings
         if self.use_checkpoint:
             return Settings(**{**asdict(self.settings), **saved})
         raise StateMismatchError(
-            "the schedule differs from the checkpoint's: " + ", ".join(_FLAGS[key] for key in changed),
+            "the schedule differs from the checkpoint's: "
+            + ", ".join(_FLAGS[key] for key in changed),
             expected=", ".join(f"{key}={value}" for key, value in changed.items()),
             found=", ".join(f"{key}={getattr(self.settings, key)}" for key in changed),
-            fix="--override-opt_param-scheduler goes on with these flags, --use-checkpoint-opt_param-scheduler with the "
-                "checkpoint's")
+            fix="--override-opt_param-scheduler goes on with these flags, "
+            "--use-checkpoint-opt_param-scheduler with the "
+            "checkpoint's",
+        )

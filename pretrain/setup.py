@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import models, pipeline
+from megatron_ucp.engines.megatron import models, pipeline
 from megatron_ucp.errors import UsageError
 from pretrain.schedule import Scheduler, Settings
 
@@ -19,25 +19,40 @@ NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
 
 
 def start_distributed(minutes: int) -> None:
-    """torch.distributed from the launcher's environment; without a launcher, one rank. Does nothing where it runs already."""
+    """torch.distributed from the launcher's environment; without a launcher, one rank. Does nothing
+    where it runs already."""
     import deepspeed
+
     if dist.is_initialized():
         return
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     if "RANK" not in os.environ:
         os.environ.update(alone)
     deepspeed.utils.logger.setLevel("WARNING")
     accelerator = _accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
-    if os.environ["WORLD_SIZE"] == "1":  # a store in this process: port 0 can't be found by others, and needs not be
+    backend = (
+        "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
+    )
+    if (
+        os.environ["WORLD_SIZE"] == "1"
+    ):  # a store in this process: port 0 can't be found by others, and needs not be
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes))
+    deepspeed.init_distributed(
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
+    )
 
 
 def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
+
     return get_accelerator()
 
 
@@ -47,56 +62,113 @@ def device() -> torch.device:
 
 def model_config(args: argparse.Namespace, vocab: int, padded: int) -> models.ModelConfig:
     return models.ModelConfig(
-        args.model_family, layers=args.num_layers, hidden=args.hidden_size, ffn=args.ffn_hidden_size,
+        args.model_family,
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
         heads=args.num_attention_heads,
-        groups=args.num_query_groups, vocab=padded, true_vocab=vocab, positions=args.max_position_embeddings,
-        head_dim=args.kv_channels, tied=not args.untie_embeddings_and_output_weights, norm_eps=args.norm_epsilon,
-        rotary_base=args.rotary_base, hidden_dropout=args.hidden_dropout, attention_dropout=args.attention_dropout,
-        init_std=args.init_method_std, sequence_parallel=args.sequence_parallel,
-        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", seed=args.seed)
+        groups=args.num_query_groups,
+        vocab=padded,
+        true_vocab=vocab,
+        positions=args.max_position_embeddings,
+        head_dim=args.kv_channels,
+        tied=not args.untie_embeddings_and_output_weights,
+        norm_eps=args.norm_epsilon,
+        rotary_base=args.rotary_base,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        init_std=args.init_method_std,
+        sequence_parallel=args.sequence_parallel,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        seed=args.seed,
+    )
 
 
 def schedule(args: argparse.Namespace) -> Settings:
-    return Settings(max_lr=args.lr, min_lr=args.min_lr, init_lr=args.lr_warmup_init, lr_warmup_steps=args.lr_warmup_steps,
-                    lr_decay_steps=args.lr_decay_steps, lr_decay_style=args.lr_decay_style, weight_decay=args.weight_decay,
-                    wsd_decay_steps=args.lr_wsd_decay_steps, lr_wsd_decay_style=args.lr_wsd_decay_style)
+    return Settings(
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        init_lr=args.lr_warmup_init,
+        lr_warmup_steps=args.lr_warmup_steps,
+        lr_decay_steps=args.lr_decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        weight_decay=args.weight_decay,
+        wsd_decay_steps=args.lr_wsd_decay_steps,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say, and the rest of --deepspeed_config."""
-    config = {**args.ds_config, "train_micro_batch_size_per_gpu": args.micro_batch_size, "train_batch_size": args.global_batch_size,
-              "gradient_accumulation_steps": args.gradient_accumulation, "gradient_clipping": args.clip_grad}
+    config = {
+        **args.ds_config,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "train_batch_size": args.global_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation,
+        "gradient_clipping": args.clip_grad,
+    }
     config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": args.zero_stage}
     keep = {} if args.keep_latest is None else {"keep_latest": args.keep_latest}
-    config["universal_checkpoint"] = {**config.get("universal_checkpoint", {}), "enabled": True, "rng": not args.no_save_rng,
-                                      "durable": not args.no_durable, **keep}
+    config["universal_checkpoint"] = {
+        **config.get("universal_checkpoint", {}),
+        "enabled": True,
+        "rng": not args.no_save_rng,
+        "durable": not args.no_durable,
+        **keep,
+    }
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", NEVER)
     if args.bf16:
         config["bf16"] = {**config.get("bf16", {}), "enabled": True}
     if args.fp16:
-        config["fp16"] = {"loss_scale": args.loss_scale or 0.0, "initial_scale_power": round(math.log2(args.initial_loss_scale)),
-                          "min_loss_scale": args.min_loss_scale, "loss_scale_window": args.loss_scale_window,
-                          "hysteresis": args.hysteresis, **config.get("fp16", {}), "enabled": True}
+        config["fp16"] = {
+            "loss_scale": args.loss_scale or 0.0,
+            "initial_scale_power": round(math.log2(args.initial_loss_scale)),
+            "min_loss_scale": args.min_loss_scale,
+            "loss_scale_window": args.loss_scale_window,
+            "hysteresis": args.hysteresis,
+            **config.get("fp16", {}),
+            "enabled": True,
+        }
     return config
 
 
 def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
     """A DeepSpeed engine whose saves carry a manifest. Collective; `models.start` came before."""
     if args.fp16 and not _accelerator().is_fp16_supported():
-        raise UsageError("--fp16 does not run on this device", expected="a GPU", found=_accelerator().device_name(),
-                         fix="use --bf16")
+        raise UsageError(
+            "--fp16 does not run on this device",
+            expected="a GPU",
+            found=_accelerator().device_name(),
+            fix="use --bf16",
+        )
     settings = schedule(args)
     config, pp = model_config(args, vocab, padded), args.pipeline_model_parallel_size
     # a pipeline brings its own groups to DeepSpeed
-    model, mpu = (pipeline.build_pipeline(config, pp, args.pipeline_partition_method), None) if pp > 1 else (models.build(config),
-                                                                                                             models.mpu())
+    model, mpu = (
+        (pipeline.build_pipeline(config, pp, args.pipeline_partition_method), None)
+        if pp > 1
+        else (models.build(config), models.mpu())
+    )
     groups = models.param_groups(model, args.lr, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
-    scheduler = Scheduler(optimizer, settings, override=args.override_opt_param_scheduler,
-                          use_checkpoint=args.use_checkpoint_opt_param_scheduler,
-                          decays=[group["params"][0].dim() > 1 for group in groups])  # also where --weight-decay is 0 for now
-    engine, *_ = ucp.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(args),
-                                mpu=mpu, dist_init_required=False, family=args.model_family)
+    optimizer = torch.optim.AdamW(
+        groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
+    )
+    scheduler = Scheduler(
+        optimizer,
+        settings,
+        override=args.override_opt_param_scheduler,
+        use_checkpoint=args.use_checkpoint_opt_param_scheduler,
+        decays=[group["params"][0].dim() > 1 for group in groups],
+    )  # also where --weight-decay is 0 for now
+    engine, *_ = ucp.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=deepspeed_config(args),
+        mpu=mpu,
+        dist_init_required=False,
+        family=args.model_family,
+    )
     return engine

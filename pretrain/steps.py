@@ -7,14 +7,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines import models
+from megatron_ucp.engines.megatron import models
 from pretrain.data import Batches
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # inputs and labels, (micro, sequence) each
 
 
 class Steps(Protocol):
-    """`consumed` samples came before the global batch. Both return its mean loss, on every rank; collective."""
+    """`consumed` samples came before the global batch. Both return its mean loss, on every rank;
+    collective."""
 
     def train(self, batches: Batches, consumed: int) -> float: ...
 
@@ -26,7 +27,8 @@ def make_steps(engine: Any, args: argparse.Namespace, device: torch.device) -> S
 
 
 def pairs(batches: Batches, consumed: int, count: int, device: torch.device) -> Iterator[Pair]:
-    """This rank's micro batches; labels are the tokens shifted by one. Read one by one, as they are asked for."""
+    """This rank's micro batches; labels are the tokens shifted by one. Read one by one, as they are
+    asked for."""
     for step in range(count):
         tokens = batches.get(consumed, step).to(device)  # [micro, sequence + 1]
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -70,8 +72,9 @@ class Whole:
 
 
 class Staged:
-    """DeepSpeed's pipeline runs the micro batches through the stages. Only the first and the last stage ask for data. The
-    schedule counts samples there too: DeepSpeed hands it the global batch's."""
+    """DeepSpeed's pipeline runs the micro batches through the stages. Only the first and the last
+    stage ask for data. The schedule counts samples there too: DeepSpeed hands it the global
+    batch's."""
 
     def __init__(self, engine: Any, args: argparse.Namespace, device: torch.device) -> None:
         self._engine, self._count, self._device = engine, args.gradient_accumulation, device

@@ -21,14 +21,19 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A byte is an id; the next id ends a document. With `ids`, Megatron's NullTokenizer: that many ids, made elsewhere."""
+    """A byte is an id; the next id ends a document. With `ids`, Megatron's NullTokenizer: that many
+    ids, made elsewhere."""
 
     def __init__(self, ids: int = BYTES) -> None:
         self.vocab_size, self.eod = ids + 1, ids
 
     def encode(self, data: bytes) -> np.ndarray:
         if self.eod < BYTES:
-            raise UsageError("text needs an id for every byte", expected=f"--vocab-size {BYTES} or more", found=self.eod)
+            raise UsageError(
+                "text needs an id for every byte",
+                expected=f"--vocab-size {BYTES} or more",
+                found=self.eod,
+            )
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
 
@@ -37,16 +42,28 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str) -> None:
         if not Path(folder).is_dir():
-            raise NotFoundError("--tokenizer-model is no folder", file=folder, fix="give a folder that save_pretrained wrote")
+            raise NotFoundError(
+                "--tokenizer-model is no folder",
+                file=folder,
+                fix="give a folder that save_pretrained wrote",
+            )
         from transformers import AutoTokenizer
+
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise UsageError("--tokenizer-model holds no tokenizer that transformers can read", file=folder,
-                             found=str(error).splitlines()[0]) from None
+            raise UsageError(
+                "--tokenizer-model holds no tokenizer that transformers can read",
+                file=folder,
+                found=str(error).splitlines()[0],
+            ) from None
         self.vocab_size = len(self._inner)
         if self._inner.eos_token_id is None:
-            raise UsageError("the tokenizer has no token for the end of a document", file=folder, expected="eos_token")
+            raise UsageError(
+                "the tokenizer has no token for the end of a document",
+                file=folder,
+                expected="eos_token",
+            )
         self.eod = int(self._inner.eos_token_id)
 
     def encode(self, data: bytes) -> np.ndarray:

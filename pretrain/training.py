@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines import agree, models
+from megatron_ucp.engines.megatron import models
+from megatron_ucp.reshard import agree
 from pretrain import checkpoint, setup
 from pretrain.arguments import complete, parse
 from pretrain.checkpoint import Position
@@ -24,7 +25,8 @@ from pretrain.tokenizer import make_tokenizer
 
 @dataclass
 class Result:
-    """What a run did: where it started and ended, the mean loss of each of its iterations, and why it stopped."""
+    """What a run did: where it started and ended, the mean loss of each of its iterations, and why
+    it stopped."""
 
     first: int
     position: Position
@@ -34,8 +36,8 @@ class Result:
 
 
 class Stop:
-    """SIGTERM asks the run to end after the iteration. Further ones change nothing: a scheduler signals all processes, and
-    torchrun, signalled too, hands its own on."""
+    """SIGTERM asks the run to end after the iteration. Further ones change nothing: a scheduler
+    signals all processes, and torchrun, signalled too, hands its own on."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -59,19 +61,37 @@ class Run:
         self.started = time.monotonic()
         setup.start_distributed(given.get("distributed_timeout_minutes", 30))
         with agree.together():
-            # What finds the checkpoint is known before the model's sizes, which may come from the checkpoint.
-            early = argparse.Namespace(**{flag.attribute: given.get(flag.attribute, flag.default) for flag in reversed(FLAGS)})
-        saved = checkpoint.peek(early, lambda padded: setup.model_config(complete(given, dist.get_world_size()), padded,
-                                                                         padded).sizes())
+            # What finds the checkpoint is known before the model's sizes, which may come from the
+            # checkpoint.
+            early = argparse.Namespace(
+                **{
+                    flag.attribute: given.get(flag.attribute, flag.default)
+                    for flag in reversed(FLAGS)
+                }
+            )
+        saved = checkpoint.peek(
+            early,
+            lambda padded: setup.model_config(
+                complete(given, dist.get_world_size()), padded, padded
+            ).sizes(),
+        )
         with agree.together():
-            self.args = complete(given, dist.get_world_size(), saved.args if saved and early.use_checkpoint_args else None)
+            self.args = complete(
+                given,
+                dist.get_world_size(),
+                saved.args if saved and early.use_checkpoint_args else None,
+            )
             if saved is not None:
                 checkpoint.check_saved(saved, self.args)
             tokenizer = make_tokenizer(self.args)
             padded = checkpoint.padded_vocab(tokenizer.vocab_size, self.args, saved)
             checkpoint.prepare_folder(self.args)
             setup.schedule(self.args)  # refuses impossible settings before the model is built
-        models.start(self.args.tensor_model_parallel_size, self.args.seed, self.args.pipeline_model_parallel_size)
+        models.start(
+            self.args.tensor_model_parallel_size,
+            self.args.seed,
+            self.args.pipeline_model_parallel_size,
+        )
         self._mesh = models.mpu()
         checkpoint.seed_random(self.args.seed)
         with agree.together():
@@ -85,17 +105,28 @@ class Run:
         elif self.args.load is not None:
             say(f"no checkpoint in {self.args.load}, starting from the beginning")
         self.result = Result(position.iteration, position)
-        self._saved_at = position.iteration if saved is not None and self.args.load == self.args.save else -1
+        self._saved_at = (
+            position.iteration if saved is not None and self.args.load == self.args.save else -1
+        )
 
     def _batches(self, tokenizer: Any, split: int) -> Batches | None:
         args = self.args
         evaluates = args.eval_iters > 0
         if split == 1 and not evaluates:
             return None
-        count = args.eval_iters * args.global_batch_size if split else max(args.train_iters * args.global_batch_size,
-                                                                           args.train_samples or 0)
+        count = (
+            args.eval_iters * args.global_batch_size
+            if split
+            else max(args.train_iters * args.global_batch_size, args.train_samples or 0)
+        )
         samples = make_samples(args, tokenizer, split, count)
-        return Batches(samples, tokenizer, args.micro_batch_size, args.data_parallel_size, self._mesh.get_data_parallel_rank())
+        return Batches(
+            samples,
+            tokenizer,
+            args.micro_batch_size,
+            args.data_parallel_size,
+            self._mesh.get_data_parallel_rank(),
+        )
 
     def load(self, saved: checkpoint.Saved) -> Position:
         """Fills the engine from --load; where to go on. `report` says what was read."""
@@ -114,11 +145,15 @@ class Run:
         return loss
 
     def evaluate(self) -> float:
-        """Mean loss over the first --eval-iters global batches of the validation split, the same at every evaluation."""
+        """Mean loss over the first --eval-iters global batches of the validation split, the same at
+        every evaluation."""
         valid = self._data[1]
         assert valid is not None
         batch, count = self.args.global_batch_size, self.args.eval_iters
-        return sum(self._steps.evaluate(valid, iteration * batch) for iteration in range(count)) / count
+        return (
+            sum(self._steps.evaluate(valid, iteration * batch) for iteration in range(count))
+            / count
+        )
 
     # ---------------------------------------------------------------- the loop
 
@@ -133,7 +168,11 @@ class Run:
                     result.losses.append(loss)
                     self._report(progress, loss)
                     iteration = result.position.iteration
-                    if args.eval_iters and not iteration % args.eval_interval and iteration < args.train_iters:
+                    if (
+                        args.eval_iters
+                        and not iteration % args.eval_interval
+                        and iteration < args.train_iters
+                    ):
                         self._evaluate(progress)
                     reason = self._reason_to_stop(stop)
                     if reason:
@@ -161,22 +200,39 @@ class Run:
         loss = self.evaluate()
         self.result.evaluations[self.result.position.iteration] = loss
         position = self.result.position
-        progress.evaluation(position.iteration, position.consumed, loss, time.perf_counter() - started)
+        progress.evaluation(
+            position.iteration, position.consumed, loss, time.perf_counter() - started
+        )
 
     def _report(self, progress: Progress, loss: float) -> None:
         engine, position = self.engine, self.result.position
         norm = engine.get_global_grad_norm()
-        scale = getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale",
-                                                                        1.0) if self.args.fp16 else 1.0
+        scale = (
+            getattr(engine.optimizer, "cur_scale", None)
+            or getattr(engine.optimizer, "loss_scale", 1.0)
+            if self.args.fp16
+            else 1.0
+        )
         # an overflow is a skipped iteration: fp16 steps over it
         applied = not (self.args.fp16 and bool(getattr(engine.optimizer, "overflow", False)))
-        progress.iteration(position.iteration, position.consumed, loss, engine.lr_scheduler.get_last_lr()[0], float(scale),
-                           None if norm is None or math.isnan(norm) else float(norm), applied)
+        progress.iteration(
+            position.iteration,
+            position.consumed,
+            loss,
+            engine.lr_scheduler.get_last_lr()[0],
+            float(scale),
+            None if norm is None or math.isnan(norm) else float(norm),
+            applied,
+        )
 
     def _reason_to_stop(self, stop: Stop) -> str | None:
-        """The same answer on all ranks: a signal may have reached one of them only, and clocks differ."""
+        """The same answer on all ranks: a signal may have reached one of them only, and clocks
+        differ."""
         minutes = (time.monotonic() - self.started) / 60
-        late = self.args.exit_duration_in_mins is not None and minutes > self.args.exit_duration_in_mins
+        late = (
+            self.args.exit_duration_in_mins is not None
+            and minutes > self.args.exit_duration_in_mins
+        )
         flags = torch.tensor([float(stop.asked), float(late)], device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if flags[0]:

@@ -16,7 +16,8 @@ SHOWN_JOBS = 10
 pools: list[RankPool] = []
 
 
-# A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit that.
+# A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit
+# that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -31,7 +32,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def tmp_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for checkpoints that several tests read. Removed at the end: pytest would keep the last three."""
+    """A folder for checkpoints that several tests read. Removed at the end: pytest would keep the
+    last three."""
     folder = tmp_path_factory.mktemp("checkpoints")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -45,11 +47,13 @@ def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
 @pytest.fixture
 def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
     """A copy of a good checkpoint, to be damaged."""
+
     def copy(dp: int = 2, setup: Setup = PLAIN, **kwargs: Any) -> Path:
         folder = tmp_path / "checkpoint"
         shutil.copytree(sources.get(dp, setup, **kwargs), folder)
         (folder / "oracle.pt").unlink()
         return folder
+
     return copy
 
 

@@ -1,4 +1,5 @@
-"""The process behind one rank of `tests.ranks.RankPool`: gets ready once, then runs what comes down its pipe."""
+"""The process behind one rank of `tests.ranks.RankPool`: gets ready once, then runs what comes down
+its pipe."""
 
 import argparse
 import faulthandler
@@ -34,8 +35,9 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
     torch.set_num_threads(1)
     import deepspeed
 
-    # The shared-memory op takes world size and rank once per process, in C++. Training does not use it; without it
-    # DeepSpeed takes gloo for all. (The attribute deepspeed.comm.torch is PyTorch itself, hence sys.modules.)
+    # The shared-memory op takes world size and rank once per process, in C++. Training does not use
+    # it; without it DeepSpeed takes gloo for all. (The attribute deepspeed.comm.torch is PyTorch
+    # itself, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
     freeze_imports()
@@ -50,28 +52,50 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
         try:
             answer = pickle.dumps((True, run_job(**call)))
             take_down()
-        except BaseException:  # SystemExit and pytest's outcomes too: whatever it was, the test must hear of it
+        except (
+            BaseException
+        ):  # SystemExit and pytest's outcomes too: whatever it was, the test must hear of it
             succeeded, answer = False, pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
         if not succeeded:
-            take_down()  # after the traceback's frames are gone: then our sockets close, which wakes the peers
+            # after the traceback's frames are gone: then our sockets close, which wakes the peers
+            take_down()
         os.environ.clear()
         os.environ |= environment
         os.chdir(folder)
 
 
-def run_job(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, world: int, port: int, store: str,
-            timeout_s: float) -> Any:
+def run_job(
+    function: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rank: int,
+    world: int,
+    port: int,
+    store: str,
+    timeout_s: float,
+) -> Any:
     import deepspeed
     import numpy
     import torch
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_PORT": str(port),
+    }
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s),
-                               init_method=f"file://{store}", rank=rank, world_size=world)
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        timeout=timedelta(seconds=timeout_s),
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+    )
     module, _, name = function.partition(":")
     accelerator: Any = type(deepspeed.get_accelerator())
     supported = accelerator.is_fp16_supported
@@ -85,7 +109,8 @@ def run_job(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: 
 
 
 def die_with_parent(life: int, folder: Path) -> None:
-    """Wait until the test process is gone, then take the rank and its children away, wherever they hang."""
+    """Wait until the test process is gone, then take the rank and its children away, wherever they
+    hang."""
     os.read(life, 1)
     remove_buffers(int(os.environ.get("MASTER_PORT", "0")))
     shutil.rmtree(folder, ignore_errors=True)
@@ -93,10 +118,19 @@ def die_with_parent(life: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A worker of tests.ranks.RankPool; not for use by hand.")
+    parser = argparse.ArgumentParser(
+        description="A worker of tests.ranks.RankPool; not for use by hand."
+    )
     parser.add_argument("--pipe", type=int, required=True, help="our end of the pipe to the pool")
-    parser.add_argument("--life", type=int, required=True, help="read end of a pipe that ends with the pool's process")
-    parser.add_argument("--stacks", type=Path, required=True, help="file for the stacks that SIGUSR1 asks for")
+    parser.add_argument(
+        "--life",
+        type=int,
+        required=True,
+        help="read end of a pipe that ends with the pool's process",
+    )
+    parser.add_argument(
+        "--stacks", type=Path, required=True, help="file for the stacks that SIGUSR1 asks for"
+    )
     options = parser.parse_args()
     serve(Connection(options.pipe), options.life, options.stacks)
 

@@ -1,16 +1,19 @@
-"""A pool of warm processes in which the tests run one job after another, each on its own world size.
+"""A pool of warm processes in which the tests run one job after another, each on its own world
+size.
 
-    pool = RankPool(size=4)                                         # starts nothing yet
-    losses = pool.run(2, "tests.engines.jobs:train", steps=3)       # [result of rank 0, result of rank 1]
+    pool = RankPool(size=4)                                    # starts nothing yet
+    losses = pool.run(2, "tests.engines.jobs:train", steps=3)  # [of rank 0, of rank 1]
     pool.close()
 
-Starting Python and importing DeepSpeed takes seconds per rank; rebuilding the process groups takes milliseconds. So the
-workers start once. For each job the first `world` of them bring up DeepSpeed's communication (gloo on loopback, a fresh
-store), call the function that the job names, and take everything down again, so that worlds of 4, 2, 1 and 4 ranks
-follow each other in the same processes (see `rank_worker` and `rank_reset`). Arguments and results are pickled. A job
-starts with the same random seeds, environment and working directory, whatever ran before it.
+Starting Python and importing DeepSpeed takes seconds per rank; rebuilding the process groups takes
+milliseconds. So the workers start once. For each job the first `world` of them bring up DeepSpeed's
+communication (gloo on loopback, a fresh store), call the function that the job names, and take
+everything down again, so that worlds of 4, 2, 1 and 4 ranks follow each other in the same processes
+(see `rank_worker` and `rank_reset`). Arguments and results are pickled. A job starts with the same
+random seeds, environment and working directory, whatever ran before it.
 
-When a rank raises, dies or hangs, `RanksFailed` says what every rank did, and the workers are replaced.
+When a rank raises, dies or hangs, `RanksFailed` says what every rank did, and the workers are
+replaced.
 """
 
 import contextlib
@@ -39,12 +42,17 @@ BUFFERS = Path("/dev/shm")
 
 
 class RanksFailed(AssertionError):
-    """A job did not return on every rank. `by_rank` holds what each failed rank said, in the order of arrival."""
+    """A job did not return on every rank. `by_rank` holds what each failed rank said, in the order
+    of arrival."""
 
     def __init__(self, job: str, by_rank: dict[int, str]) -> None:
         self.by_rank = by_rank
         parts = [f"{job} failed on rank(s) {sorted(by_rank)}"]
-        super().__init__("\n".join(parts + [f"---- rank {rank}: {text.rstrip()}" for rank, text in by_rank.items()]))
+        super().__init__(
+            "\n".join(
+                parts + [f"---- rank {rank}: {text.rstrip()}" for rank, text in by_rank.items()]
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Worker:
 
 
 class RankPool:
-    """Up to `size` ranks. `jobs` lists (function, world, seconds) of all that ran. Not for use from several threads."""
+    """Up to `size` ranks. `jobs` lists (function, world, seconds) of all that ran. Not for use from
+    several threads."""
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
@@ -70,10 +79,13 @@ class RankPool:
         self._workers: list[Worker] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def run(self, world: int, function: str, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, world: int, function: str, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
         """Call `function` ("module:name") on `world` ranks; its results by rank.
 
-        Raises `RanksFailed` when a rank raises or dies, or when not all have returned after `timeout_s` seconds.
+        Raises `RanksFailed` when a rank raises or dies, or when not all have returned after
+        `timeout_s` seconds.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"this pool has {self.size} ranks, the job wants {world}")
@@ -81,16 +93,27 @@ class RankPool:
             self._start()
         workers, started, port = self._workers[:world], time.monotonic(), free_port()
         store = workers[0].log.with_name(f"store_{len(self.jobs)}")
-        call = {"function": function, "args": args, "kwargs": kwargs, "world": world, "port": port,
-                "store": str(store), "timeout_s": timeout_s}
+        call = {
+            "function": function,
+            "args": args,
+            "kwargs": kwargs,
+            "world": world,
+            "port": port,
+            "store": str(store),
+            "timeout_s": timeout_s,
+        }
         try:
             for rank, worker in enumerate(workers):
                 os.truncate(worker.log, 0)
-                with contextlib.suppress(BrokenPipeError):  # it died while idle: found below, when its pipe ends
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # it died while idle: found below, when its pipe ends
                     # not Connection.send: with torch imported, that one puts tensors into /dev/shm
                     worker.pipe.send_bytes(pickle.dumps(call | {"rank": rank}))
             results, failures = collect(workers, started + timeout_s)
-        except BaseException:  # KeyboardInterrupt: the ranks have their own sessions and did not get it
+        except (
+            BaseException
+        ):  # KeyboardInterrupt: the ranks have their own sessions and did not get it
             self.close()
             raise
         finally:
@@ -113,7 +136,8 @@ class RankPool:
 
     def _start(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        # every worker watches the read end; nobody writes: it ends when this process does, however it ends
+        # every worker watches the read end; nobody writes: it ends when this process does, however
+        # it ends
         life_r, life_w = os.pipe()
         self._finalizer = weakref.finalize(self, stop_workers, self._workers, life_w, folder)
         try:
@@ -151,19 +175,34 @@ def collect(workers: list[Worker], deadline: float) -> tuple[dict[int, Any], dic
 def start_worker(index: int, life: int, folder: Path) -> Worker:
     ours, theirs = Pipe()
     log, stacks = folder / f"worker{index}.log", folder / f"worker{index}.stacks"
-    command = [sys.executable, "-m", "tests.rank_worker", "--pipe", str(theirs.fileno()), "--life", str(life),
-               "--stacks", str(stacks)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.rank_worker",
+        "--pipe",
+        str(theirs.fileno()),
+        "--life",
+        str(life),
+        "--stacks",
+        str(stacks),
+    ]
     with theirs, log.open("ab") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno(), life],
-            start_new_session=True,  # a group of its own: Ctrl-C is ours to handle, and its children can be killed
+            # a group of its own: Ctrl-C is ours to handle, and its children can be killed
+            start_new_session=True,
         )
     return Worker(process, ours, log, stacks)
 
 
 def stop_workers(workers: list[Worker], life: int, folder: Path) -> None:
-    """Let the workers return, then terminate, then kill them, with all that they started; reap them."""
+    """Let the workers return, then terminate, then kill them, with all that they started; reap
+    them."""
     for worker in workers:
         worker.pipe.close()
     # never reaped before the group is killed: until then the pid can't belong to anybody else
@@ -172,7 +211,9 @@ def stop_workers(workers: list[Worker], life: int, folder: Path) -> None:
         for worker in left if signal_number else []:
             os.kill(worker.process.pid, signal_number)  # type: ignore[arg-type]
         deadline = time.monotonic() + STOP_S
-        while time.monotonic() < deadline and not all(has_exited(worker.process.pid) for worker in left):
+        while time.monotonic() < deadline and not all(
+            has_exited(worker.process.pid) for worker in left
+        ):
             time.sleep(0.01)
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
@@ -191,7 +232,11 @@ def receive(worker: Worker) -> tuple[bool, Any]:
         return pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, ConnectionError):
         status = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
-        return False, f"the process ended with status {status.si_status if status else '?'}{worker.log_tail()}"
+        return (
+            False,
+            "the process ended with status "
+            f"{status.si_status if status else '?'}{worker.log_tail()}",
+        )
 
 
 def stacks_of(workers: dict[int, Worker]) -> dict[int, str]:
@@ -199,8 +244,11 @@ def stacks_of(workers: dict[int, Worker]) -> dict[int, str]:
     for worker in workers.values():
         os.kill(worker.process.pid, signal.SIGUSR1)
     time.sleep(0.5)  # written by a signal handler, also while the rank waits in C++
-    return {rank: f"did not return in time; its threads were at\n{worker.stacks.read_text()}{worker.log_tail()}"
-            for rank, worker in workers.items()}
+    return {
+        rank: "did not return in time; its threads were "
+        f"at\n{worker.stacks.read_text()}{worker.log_tail()}"
+        for rank, worker in workers.items()
+    }
 
 
 def free_port() -> int:
@@ -210,13 +258,15 @@ def free_port() -> int:
 
 
 def remove_buffers(port: int) -> None:
-    """Remove DeepSpeed's shared-memory buffers (66 MiB each) of one job: a rank that is killed leaves its own."""
+    """Remove DeepSpeed's shared-memory buffers (66 MiB each) of one job: a rank that is killed
+    leaves its own."""
     for path in BUFFERS.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         path.unlink(missing_ok=True)
 
 
 def allow_fp16_on_cpu() -> None:
-    """As `fp16_on_cpu`, until the end of the job: DeepSpeed asks again while it trains without ZeRO."""
+    """As `fp16_on_cpu`, until the end of the job: DeepSpeed asks again while it trains without
+    ZeRO."""
     from deepspeed.accelerator import get_accelerator
 
     kind: Any = type(get_accelerator())
@@ -225,7 +275,8 @@ def allow_fp16_on_cpu() -> None:
 
 @contextlib.contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """For jobs: make DeepSpeed train in fp16 on a CPU without fp16 kernels. It works, but is refused by default."""
+    """For jobs: make DeepSpeed train in fp16 on a CPU without fp16 kernels. It works, but is
+    refused by default."""
     from deepspeed.accelerator import get_accelerator
 
     kind: Any = type(get_accelerator())

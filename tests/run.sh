@@ -35,6 +35,7 @@ check() {
     echo "run: $*"
     "$@" || code=$?
 }
+check ruff format --check --quiet .
 check ruff check .
 check pyright --warnings
 if [ "${marks#*not ranks}" = "$marks" ]; then check bash tests/wheel.sh; fi

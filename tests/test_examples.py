@@ -15,15 +15,22 @@ from matplotlib import image
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ["bash", str(ROOT / "examples" / "quickstart.sh")]
-ROW = re.compile(r"\| (tp=\d, dp=\d, ZeRO-\d) +\| ([\d,]+) +\| [\d.]+ +\| (yes|NO) \(.*?\) +\| ([\d.e+-]+) +\|")
+ROW = re.compile(
+    r"\| (tp=\d, dp=\d, ZeRO-\d) +\| ([\d,]+) +\| [\d.]+ +\| (yes|NO) \(.*?\) +\| ([\d.e+-]+) +\|"
+)
 
 pytestmark = pytest.mark.ranks
 Done = subprocess.CompletedProcess[str]
 
 
 def quickstart(out: Path, *arguments: str) -> Done:
-    return subprocess.run([*SCRIPT, "--out", str(out), "--steps", "4", "--more", "3", *arguments], cwd=out.parent,
-                          capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        [*SCRIPT, "--out", str(out), "--steps", "4", "--more", "3", *arguments],
+        cwd=out.parent,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +47,16 @@ def test_the_quickstart_resumes_on_three_meshes(run: tuple[Path, Done]) -> None:
     out, done = run
     assert done.returncode == 0, done.stdout + done.stderr
     rows = ROW.findall(done.stdout)
-    assert [row[0] for row in rows] == ["tp=1, dp=4, ZeRO-3", "tp=4, dp=1, ZeRO-1", "tp=1, dp=1, ZeRO-0"]
+    assert [row[0] for row in rows] == [
+        "tp=1, dp=4, ZeRO-3",
+        "tp=4, dp=1, ZeRO-1",
+        "tp=1, dp=1, ZeRO-0",
+    ]
     parameters = int(re.findall(r"([\d,]+) parameters", done.stdout)[0].replace(",", ""))
     for mesh, read_bytes, equal, difference in rows:
-        # A master and two moments, 4 bytes each, are what a load needs. Four tensor-parallel ranks also read a copy of the
-        # norms each, and the short gaps between their parts of the rows of linear_proj.
+        # A master and two moments, 4 bytes each, are what a load needs. Four tensor-parallel ranks
+        # also read a copy of the norms each, and the short gaps between their parts of the rows of
+        # linear_proj.
         most = 1.1 if mesh.startswith("tp=4") else 1.02
         assert 12 * parameters <= int(read_bytes.replace(",", "")) <= most * 12 * parameters
         assert equal == "yes"
@@ -68,11 +80,20 @@ def test_the_quickstart_sees_one_flipped_bit(run: tuple[Path, Done]) -> None:
 
 def test_ctrl_c_stops_every_rank(tmp_path: Path) -> None:
     out, shared = tmp_path / "run", set(Path("/dev/shm").glob("deepspeed*"))
-    process = subprocess.Popen([*SCRIPT, "--out", str(out), "--steps", "1", "--more", "100000"], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        [*SCRIPT, "--out", str(out), "--steps", "1", "--more", "100000"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         deadline = time.monotonic() + 120
-        while not (out / "checkpoint" / "latest").exists() and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not (out / "checkpoint" / "latest").exists()
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert len(ranks) >= 5  # the launcher and four ranks, in the middle of their training
@@ -82,16 +103,36 @@ def test_ctrl_c_stops_every_rank(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130
     assert "interrupted" in said
-    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+    ]
     assert set(Path("/dev/shm").glob("deepspeed*")) <= shared
 
 
 def torchrun(ranks: int, *arguments: str) -> None:
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                                "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
-                                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-                    str(ROOT / "examples" / "train.py"), *arguments], check=True, env=environment, timeout=200)
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+            str(ROOT / "examples" / "train.py"),
+            *arguments,
+        ],
+        check=True,
+        env=environment,
+        timeout=200,
+    )
 
 
 def test_the_script_with_three_lines(tmp_path: Path) -> None:
@@ -102,14 +143,35 @@ def test_the_script_with_three_lines(tmp_path: Path) -> None:
     whole, resumed = (json.loads((tmp_path / name).read_text()) for name in ("whole", "resumed"))
     assert list(whole) == ["0", "1", "2", "3", "4"] and list(resumed) == ["3", "4"]
     assert list(resumed.values()) == pytest.approx([whole["3"], whole["4"]], rel=0, abs=1e-5)
-    assert resumed["3"] != pytest.approx(whole["0"], abs=0.1)  # what a run from the beginning would have
+    assert resumed["3"] != pytest.approx(
+        whole["0"], abs=0.1
+    )  # what a run from the beginning would have
 
 
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """examples/preemption.sh with fewer kills."""
-    done = subprocess.run(["bash", str(ROOT / "examples" / "preemption.sh"), "--out", str(tmp_path), "--kills", "2",
-                           "--iterations", "60", "--longest", "1.0", "--seed", "4"], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [
+            "bash",
+            str(ROOT / "examples" / "preemption.sh"),
+            "--out",
+            str(tmp_path),
+            "--kills",
+            "2",
+            "--iterations",
+            "60",
+            "--longest",
+            "1.0",
+            "--seed",
+            "4",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    lives = re.findall(r"life +\d+: .* from iteration +(\d+) to +(\d+), (killed|finished)", done.stdout)
+    lives = re.findall(
+        r"life +\d+: .* from iteration +(\d+) to +(\d+), (killed|finished)", done.stdout
+    )
     assert [how for *_, how in lives] == ["killed", "killed", "finished"], done.stdout
     assert int(lives[1][0]) > 1 and "60 of 60 losses" in done.stdout

@@ -1,4 +1,5 @@
-"""The patches: each states what it is, is refused for an unknown version, and cures a defect that is there without it."""
+"""The patches: each states what it is, is refused for an unknown version, and cures a defect that
+is there without it."""
 
 import json
 import os
@@ -41,11 +42,15 @@ def wrong_reads(patched: bool) -> list[str]:
     try:
         if patched:
             patches.apply("round_robin_links")
-        engine = make_engine(Setup(1, "fp32", zero_config=(("round_robin_gradients", True),)), attach=False)
+        engine = make_engine(
+            Setup(1, "fp32", zero_config=(("round_robin_gradients", True),)), attach=False
+        )
         train(engine, 1)
         wrong = []
         for name, param in engine.module.named_parameters():
-            if param.requires_grad and not torch.equal(safe_get_full_fp32_param(param), param.detach()):
+            if param.requires_grad and not torch.equal(
+                safe_get_full_fp32_param(param), param.detach()
+            ):
                 wrong.append(name)
         engine.destroy()
         return wrong
@@ -56,19 +61,24 @@ def wrong_reads(patched: bool) -> list[str]:
 
 @pytest.mark.ranks
 def test_round_robin_links(ranks: RankPool) -> None:
-    assert all(wrong for wrong in ranks.run(2, "tests.test_patches:wrong_reads", False)), "the defect is gone: drop the patch"
+    assert all(wrong for wrong in ranks.run(2, "tests.test_patches:wrong_reads", False)), (
+        "the defect is gone: drop the patch"
+    )
     assert ranks.run(2, "tests.test_patches:wrong_reads", True) == [[], []]
 
 
-def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(monkeypatch: pytest.MonkeyPatch,
-                                                                            caplog: pytest.LogCaptureFixture) -> None:
+def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(patches, "has_gpu", lambda: True)
     monkeypatch.setattr(patches, "_applied", set())
     meant = [name for name in patches.names() if patches.find(name).only_without_gpu]
     assert meant == ["current_device_is_cpu", "no_torch_compile", "rng_tracker_on_cpu"]
     with caplog.at_level("INFO", logger=patches.__name__):
         assert not any(patches.apply(name) for name in meant)
-    assert [meant[i] in record.getMessage() for i, record in enumerate(caplog.records)] == [True] * 3
+    assert [meant[i] in record.getMessage() for i, record in enumerate(caplog.records)] == [
+        True
+    ] * 3
     assert not patches._applied
 
 
@@ -79,7 +89,7 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     from megatron.core import activations, parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-    from megatron_ucp.engines import models
+    from megatron_ucp.engines.megatron import models
     from tests.engines.model_jobs import GPT, batch
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -94,19 +104,30 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
             drawn = torch.rand(3)
         with get_cuda_rng_tracker().fork():
             drawn = torch.cat([drawn, torch.rand(3)])
-        generator = torch.Generator().manual_seed(7 + 2718)  # Megatron's seed of tensor-parallel rank 0
+        generator = torch.Generator().manual_seed(
+            7 + 2718
+        )  # Megatron's seed of tensor-parallel rank 0
         assert torch.equal(outside, torch.get_rng_state())
-        assert torch.equal(drawn, torch.cat([torch.rand(3, generator=generator), torch.rand(3, generator=generator)]))
+        assert torch.equal(
+            drawn,
+            torch.cat([torch.rand(3, generator=generator), torch.rand(3, generator=generator)]),
+        )
         return drawn
 
     def compiled() -> torch.Tensor:
-        with torch.compiler.set_stance("fail_on_recompile"):  # raises where a compiler would be started
+        with torch.compiler.set_stance(
+            "fail_on_recompile"
+        ):  # raises where a compiler would be started
             return activations.squared_relu(torch.tensor([-1.0, 2.0]))
 
     def forward() -> torch.Tensor:
         return models.loss(models.build(GPT), tokens, tokens)
 
-    for name, call in {"rng_tracker_on_cpu": draw, "current_device_is_cpu": forward, "no_torch_compile": compiled}.items():
+    for name, call in {
+        "rng_tracker_on_cpu": draw,
+        "current_device_is_cpu": forward,
+        "no_torch_compile": compiled,
+    }.items():
         found[name] = []
         for _ in range(2):
             try:
@@ -122,10 +143,18 @@ def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     """In a process of its own: a patch stays, and the ranks of the pool have them all."""
     if patches.has_gpu():
         pytest.skip("there is a GPU")
-    code = "import json, sys; from tests.test_patches import megatron_without_a_gpu as probe; " \
+    code = (
+        "import json, sys; from tests.test_patches import megatron_without_a_gpu as probe; "
         "json.dump(probe(sys.argv[1]), open(sys.argv[1] + '/found.json', 'w'))"
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found) == {name for name in patches.names() if patches.find(name).only_without_gpu}
@@ -135,10 +164,17 @@ def test_megatron_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_unfused_norm(ranks: RankPool) -> None:
-    """The first gradient norm in bf16 without ZeRO, on one rank, on two, and on two without the patch."""
+    """The first gradient norm in bf16 without ZeRO, on one rank, on two, and on two without the
+    patch."""
     from tests.engines.model_jobs import GPT, Run
 
-    whole, patched, stock = (ranks.run(run.tp, "tests.engines.model_jobs:train", run, 1)[0]["norms"][0] for run in (
-        Run(GPT, dtype="bf16"), Run(GPT, tp=2, dtype="bf16"), Run(GPT, tp=2, dtype="bf16", plant="unpatched norm")))
+    whole, patched, stock = (
+        ranks.run(run.tp, "tests.engines.model_jobs:train", run, 1)[0]["norms"][0]
+        for run in (
+            Run(GPT, dtype="bf16"),
+            Run(GPT, tp=2, dtype="bf16"),
+            Run(GPT, tp=2, dtype="bf16", plant="unpatched norm"),
+        )
+    )
     assert patched == pytest.approx(whole, rel=0.01)
     assert stock < 0.9 * whole, "the defect is gone: drop the patch"

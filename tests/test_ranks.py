@@ -1,4 +1,5 @@
-"""The multi-process harness itself: results, changing worlds, failures, hangs, and what it leaves behind."""
+"""The multi-process harness itself: results, changing worlds, failures, hangs, and what it leaves
+behind."""
 
 import os
 import signal
@@ -19,7 +20,7 @@ HERE = "tests.test_ranks"
 BEFORE = {path.name for path in BUFFERS.glob("deepspeed_allreduce_buffer_*")}
 
 
-# ---------------------------------------------------------------- jobs, run by the ranks
+# ------------------------------------------------ jobs, run by the ranks
 
 
 def who_am_i(word: str, *, times: int) -> tuple[str, int, int, int]:
@@ -35,7 +36,8 @@ def train(stage: int, dtype: str = "fp32") -> list[float]:
     import torch.distributed as dist
 
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     }
     if dtype != "fp32":
@@ -43,7 +45,7 @@ def train(stage: int, dtype: str = "fp32") -> list[float]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     with fp16_on_cpu():
         engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
-    batch = torch.randn(8, 8)[2 * dist.get_rank():][:2].to(next(model.parameters()).dtype)
+    batch = torch.randn(8, 8)[2 * dist.get_rank() :][:2].to(next(model.parameters()).dtype)
     losses = []
     for _ in range(2):
         loss = engine(batch).float().pow(2).mean()
@@ -56,9 +58,16 @@ def train(stage: int, dtype: str = "fp32") -> list[float]:
 
 
 def resources() -> dict[str, int]:
-    anonymous = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("RssAnon"))
-    return {"fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
-            "MiB": int(anonymous.split()[1]) // 1024}
+    anonymous = next(
+        row
+        for row in Path("/proc/self/status").read_text().splitlines()
+        if row.startswith("RssAnon")
+    )
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "MiB": int(anonymous.split()[1]) // 1024,
+    }
 
 
 def fail_on(rank: int) -> None:
@@ -88,7 +97,9 @@ def die_on(rank: int) -> None:
 
 
 def leave_a_buffer() -> None:
-    name = f"deepspeed_allreduce_buffer_0_127.0.0.1_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"
+    name = (
+        f"deepspeed_allreduce_buffer_0_127.0.0.1_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"
+    )
     (BUFFERS / name).write_bytes(b"planted")
 
 
@@ -101,7 +112,7 @@ def surroundings() -> tuple[str | None, str]:
     return os.environ.get("PLANTED"), os.getcwd()
 
 
-# ---------------------------------------------------------------- tests
+# ------------------------------------------------ tests
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +177,7 @@ def test_an_exception_names_the_line_and_the_pool_lives_on(pool: RankPool) -> No
     with pytest.raises(RanksFailed) as failure:
         pool.run(2, f"{HERE}:fail_on", 1)
     assert next(iter(failure.value.by_rank)) == 1, "the culprit comes first"
-    assert 'KeyError: \'planted fault\'' in failure.value.by_rank[1]
+    assert "KeyError: 'planted fault'" in failure.value.by_rank[1]
     assert "in fail_on" in failure.value.by_rank[1]
     assert len(pool.run(2, f"{HERE}:surroundings")) == 2
 
@@ -204,14 +215,19 @@ pool.run(2, "{HERE}:surroundings")
 print(*pool.pids(), flush=True)
 pool.run(2, "{HERE}:hang_on", 0)
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
         pids = [int(word) for word in (parent.stdout or sys.stdin).readline().split()]
         deadline = time.monotonic() + 10
         while not buffers() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(pids) == 2 and buffers()
         parent.kill()
-    while buffers() | {str(pid) for pid in pids if Path(f"/proc/{pid}").exists()} and time.monotonic() < deadline:
+    while (
+        buffers() | {str(pid) for pid in pids if Path(f"/proc/{pid}").exists()}
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert not buffers()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

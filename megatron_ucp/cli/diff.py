@@ -15,16 +15,19 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("b", help="the other one")
     add_rules(verb)
     verb.add_argument("--rules-b", metavar="FILE", help="other rules for B")
-    verb.add_argument("--limit", type=int, default=20, help="print at most so many differences (default 20)")
+    verb.add_argument(
+        "--limit", type=int, default=20, help="print at most so many differences (default 20)"
+    )
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.diff import diff
+
     found = diff(args.a, args.b, progress_bar(args, "B"), args.rules, args.rules_b)
     if args.json:
         print(json.dumps([asdict(d) for d in found]))
     else:
-        for d in found[:args.limit]:
+        for d in found[: args.limit]:
             print(f"{d.parameter or 'run'}: {d.what}: {d.a} and {d.b}")
         if len(found) > args.limit:
             print(f"and {len(found) - args.limit} more")

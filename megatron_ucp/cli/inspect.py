@@ -1,4 +1,5 @@
-"""Engine, mesh, step, sizes, dtypes and the parameter table of a checkpoint. Reads no tensor and imports no torch."""
+"""Engine, mesh, step, sizes, dtypes and the parameter table of a checkpoint. Reads no tensor and
+imports no torch."""
 
 import argparse
 import json
@@ -18,14 +19,26 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.describe import look, sizes
+
     manifest = look(args.path, args.tag, args.rules)
     rows = _rows(manifest)
-    head = {"engine": manifest.engine, "family": manifest.family, "mesh": str(manifest.mesh), **manifest.run,
-            "optimizer": manifest.optimizer, "manifest": bool(manifest.save_id), "parameters": len(rows),
-            "elements": sum(math.prod(spec.shape) for spec in manifest.params), "files": len(manifest.files),
-            "file_bytes": sum(entry.size_bytes for entry in manifest.files),
-            "states": {state: {"dtypes": dtypes, "bytes": size} for state, (dtypes, size) in sizes(manifest).items()},
-            "groups": [dict(g) for g in manifest.groups]}
+    head = {
+        "engine": manifest.engine,
+        "family": manifest.family,
+        "mesh": str(manifest.mesh),
+        **manifest.run,
+        "optimizer": manifest.optimizer,
+        "manifest": bool(manifest.save_id),
+        "parameters": len(rows),
+        "elements": sum(math.prod(spec.shape) for spec in manifest.params),
+        "files": len(manifest.files),
+        "file_bytes": sum(entry.size_bytes for entry in manifest.files),
+        "states": {
+            state: {"dtypes": dtypes, "bytes": size}
+            for state, (dtypes, size) in sizes(manifest).items()
+        },
+        "groups": [dict(g) for g in manifest.groups],
+    }
     if args.json:
         print(json.dumps({**head, "table": rows}, default=str))
         return DONE
@@ -44,7 +57,11 @@ def _print_head(head: dict[str, Any]) -> None:
             for state, held in value.items():
                 print(f"{state:12} {' '.join(held['dtypes'])}, {held['bytes']:,} bytes")
         elif value not in ("", None, 0) or key in ("global_steps", "skipped_steps"):
-            print(f"{key:12} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{key:12} {value}")
+            print(
+                f"{key:12} {value:,}"
+                if isinstance(value, int) and not isinstance(value, bool)
+                else f"{key:12} {value}"
+            )
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -52,7 +69,11 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     widths = [max(len(str(row[key])) for row in rows) for key in rows[0]]
     print()
     for row in rows:
-        print("  ".join(f"{value!s:{width}}" for value, width in zip(row.values(), widths, strict=True)).rstrip())
+        print(
+            "  ".join(
+                f"{value!s:{width}}" for value, width in zip(row.values(), widths, strict=True)
+            ).rstrip()
+        )
 
 
 def _rows(manifest: Manifest) -> list[dict[str, Any]]:
@@ -61,7 +82,15 @@ def _rows(manifest: Manifest) -> list[dict[str, Any]]:
     for name, spec in manifest.by_name.items():
         held = manifest.holders.get(name)
         buffer = manifest.buffers[held[0][0]] if held else None
-        out.append({"name": name, "shape": "x".join(map(str, spec.shape)) or "scalar", "dtype": spec.dtype, "kind": spec.kind,
-                    "group": "-" if buffer is None or buffer.group is None else buffer.group,
-                    "states": " ".join(s for s, _ in buffer.states) if buffer else "", "also": ties.get(name, "")})
+        out.append(
+            {
+                "name": name,
+                "shape": "x".join(map(str, spec.shape)) or "scalar",
+                "dtype": spec.dtype,
+                "kind": spec.kind,
+                "group": "-" if buffer is None or buffer.group is None else buffer.group,
+                "states": " ".join(s for s, _ in buffer.states) if buffer else "",
+                "also": ties.get(name, ""),
+            }
+        )
     return out

@@ -1,6 +1,8 @@
-"""What a resume on another mesh would read, rank by rank: files, bytes, copies, memory. Nothing is loaded.
+"""What a resume on another mesh would read, rank by rank: files, bytes, copies, memory. Nothing is
+loaded.
 
-With --simulate neither the checkpoint nor the model needs to exist: a family, its sizes and two meshes are enough.
+With --simulate neither the checkpoint nor the model needs to exist: a family, its sizes and two
+meshes are enough.
 """
 
 import argparse
@@ -19,14 +21,26 @@ _SHOWN = 32  # ranks in the table
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_checkpoint(verb, optional=True)
     add_target(verb)
-    verb.add_argument("--picture", metavar="FILE", help="draw who reads what from whom into a PNG, PDF or SVG file")
-    verb.add_argument("--simulate", metavar="FAMILY", help="no checkpoint: a model of this family (gpt, llama) on paper")
-    verb.add_argument("--sizes", help="of that model: layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256")
+    verb.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw who reads what from whom into a PNG, PDF or SVG file",
+    )
+    verb.add_argument(
+        "--simulate",
+        metavar="FAMILY",
+        help="no checkpoint: a model of this family (gpt, llama) on paper",
+    )
+    verb.add_argument(
+        "--sizes",
+        help="of that model: layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
+    )
     verb.add_argument("--source-mesh", help="the mesh that would have written it, as --mesh")
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard import preview
+
     if not args.mesh:
         raise UsageError("a plan is for one mesh", expected="--mesh tp=1,dp=4,zero=1", found="none")
     target, bar = target_of(args), progress_bar(args, "rank")
@@ -34,19 +48,38 @@ def run(args: Any) -> int:
     if args.simulate:
         of_files = args.path or args.tag or args.rules
         if of_files or not args.sizes or not args.source_mesh:
-            raise UsageError("a simulation needs sizes and a source mesh, and no checkpoint", expected="--sizes and --source-mesh",
-                             found=of_files or "not both of them")
+            raise UsageError(
+                "a simulation needs sizes and a source mesh, and no checkpoint",
+                expected="--sizes and --source-mesh",
+                found=of_files or "not both of them",
+            )
         from megatron_ucp.core.mesh import Mesh
-        found = preview.simulate(args.simulate, preview.paper_sizes(args.simulate, args.sizes), Mesh.parse(args.source_mesh),
-                                 target, config, bar)
+
+        found = preview.simulate(
+            args.simulate,
+            preview.paper_sizes(args.simulate, args.sizes),
+            Mesh.parse(args.source_mesh),
+            target,
+            config,
+            bar,
+        )
     elif not args.path:
-        raise UsageError("plan needs a checkpoint", expected="a path, or --simulate", found="neither")
+        raise UsageError(
+            "plan needs a checkpoint", expected="a path, or --simulate", found="neither"
+        )
     else:
         found = preview.preview(args.path, target, args.tag, args.rules, config, bar)
     if args.picture:
         preview.draw(found, args.picture)
     if args.json:
-        print(json.dumps({**asdict(found), "ranks": [{**asdict(one), "read_bytes": one.read_bytes} for one in found.ranks]}))
+        print(
+            json.dumps(
+                {
+                    **asdict(found),
+                    "ranks": [{**asdict(one), "read_bytes": one.read_bytes} for one in found.ranks],
+                }
+            )
+        )
         return DONE
     _print(found)
     return DONE
@@ -54,10 +87,17 @@ def run(args: Any) -> int:
 
 def _print(found: Any) -> None:
     print(f"{found.source_mesh}  to  {found.mesh}")
-    rows: list[tuple[str, ...]] = [("rank", "tp", "pp", "dp", "files", "MB read", "copies", "MB of states", "MB at most")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "tp", "pp", "dp", "files", "MB read", "copies", "MB of states", "MB at most")
+    ]
     for one in found.ranks[:_SHOWN]:
-        place = [str(number) for number in (one.rank, one.coord.tp, one.coord.pp, one.coord.dp, len(one.files))]
-        megabytes = [f"{size / 1e6:,.1f}" for size in (one.read_bytes, one.state_bytes, one.peak_bytes)]
+        place = [
+            str(number)
+            for number in (one.rank, one.coord.tp, one.coord.pp, one.coord.dp, len(one.files))
+        ]
+        megabytes = [
+            f"{size / 1e6:,.1f}" for size in (one.read_bytes, one.state_bytes, one.peak_bytes)
+        ]
         rows.append((*place, megabytes[0], f"{one.copies:,}", *megabytes[1:]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
@@ -65,6 +105,9 @@ def _print(found: Any) -> None:
     if len(found.ranks) > _SHOWN:
         print(f"and {len(found.ranks) - _SHOWN} ranks more: --json has them all")
     total = sum(one.read_bytes for one in found.ranks)
-    print(f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states of the checkpoint")
+    print(
+        f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states "
+        "of the checkpoint"
+    )
     for note in found.notes:
         print(f"note: {note}")

@@ -1,4 +1,5 @@
-"""Drafts a file of rules from what a checkpoint says by itself; with --rules checks such a file against the checkpoint."""
+"""Drafts a file of rules from what a checkpoint says by itself; with --rules checks such a file
+against the checkpoint."""
 
 import argparse
 import json
@@ -21,6 +22,7 @@ def run(args: Any) -> int:
     if args.rules:
         return _check(args)
     from megatron_ucp.reshard.rule_draft import draft_rules, write_draft
+
     text = draft_rules(args.path, args.tag, progress_bar(args))
     if args.out:
         write_draft(text, args.out, args.force)
@@ -33,12 +35,18 @@ def run(args: Any) -> int:
 
 def _check(args: Any) -> int:
     from megatron_ucp.reshard.rules import check_rules
+
     if args.out:
-        raise UsageError("--out is for a draft, which is made without --rules", fix="leave one of the two out")
+        raise UsageError(
+            "--out is for a draft, which is made without --rules", fix="leave one of the two out"
+        )
     found = check_rules(args.path, args.rules, args.tag, progress_bar(args))
     if args.json:
         print(json.dumps(asdict(found)))
         return FOUND if found.findings else DONE
     print_findings(found)
-    print(f"{found.rules}: {len(found.findings) or 'no'} findings for {found.parameters} parameters and buffers of {found.path}")
+    print(
+        f"{found.rules}: {len(found.findings) or 'no'} findings for {found.parameters} parameters "
+        f"and buffers of {found.path}"
+    )
     return FOUND if found.findings else DONE

@@ -1,4 +1,5 @@
-"""Whether a checkpoint is whole: every file, exact cover; with --deep every byte, every copy, every number."""
+"""Whether a checkpoint is whole: every file, exact cover; with --deep every byte, every copy, every
+number."""
 
 import argparse
 import json
@@ -12,17 +13,30 @@ HELP = "whether a checkpoint is whole: files, cover; with --deep every byte and 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_checkpoint(verb)
-    verb.add_argument("--deep", action="store_true", help="read everything: checksums, copies of one parameter, NaN")
+    verb.add_argument(
+        "--deep",
+        action="store_true",
+        help="read everything: checksums, copies of one parameter, NaN",
+    )
     verb.add_argument("--allow-nan", action="store_true", help="NaN is no damage")
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.verify import verify
-    found = verify(args.path, args.tag, args.deep, args.allow_nan, progress_bar(args, "B"), args.rules)
+
+    found = verify(
+        args.path, args.tag, args.deep, args.allow_nan, progress_bar(args, "B"), args.rules
+    )
     if args.json:
         print(json.dumps(asdict(found)))
         return FOUND if found.findings else DONE
     print_findings(found)
-    what = f"{found.read_bytes:,} bytes read" if args.deep else "tensors were not read: --deep does that"
-    print(f"{found.path}: {len(found.findings) or 'no'} damage found in {found.files} files, {what}")
+    what = (
+        f"{found.read_bytes:,} bytes read"
+        if args.deep
+        else "tensors were not read: --deep does that"
+    )
+    print(
+        f"{found.path}: {len(found.findings) or 'no'} damage found in {found.files} files, {what}"
+    )
     return FOUND if found.findings else DONE

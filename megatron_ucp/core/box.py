@@ -15,7 +15,9 @@ class Box:
     stop: Ints
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if len(self.start) != len(self.stop) or any(
+            a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)
+        ):
             raise ValueError(f"no box: start {self.start}, stop {self.stop}")
 
     @property
@@ -35,11 +37,14 @@ class Box:
     def moved(self, origin: Ints, target: Ints) -> "Box":
         """This box after the shift that takes the point `origin` to the point `target`."""
         delta = [t - o for o, t in zip(origin, target, strict=True)]
-        return Box(tuple(a + d for a, d in zip(self.start, delta, strict=True)),
-                   tuple(b + d for b, d in zip(self.stop, delta, strict=True)))
+        return Box(
+            tuple(a + d for a, d in zip(self.start, delta, strict=True)),
+            tuple(b + d for b, d in zip(self.stop, delta, strict=True)),
+        )
 
     def minus(self, other: "Box") -> list["Box"]:
-        """The disjoint boxes that are left of this one without `other`, in row-major order of their starts."""
+        """The disjoint boxes that are left of this one without `other`, in row-major order of their
+        starts."""
         common = self.meet(other)
         if common is None:
             return [self]
@@ -48,9 +53,13 @@ class Box:
         start, stop = list(self.start), list(self.stop)
         for dim in range(len(start)):
             if start[dim] < common.start[dim]:
-                before.append(Box(tuple(start), tuple([*stop[:dim], common.start[dim], *stop[dim + 1:]])))
+                before.append(
+                    Box(tuple(start), tuple([*stop[:dim], common.start[dim], *stop[dim + 1 :]]))
+                )
             if common.stop[dim] < stop[dim]:
-                after.append(Box(tuple([*start[:dim], common.stop[dim], *start[dim + 1:]]), tuple(stop)))
+                after.append(
+                    Box(tuple([*start[:dim], common.stop[dim], *start[dim + 1 :]]), tuple(stop))
+                )
             start[dim], stop[dim] = common.start[dim], common.stop[dim]
         return before + after[::-1]
 
@@ -75,7 +84,8 @@ def flat_index(point: Ints, shape: Ints) -> int:
 
 
 def flat_boxes(shape: Ints, low: int, high: int) -> list[Box]:
-    """The flat row-major range [low, high) of a tensor as disjoint boxes in order: at most 2n - 1 of them for n dims."""
+    """The flat row-major range [low, high) of a tensor as disjoint boxes in order: at most 2n - 1
+    of them for n dims."""
     if not 0 <= low <= high <= math.prod(shape):
         raise ValueError(f"the range [{low}, {high}) does not lie in a tensor of shape {shape}")
     if low == high:

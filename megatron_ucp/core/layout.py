@@ -1,7 +1,9 @@
-"""How one parameter is cut along mesh axes, under the names of the Universal Checkpointing paper (section 5.3.1).
+"""How one parameter is cut along mesh axes, under the names of the Universal Checkpointing paper
+(section 5.3.1).
 
-A layout is a list of cuts, each one along one mesh axis and one dim. What a rank holds is a product of intervals, one
-list per dim; every product of single intervals is a `Piece`: the same elements under a stored and a logical address.
+A layout is a list of cuts, each one along one mesh axis and one dim. What a rank holds is a product
+of intervals, one list per dim; every product of single intervals is a `Piece`: the same elements
+under a stored and a logical address.
 """
 
 import itertools
@@ -20,8 +22,9 @@ Place = Mapping[str, tuple[int, int]]  # mesh axis -> (size, index)
 class Piece:
     """One block of elements under two addresses.
 
-    `local` lies in the stored memory read under the shape `view`; `full` lies in the logical tensor. Dim i of the
-    logical tensor is dim `perm[i]` of the view; view dims that `perm` leaves out have extent 1 in `local`.
+    `local` lies in the stored memory read under the shape `view`; `full` lies in the logical
+    tensor. Dim i of the logical tensor is dim `perm[i]` of the view; view dims that `perm` leaves
+    out have extent 1 in `local`.
     """
 
     local: Box
@@ -33,7 +36,10 @@ class Piece:
         kept = tuple(self.local.shape[v] for v in self.perm)
         rest = math.prod(self.local.shape[v] for v in range(len(self.view)) if v not in self.perm)
         if kept != self.full.shape or rest != 1 or len(set(self.perm)) != len(self.perm):
-            raise ValueError(f"piece with local {self.local}, full {self.full}, view {self.view}, perm {self.perm}")
+            raise ValueError(
+                f"piece with local {self.local}, full {self.full}, view {self.view}, perm "
+                f"{self.perm}"
+            )
 
     def clip_full(self, box: Box) -> "Piece | None":
         """The part of this piece inside a box of the logical tensor."""
@@ -51,7 +57,10 @@ class Piece:
         common = self.local.meet(box)
         if common is None:
             return None
-        start = tuple(self.full.start[d] + common.start[v] - self.local.start[v] for d, v in enumerate(self.perm))
+        start = tuple(
+            self.full.start[d] + common.start[v] - self.local.start[v]
+            for d, v in enumerate(self.perm)
+        )
         stop = tuple(a + common.shape[v] for a, v in zip(start, self.perm, strict=True))
         return Piece(common, Box(start, stop), self.view, self.perm)
 
@@ -74,7 +83,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One cut of a dim along a mesh axis. `parts` are the sizes of fused sub-tensors, each cut for itself; () is one."""
+    """One cut of a dim along a mesh axis. `parts` are the sizes of fused sub-tensors, each cut for
+    itself; () is one."""
 
     axis: str
     dim: int
@@ -93,11 +103,13 @@ class Layout:
     def axes(self) -> frozenset[str]:
         return frozenset(cut.axis for cut in self.cuts())
 
-    def pieces(self, name: str, shape: Ints, place: Place, order: Ints | None = None) -> tuple[Piece, ...]:
+    def pieces(
+        self, name: str, shape: Ints, place: Place, order: Ints | None = None
+    ) -> tuple[Piece, ...]:
         """What the rank at `place` holds of a tensor of `shape`, in the order of the stored memory.
 
-        `order` gives the dims of the logical tensor in the order in which the memory stores them (a transposed
-        parameter has (1, 0)). Raises LayoutError where a size does not divide.
+        `order` gives the dims of the logical tensor in the order in which the memory stores them (a
+        transposed parameter has (1, 0)). Raises LayoutError where a size does not divide.
         """
         held = [[(0, size)] for size in shape]
         for cut in self.cuts():
@@ -128,8 +140,12 @@ class Layout:
 
 
 def _no_dim(name: str, cut: Cut, shape: Ints) -> LayoutError:
-    return LayoutError("the layout cuts a dim that the parameter does not have", parameter=name,
-                       expected=f"at least {cut.dim + 1} dims", found=f"shape {shape}")
+    return LayoutError(
+        "the layout cuts a dim that the parameter does not have",
+        parameter=name,
+        expected=f"at least {cut.dim + 1} dims",
+        found=f"shape {shape}",
+    )
 
 
 def _with_local(spans: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -141,20 +157,30 @@ def _with_local(spans: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return out
 
 
-def _cut(name: str, spans: list[tuple[int, int]], cut: Cut, size: int, index: int) -> list[tuple[int, int]]:
+def _cut(
+    name: str, spans: list[tuple[int, int]], cut: Cut, size: int, index: int
+) -> list[tuple[int, int]]:
     """The index-th of `size` equal chunks of the spans, part by part."""
     length = sum(b - a for a, b in spans)
     parts = cut.parts or (length,)
     if sum(parts) != length:
-        raise LayoutError("the fused parts do not add up to the dim", parameter=name,
-                          expected=f"dim {cut.dim} of {sum(parts)} elements", found=f"{length}")
+        raise LayoutError(
+            "the fused parts do not add up to the dim",
+            parameter=name,
+            expected=f"dim {cut.dim} of {sum(parts)} elements",
+            found=f"{length}",
+        )
     out: list[tuple[int, int]] = []
     base = 0
     for part in parts:
         if part % (size * cut.unit):
-            raise LayoutError(f"dim {cut.dim} can't be cut along the mesh axis {cut.axis}", parameter=name,
-                              expected=f"a multiple of {size} ({cut.axis}) x {cut.unit} (unit)", found=part,
-                              fix=f"choose a {cut.axis} size that divides {part // cut.unit}")
+            raise LayoutError(
+                f"dim {cut.dim} can't be cut along the mesh axis {cut.axis}",
+                parameter=name,
+                expected=f"a multiple of {size} ({cut.axis}) x {cut.unit} (unit)",
+                found=part,
+                fix=f"choose a {cut.axis} size that divides {part // cut.unit}",
+            )
         width = part // size
         out += _span_range(spans, base + index * width, base + (index + 1) * width)
         base += part
@@ -184,7 +210,8 @@ class Replicate(Layout):
 
 @dataclass(frozen=True)
 class Partial(Layout):
-    """Every rank of `axis` holds a whole copy of its own; the logical value is the mean of the copies."""
+    """Every rank of `axis` holds a whole copy of its own; the logical value is the mean of the
+    copies."""
 
     axis: str = "tp"
 
@@ -212,9 +239,11 @@ class ShardHy(Layout):
 
 @dataclass(frozen=True)
 class ShardNC(Layout):
-    """Fused sub-tensors of the sizes `parts` along `dim`, each one chunked along `axis` in multiples of `unit`.
+    """Fused sub-tensors of the sizes `parts` along `dim`, each one chunked along `axis` in
+    multiples of `unit`.
 
-    A rank's elements are not contiguous in the logical tensor: gate and up of a gated MLP are parts (F, F).
+    A rank's elements are not contiguous in the logical tensor: gate and up of a gated MLP are parts
+    (F, F).
     """
 
     axis: str
@@ -226,7 +255,9 @@ class ShardNC(Layout):
         return (Cut(self.axis, self.dim, self.parts, self.unit),)
 
 
-LAYOUTS: dict[str, type[Layout]] = {kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC)}
+LAYOUTS: dict[str, type[Layout]] = {
+    kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC)
+}
 
 
 def layout_to_json(layout: Layout) -> list[Any]:
@@ -242,7 +273,9 @@ def layout_from_json(data: object) -> Layout:
         if kind is None:
             raise TypeError
         layout = kind(*(_tuples(item) for item in items[1:]))
-        if not all(_is_cut(cut) for cut in layout.cuts()) or not isinstance(getattr(layout, "axis", ""), str):
+        if not all(_is_cut(cut) for cut in layout.cuts()) or not isinstance(
+            getattr(layout, "axis", ""), str
+        ):
             raise TypeError
         return layout
     except (TypeError, ValueError):
@@ -256,12 +289,17 @@ def _is_cut(cut: Cut) -> bool:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in cast("list[Any]", value)) if isinstance(value, list) else value
+    return (
+        tuple(_tuples(item) for item in cast("list[Any]", value))
+        if isinstance(value, list)
+        else value
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Padding of dim 0 of a logical parameter (vocabulary): `true` rows are data, `stored` rows exist."""
+    """Padding of dim 0 of a logical parameter (vocabulary): `true` rows are data, `stored` rows
+    exist."""
 
     true: int
     stored: int

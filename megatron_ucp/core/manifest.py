@@ -1,4 +1,5 @@
-"""The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. JSON, evidence, no authority."""
+"""The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. JSON,
+evidence, no authority."""
 
 import gc
 import json
@@ -9,9 +10,17 @@ from functools import cached_property
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Extent, Layout, Piece, Place, Replicate, layout_from_json, layout_to_json
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.layout import (
+    Extent,
+    Layout,
+    Piece,
+    Place,
+    Replicate,
+    layout_from_json,
+    layout_to_json,
+)
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import DamagedFileError
 
 FORMAT_VERSION = 1
@@ -20,13 +29,18 @@ MAX_BYTES = 64 * 2**20  # three times that of 16,384 ranks and 10^12 parameters
 MAX_VALUES = 4_000_000  # what JSON builds from a small text is large: 64 bytes for an empty list
 MAX_RANKS = 2**24
 KINDS = ("trainable", "frozen", "buffer")
-PLACEMENT = ("pp", "vpp", "ep")  # axes that decide who holds a parameter; the first of several holders is the smallest place
+PLACEMENT = (
+    "pp",
+    "vpp",
+    "ep",
+)  # axes that decide who holds a parameter; the first of several holders is the smallest place
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter, free of topology. `shape` is the whole tensor's, with vocabulary padding; `dtype` that of
-    the training copy; `order` the dims as the memory stores them (None: as they are)."""
+    """One logical parameter, free of topology. `shape` is the whole tensor's, with vocabulary
+    padding; `dtype` that of the training copy; `order` the dims as the memory stores them (None: as
+    they are)."""
 
     name: str
     shape: Ints
@@ -51,8 +65,8 @@ class Tie:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the tag folder: a plain name, its size, and a SHA-256: of the zip directory (names, sizes, CRC-32s) of a .pt
-    file, of all bytes of another one."""
+    """A file of the tag folder: a plain name, its size, and a SHA-256: of the zip directory (names,
+    sizes, CRC-32s) of a .pt file, of all bytes of another one."""
 
     name: str
     size_bytes: int
@@ -61,9 +75,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`groups` are the hyper-parameters of each parameter group, by number; `scalars` the per-buffer scalar states of
-    the optimizer (`step`), by buffer number; `names` of a pipeline's parameters, with their canonical ones; `run` what
-    identifies the save (steps, versions)."""
+    """`groups` are the hyper-parameters of each parameter group, by number; `scalars` the
+    per-buffer scalar states of the optimizer (`step`), by buffer number; `names` of a pipeline's
+    parameters, with their canonical ones; `run` what identifies the save (steps, versions)."""
 
     engine: str
     mesh: Mesh
@@ -86,8 +100,12 @@ class Manifest:
             for member in buffer.members:
                 if member.param not in self.by_name:
                     raise ValueError(f"a buffer holds {member.param}, which is no parameter")
-            if any(axis not in PLACEMENT or index >= self.mesh.size(axis) for axis, index in buffer.at):
-                raise ValueError(f"a buffer lies at {buffer.at}, which is no place of the mesh {self.mesh}")
+            if any(
+                axis not in PLACEMENT or index >= self.mesh.size(axis) for axis, index in buffer.at
+            ):
+                raise ValueError(
+                    f"a buffer lies at {buffer.at}, which is no place of the mesh {self.mesh}"
+                )
         for name, held in self.holders.items():
             if len({self.buffers[b].at for b, _ in held}) < len(held):
                 raise ValueError(f"{name} is held twice at one place")
@@ -98,13 +116,20 @@ class Manifest:
 
     @cached_property
     def holders(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Parameter -> (buffer number, member number) of every buffer that holds it, first stage first."""
+        """Parameter -> (buffer number, member number) of every buffer that holds it, first stage
+        first."""
         out: dict[str, list[tuple[int, int]]] = {}
         for b, buffer in enumerate(self.buffers):
             for m, member in enumerate(buffer.members):
                 out.setdefault(member.param, []).append((b, m))
-        return {name: tuple(found if len(found) == 1 else sorted(found, key=lambda bm: (self.buffers[bm[0]].at, bm)))
-                for name, found in out.items()}
+        return {
+            name: tuple(
+                found
+                if len(found) == 1
+                else sorted(found, key=lambda bm: (self.buffers[bm[0]].at, bm))
+            )
+            for name, found in out.items()
+        }
 
     def group_of(self, param: str) -> Mapping[str, Any]:
         """Hyper-parameters of the group of a trainable parameter."""
@@ -120,32 +145,61 @@ def to_json(manifest: Manifest) -> str:
     """Text of the manifest file."""
     data = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
     data["mesh"] = asdict(manifest.mesh)
-    data["params"] = [[p.name, p.shape, p.dtype, p.kind, layout_to_json(p.layout),
-                       p.extent and [p.extent.true, p.extent.stored], p.order] for p in manifest.params]
-    data["buffers"] = [{**{f.name: getattr(b, f.name) for f in fields(b)},
-                        "members": [[m.param, m.start, m.size] for m in b.members]} for b in manifest.buffers]
+    data["params"] = [
+        [
+            p.name,
+            p.shape,
+            p.dtype,
+            p.kind,
+            layout_to_json(p.layout),
+            p.extent and [p.extent.true, p.extent.stored],
+            p.order,
+        ]
+        for p in manifest.params
+    ]
+    data["buffers"] = [
+        {
+            **{f.name: getattr(b, f.name) for f in fields(b)},
+            "members": [[m.param, m.start, m.size] for m in b.members],
+        }
+        for b in manifest.buffers
+    ]
     data["ties"] = [[tie.canonical, tie.aliases] for tie in manifest.ties]
     data["files"] = [[f.name, f.size_bytes, f.sha256] for f in manifest.files]
-    return json.dumps({"format": "megatron_ucp", "version": FORMAT_VERSION, **data}, indent=None, separators=(",", ":"))
+    return json.dumps(
+        {"format": "megatron_ucp", "version": FORMAT_VERSION, **data},
+        indent=None,
+        separators=(",", ":"),
+    )
 
 
 def from_json(text: str | bytes, file: str) -> Manifest:
-    """The inverse of `to_json`. Raises DamagedFileError for text that is no manifest of a known version."""
+    """The inverse of `to_json`. Raises DamagedFileError for text that is no manifest of a known
+    version."""
     collects = gc.isenabled()
-    gc.disable()  # a million values that all stay: looking for cycles in them takes twice the time of the rest
+    # a million values that all stay: looking for cycles in them takes twice the time of the rest
+    gc.disable()
     try:
         _check_extent(text)
         data = json.loads(text)
         if data.pop("format") != "megatron_ucp" or data["version"] != FORMAT_VERSION:
-            raise DamagedFileError("this is no manifest that this version reads", file=file,
-                                   expected=f"version {FORMAT_VERSION}", found=data.get("version"),
-                                   fix="use the version of megatron_ucp that wrote it, or remove the manifest to read "
-                                       "the DeepSpeed files by themselves")
+            raise DamagedFileError(
+                "this is no manifest that this version reads",
+                file=file,
+                expected=f"version {FORMAT_VERSION}",
+                found=data.get("version"),
+                fix="use the version of megatron_ucp that wrote it, or remove the manifest to read "
+                "the DeepSpeed files by themselves",
+            )
         del data["version"]
         return _build(data)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise DamagedFileError("the manifest can't be read", file=file, found=f"{type(error).__name__}: {error}",
-                               fix="remove it to read the DeepSpeed files by themselves") from None
+        raise DamagedFileError(
+            "the manifest can't be read",
+            file=file,
+            found=f"{type(error).__name__}: {error}",
+            fix="remove it to read the DeepSpeed files by themselves",
+        ) from None
     finally:
         if collects:
             gc.enable()
@@ -156,28 +210,49 @@ def _check_extent(text: str | bytes) -> None:
     marks = "[,{" if isinstance(text, str) else (b"[", b",", b"{")
     values = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
     if len(text) > MAX_BYTES or values > MAX_VALUES:
-        raise ValueError(f"{len(text)} bytes with {values} values, and at most {MAX_BYTES} with {MAX_VALUES} are read")
+        raise ValueError(
+            f"{len(text)} bytes with {values} values, and at most {MAX_BYTES} with {MAX_VALUES} "
+            "are read"
+        )
 
 
 def _build(data: dict[str, Any]) -> Manifest:
     data["mesh"] = _mesh(data["mesh"])
     data["params"] = tuple(
-        ParamSpec(str(name), _ints(shape), str(dtype), _kind(kind), layout_from_json(layout),
-                  Extent(*extent) if extent else None, None if order is None else _ints(order))
-        for name, shape, dtype, kind, layout, extent, order in data["params"])
+        ParamSpec(
+            str(name),
+            _ints(shape),
+            str(dtype),
+            _kind(kind),
+            layout_from_json(layout),
+            Extent(*extent) if extent else None,
+            None if order is None else _ints(order),
+        )
+        for name, shape, dtype, kind, layout, extent, order in data["params"]
+    )
     data["buffers"] = tuple(_buffer(b) for b in data["buffers"])
     data["ties"] = tuple(Tie(str(c), tuple(map(str, a))) for c, a in data["ties"])
     data["files"] = tuple(FileEntry(plain_name(n), _count(s), str(d)) for n, s, d in data["files"])
     data["groups"] = tuple(dict(g) for g in data["groups"])
     data["names"] = {_pipe_name(pipe): str(name) for pipe, name in data.get("names", {}).items()}
-    data["scalars"] = tuple({str(k): v for k, v in s.items() if isinstance(v, int | float)} for s in data["scalars"])
-    for key, kind in (("run", dict), ("engine", str), ("optimizer", str), ("family", str), ("save_id", str)):
+    data["scalars"] = tuple(
+        {str(k): v for k, v in s.items() if isinstance(v, int | float)} for s in data["scalars"]
+    )
+    for key, kind in (
+        ("run", dict),
+        ("engine", str),
+        ("optimizer", str),
+        ("family", str),
+        ("save_id", str),
+    ):
         if not isinstance(data[key], kind):
             raise ValueError(f"{key} is a {type(data[key]).__name__}")
     manifest = Manifest(**data)
     if manifest.scalars and len(manifest.scalars) != len(manifest.buffers):
         raise ValueError("one set of scalars per buffer is needed")
-    if any(b.group is not None and not 0 <= b.group < len(manifest.groups) for b in manifest.buffers):
+    if any(
+        b.group is not None and not 0 <= b.group < len(manifest.groups) for b in manifest.buffers
+    ):
         raise ValueError("a buffer names a group that does not exist")
     return manifest
 
@@ -190,7 +265,9 @@ def _mesh(data: dict[str, Any]) -> Mesh:
 
 
 def _buffer(data: dict[str, Any]) -> FlatBuffer:
-    data["members"] = tuple(Member(str(p), _count(start), _count(size)) for p, start, size in data["members"])
+    data["members"] = tuple(
+        Member(str(p), _count(start), _count(size)) for p, start, size in data["members"]
+    )
     data["states"] = tuple((str(n), str(d)) for n, d in data["states"])
     data["at"] = tuple((str(axis), _count(i)) for axis, i in data["at"])
     data["axes"] = tuple(map(str, data["axes"]))
@@ -227,7 +304,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*")
 
 
 def plain_name(name: object) -> str:
-    """A file name inside the tag folder. Raises ValueError for a path, a hidden name or anything but a plain name."""
+    """A file name inside the tag folder. Raises ValueError for a path, a hidden name or anything
+    but a plain name."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is no plain file name")
     return name

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from megatron_ucp.errors import UsageError
 
-# Fastest axis first. "tp-cp-dp-pp" is megatron-core's default "tp-cp-ep-dp-pp" for dense parameters and equals the
-# (pipe, data, model) topology of DeepSpeed's pipeline; "tp-cp-pp-dp" is megatron-core's other order.
+# Fastest axis first. "tp-cp-dp-pp" is megatron-core's default "tp-cp-ep-dp-pp" for dense parameters
+# and equals the (pipe, data, model) topology of DeepSpeed's pipeline; "tp-cp-pp-dp" is
+# megatron-core's other order.
 ORDERS = {"dp-pp": ("tp", "cp", "sp", "dp", "pp"), "pp-dp": ("tp", "cp", "sp", "pp", "dp")}
 
 
@@ -24,8 +25,9 @@ class Coord:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `dp` counts data-parallel replicas without `sp` (Ulysses) and `cp`; `ep` and `etp` re-divide the
-    same ranks for experts. `zero` is the ZeRO stage; `order` names the rank order (see ORDERS)."""
+    """Sizes of the axes. `dp` counts data-parallel replicas without `sp` (Ulysses) and `cp`; `ep`
+    and `etp` re-divide the same ranks for experts. `zero` is the ZeRO stage; `order` names the rank
+    order (see ORDERS)."""
 
     tp: int = 1
     pp: int = 1
@@ -39,17 +41,29 @@ class Mesh:
     order: str = "dp-pp"
 
     def __post_init__(self) -> None:
-        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")}
+        sizes = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
+        }
         bad = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
         if bad or self.order not in ORDERS or self.zero not in (0, 1, 2, 3):
-            raise UsageError("this is no mesh", expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
-                             found=str(self))
+            raise UsageError(
+                "this is no mesh",
+                expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
+                found=str(self),
+            )
         if self.world % (self.etp * self.ep * self.pp):
-            raise UsageError("the expert axes do not divide the mesh", found=str(self),
-                             expected=f"etp x ep x pp to divide {self.world} ranks")
+            raise UsageError(
+                "the expert axes do not divide the mesh",
+                found=str(self),
+                expected=f"etp x ep x pp to divide {self.world} ranks",
+            )
 
     def __str__(self) -> str:
-        shown = {k: v for k, v in asdict(self).items() if k in ("tp", "pp", "dp", "zero") or v != type(self).__dict__[k]}
+        shown = {
+            k: v
+            for k, v in asdict(self).items()
+            if k in ("tp", "pp", "dp", "zero") or v != type(self).__dict__[k]
+        }
         return ",".join(f"{name}={value}" for name, value in shown.items())
 
     @classmethod
@@ -60,7 +74,9 @@ class Mesh:
         for item in filter(None, text.replace(" ", "").split(",")):
             name, _, value = item.partition("=")
             if name not in known or name in values or (name != "order" and not value.isdigit()):
-                raise UsageError("this is no mesh", expected="tp=2,pp=1,ep=1,dp=4,zero=1", found=text)
+                raise UsageError(
+                    "this is no mesh", expected="tp=2,pp=1,ep=1,dp=4,zero=1", found=text
+                )
             values[name] = value if name == "order" else int(value)
         return replace(cls(), **values)  # type: ignore[arg-type]
 
@@ -84,7 +100,9 @@ class Mesh:
     def coord(self, rank: int) -> Coord:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
-            raise UsageError("no such rank in the mesh", expected=f"0 to {self.world - 1}", found=rank)
+            raise UsageError(
+                "no such rank in the mesh", expected=f"0 to {self.world - 1}", found=rank
+            )
         at: dict[str, int] = {}
         for axis in ORDERS[self.order]:
             rank, at[axis] = divmod(rank, self.size(axis))
@@ -104,13 +122,19 @@ class Mesh:
     def partition_group(self, rank: int) -> tuple[int, ...]:
         """The ranks over which ZeRO partitions the dense parameters of `rank`, in order."""
         here = self.coord(rank)
-        return tuple(sorted(self.rank(replace(here, dp=d, sp=s, cp=c)) for d, s, c in
-                            itertools.product(range(self.dp), range(self.sp), range(self.cp))))
+        return tuple(
+            sorted(
+                self.rank(replace(here, dp=d, sp=s, cp=c))
+                for d, s, c in itertools.product(range(self.dp), range(self.sp), range(self.cp))
+            )
+        )
 
     def expert_data_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same experts as `rank`: etp is fastest, then ep, then the copies, pp where `order` says.
+        """The ranks that hold the same experts as `rank`: etp is fastest, then ep, then the copies,
+        pp where `order` says.
 
-        Source: the second RankGenerator of megatron-core's `initialize_model_parallel` (tp=etp, ep, dp=edp, pp, cp=1).
+        Source: the second RankGenerator of megatron-core's `initialize_model_parallel` (tp=etp, ep,
+        dp=edp, pp, cp=1).
         """
         sizes = {"etp": self.etp, "ep": self.ep, "edp": self.expert_partitions, "pp": self.pp}
         order = ("etp", "ep", "edp", "pp") if self.order == "dp-pp" else ("etp", "ep", "pp", "edp")

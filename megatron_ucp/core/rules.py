@@ -1,4 +1,5 @@
-"""Declared layouts for parameter names: exactly one rule per name. A family declares in Python, a user in a file."""
+"""Declared layouts for parameter names: exactly one rule per name. A family declares in Python, a
+user in a file."""
 
 import difflib
 import re
@@ -9,18 +10,20 @@ from functools import cached_property, lru_cache
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
-from megatron_ucp.core.names import TIED
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
+from megatron_ucp.formats.deepspeed.pipe_names import TIED
 
-LONGEST_NAME = 512  # characters; bounds the work of matching, as patterns bound the ways in which they match
+LONGEST_NAME = (
+    512  # characters; bounds the work of matching, as patterns bound the ways in which they match
+)
 
 
 @dataclass(frozen=True)
 class Rule:
     """`layout` for names that match `pattern` in full (a regular expression).
 
-    `equal_parts` (0: none) is the number of equal fused parts of a ShardNC that lists no sizes; `vocabulary` the true rows of
-    a padded one.
+    `equal_parts` (0: none) is the number of equal fused parts of a ShardNC that lists no sizes;
+    `vocabulary` the true rows of a padded one.
     """
 
     pattern: str
@@ -36,25 +39,41 @@ class Rule:
         return self._compiled.fullmatch(name) is not None
 
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
-        """The whole parameter of which a rank holds `local`; `sizes` are those of the mesh axes that cut the files.
+        """The whole parameter of which a rank holds `local`; `sizes` are those of the mesh axes
+        that cut the files.
 
-        Raises LayoutError where the layout can't have such a share, UnsupportedError for another axis, RuleError for a
-        vocabulary that is larger than the parameter.
+        Raises LayoutError where the layout can't have such a share, UnsupportedError for another
+        axis, RuleError for a vocabulary that is larger than the parameter.
         """
         shape = list(local)
         for cut in self.layout.cuts():
             if cut.axis not in sizes:
-                raise UnsupportedError("a rule cuts along an axis that does not cut this checkpoint's files", parameter=name,
-                                       expected=" or ".join(sizes), found=cut.axis, fix="correct the rule")
+                raise UnsupportedError(
+                    "a rule cuts along an axis that does not cut this checkpoint's files",
+                    parameter=name,
+                    expected=" or ".join(sizes),
+                    found=cut.axis,
+                    fix="correct the rule",
+                )
             if cut.dim < len(shape):
                 shape[cut.dim] *= sizes[cut.axis]
         layout = self._with_parts(name, shape)
         layout.pieces(name, tuple(shape), {axis: (size, 0) for axis, size in sizes.items()})
         if self.vocabulary is not None and not (shape and self.vocabulary <= shape[0]):
-            raise RuleError("a rule says more rows of vocabulary than the parameter has", parameter=name,
-                            expected=f"at most {shape[0] if shape else 0}", found=self.vocabulary, fix="correct the rule")
-        return ParamSpec(name, tuple(shape), "", layout=layout,
-                         extent=None if self.vocabulary is None else Extent(self.vocabulary, shape[0]))
+            raise RuleError(
+                "a rule says more rows of vocabulary than the parameter has",
+                parameter=name,
+                expected=f"at most {shape[0] if shape else 0}",
+                found=self.vocabulary,
+                fix="correct the rule",
+            )
+        return ParamSpec(
+            name,
+            tuple(shape),
+            "",
+            layout=layout,
+            extent=None if self.vocabulary is None else Extent(self.vocabulary, shape[0]),
+        )
 
     def _with_parts(self, name: str, shape: list[int]) -> Layout:
         layout = self.layout
@@ -62,14 +81,20 @@ class Rule:
             return layout
         rows = shape[layout.dim]
         if rows % self.equal_parts:
-            raise RuleError("a parameter can't be divided into the equal parts that its rule says", parameter=name,
-                            expected=f"a multiple of {self.equal_parts} in dim {layout.dim}", found=rows, fix="correct the rule")
+            raise RuleError(
+                "a parameter can't be divided into the equal parts that its rule says",
+                parameter=name,
+                expected=f"a multiple of {self.equal_parts} in dim {layout.dim}",
+                found=rows,
+                fix="correct the rule",
+            )
         return replace(layout, parts=(rows // self.equal_parts,) * self.equal_parts)
 
 
 @dataclass(frozen=True)
 class Rename:
-    """The canonical `name` of what matches `pattern` in a pipeline; `{group}`, `{group+1}`, `{group-1}` stand for named groups.
+    """The canonical `name` of what matches `pattern` in a pipeline; `{group}`, `{group+1}`,
+    `{group-1}` stand for named groups.
 
     `tied`: several names may get the same canonical one (those of `tied_modules` may always).
     """
@@ -86,12 +111,15 @@ class Rename:
         return self._compiled.fullmatch(pipe) is not None
 
     def apply(self, pipe: str) -> str | None:
-        """The canonical name, or None where the pattern does not match. Raises ValueError for a number that is none."""
+        """The canonical name, or None where the pattern does not match. Raises ValueError for a
+        number that is none."""
         found = self._compiled.fullmatch(pipe)
         if found is None:
             return None
         groups = found.groupdict("")
-        return FIELD.sub(lambda f: str(int(groups[f[1]]) + int(f[2])) if f[2] else groups[f[1]], self.name)
+        return FIELD.sub(
+            lambda f: str(int(groups[f[1]]) + int(f[2])) if f[2] else groups[f[1]], self.name
+        )
 
 
 FIELD = re.compile(r"\{([A-Za-z_]\w*)([+-][0-9]{1,6})?\}")
@@ -99,7 +127,8 @@ FIELD = re.compile(r"\{([A-Za-z_]\w*)([+-][0-9]{1,6})?\}")
 
 @dataclass(frozen=True)
 class RuleSet:
-    """The rules of one user's file; `source` is the file to edit. `pipeline` names a pipeline's parameters."""
+    """The rules of one user's file; `source` is the file to edit. `pipeline` names a pipeline's
+    parameters."""
 
     source: str
     rules: tuple[Rule, ...]
@@ -116,12 +145,22 @@ class RuleSet:
         if len(found) == 1:
             return found[0]
         if found:
-            raise RuleError("two rules match one parameter", file=self.source, parameter=name, expected="one rule",
-                            found=" and ".join(rule.pattern for rule in found[:2]),
-                            fix=f"make the patterns in {self.source} exclude each other")
-        raise RuleError("no rule matches a parameter", file=self.source, parameter=name, expected="one rule",
-                        found=f"none; the nearest is {nearest(name, [rule.pattern for rule in self.rules])}",
-                        fix=f"add a rule for it to {self.source}")
+            raise RuleError(
+                "two rules match one parameter",
+                file=self.source,
+                parameter=name,
+                expected="one rule",
+                found=" and ".join(rule.pattern for rule in found[:2]),
+                fix=f"make the patterns in {self.source} exclude each other",
+            )
+        raise RuleError(
+            "no rule matches a parameter",
+            file=self.source,
+            parameter=name,
+            expected="one rule",
+            found=f"none; the nearest is {nearest(name, [rule.pattern for rule in self.rules])}",
+            fix=f"add a rule for it to {self.source}",
+        )
 
     def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
         """`Rule.declare` of the one rule for a name; its errors name the file."""
@@ -132,30 +171,52 @@ class RuleSet:
             raise
 
     def canonical(self, pipe: str) -> str:
-        """The canonical name of a parameter of a pipeline. Raises RuleError where no entry or two match."""
+        """The canonical name of a parameter of a pipeline. Raises RuleError where no entry or two
+        match."""
         self.check_length(pipe)
         try:
-            found = {entry.pattern: name for entry in self.pipeline if (name := entry.apply(pipe)) is not None}
+            found = {
+                entry.pattern: name
+                for entry in self.pipeline
+                if (name := entry.apply(pipe)) is not None
+            }
         except ValueError as error:
-            raise RuleError("a name is computed from a group that is no number", file=self.source, parameter=pipe,
-                            found=str(error)) from None
+            raise RuleError(
+                "a name is computed from a group that is no number",
+                file=self.source,
+                parameter=pipe,
+                found=str(error),
+            ) from None
         if len(found) == 1:
             return next(iter(found.values()))
-        raise RuleError("two [[pipeline]] entries match one name" if found else "no [[pipeline]] entry matches a name",
-                        file=self.source, parameter=pipe, expected="one entry",
-                        found=" and ".join(list(found)[:2]) or
-                        f"none; the nearest is {nearest(pipe, [entry.pattern for entry in self.pipeline])}",
-                        fix=f"edit the [[pipeline]] entries of {self.source}")
+        raise RuleError(
+            "two [[pipeline]] entries match one name"
+            if found
+            else "no [[pipeline]] entry matches a name",
+            file=self.source,
+            parameter=pipe,
+            expected="one entry",
+            found=" and ".join(list(found)[:2])
+            or f"none; the nearest is {nearest(pipe, [entry.pattern for entry in self.pipeline])}",
+            fix=f"edit the [[pipeline]] entries of {self.source}",
+        )
 
     def may_share(self, pipe: str) -> bool:
         """Whether another name of the pipeline may have the same canonical one."""
-        return pipe.startswith(f"{TIED}.") or any(entry.tied and entry.matches(pipe) for entry in self.pipeline)
+        return pipe.startswith(f"{TIED}.") or any(
+            entry.tied and entry.matches(pipe) for entry in self.pipeline
+        )
 
     def check_length(self, name: str) -> None:
         """Raises RuleError for a name that is too long to match."""
         if len(name) > LONGEST_NAME:
-            raise RuleError("a name is too long for rules", file=self.source, parameter=f"{name[:80]}...",
-                            expected=f"at most {LONGEST_NAME} characters", found=len(name))
+            raise RuleError(
+                "a name is too long for rules",
+                file=self.source,
+                parameter=f"{name[:80]}...",
+                expected=f"at most {LONGEST_NAME} characters",
+                found=len(name),
+            )
 
 
 def nearest(text: str, among: Iterable[str]) -> str:
@@ -176,4 +237,6 @@ def _plain(text: str) -> str:
 
 def same_layout(one: Layout, other: Layout) -> bool:
     """Whether two layouts put the same elements at the same places."""
-    return one == other or (one.cuts() == other.cuts() and isinstance(one, Partial) == isinstance(other, Partial))
+    return one == other or (
+        one.cuts() == other.cuts() and isinstance(one, Partial) == isinstance(other, Partial)
+    )

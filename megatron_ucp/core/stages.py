@@ -1,19 +1,20 @@
-"""The stages of a pipeline as one: each stage numbers its buffers and parameter groups from 0, the checkpoint all of them."""
+"""The stages of a pipeline as one: each stage numbers its buffers and parameter groups from 0, the
+checkpoint all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.names import PipeNames
-from megatron_ucp.core.zero import FlatBuffer
 from megatron_ucp.errors import ModelMismatchError
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds: the optimizer's flat buffers with a set of scalar states for each, its parameter groups, and
-    one buffer (of `values`) for every frozen parameter and module buffer."""
+    """What one stage holds: the optimizer's flat buffers with a set of scalar states for each, its
+    parameter groups, and one buffer (of `values`) for every frozen parameter and module buffer."""
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
@@ -24,8 +25,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Joined:
-    """All stages: their optimizer's buffers in the order of the stages, then their values. `first_buffer`, `first_group` and
-    `first_value` are the numbers under which each stage's begin."""
+    """All stages: their optimizer's buffers in the order of the stages, then their values.
+    `first_buffer`, `first_group` and `first_value` are the numbers under which each stage's
+    begin."""
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
@@ -37,21 +39,42 @@ class Joined:
 
 
 def join(stages: Sequence[Stage]) -> Joined:
-    """One list of everything. Raises ModelMismatchError where two stages describe a parameter differently."""
+    """One list of everything. Raises ModelMismatchError where two stages describe a parameter
+    differently."""
     params: dict[str, ParamSpec] = {}
     for spec in (spec for stage in stages for spec in stage.params):
         if params.setdefault(spec.name, spec) != spec:
-            raise ModelMismatchError("two stages hold a parameter that is not the same", parameter=spec.name,
-                                     expected=params[spec.name], found=spec)
+            raise ModelMismatchError(
+                "two stages hold a parameter that is not the same",
+                parameter=spec.name,
+                expected=params[spec.name],
+                found=spec,
+            )
     first_buffer = starts([len(stage.buffers) for stage in stages])
     first_group = starts([len(stage.groups) for stage in stages])
     first_value = starts([len(stage.values) for stage in stages], first_buffer[-1])
-    buffers = [placed(buffer, number, len(stages), group) for number, (stage, group) in enumerate(
-        zip(stages, first_group, strict=False)) for buffer in stage.buffers]
-    values = [placed(buffer, number, len(stages)) for number, stage in enumerate(stages) for buffer in stage.values]
-    return Joined(tuple(params.values()), (*buffers, *values), tuple(group for stage in stages for group in stage.groups),
-                  (*(held for stage in stages for held in stage.scalars), *(dict[str, float]() for _ in values)),
-                  first_buffer[:-1], first_group[:-1], first_value[:-1])
+    buffers = [
+        placed(buffer, number, len(stages), group)
+        for number, (stage, group) in enumerate(zip(stages, first_group, strict=False))
+        for buffer in stage.buffers
+    ]
+    values = [
+        placed(buffer, number, len(stages))
+        for number, stage in enumerate(stages)
+        for buffer in stage.values
+    ]
+    return Joined(
+        tuple(params.values()),
+        (*buffers, *values),
+        tuple(group for stage in stages for group in stage.groups),
+        (
+            *(held for stage in stages for held in stage.scalars),
+            *(dict[str, float]() for _ in values),
+        ),
+        first_buffer[:-1],
+        first_group[:-1],
+        first_value[:-1],
+    )
 
 
 def starts(counts: Sequence[int], first: int = 0) -> tuple[int, ...]:
@@ -64,14 +87,24 @@ def starts(counts: Sequence[int], first: int = 0) -> tuple[int, ...]:
 
 def placed(buffer: FlatBuffer, stage: int, stages: int, first_group: int = 0) -> FlatBuffer:
     """A stage's buffer among those of all stages. Without a pipeline it stays as it is."""
-    return buffer if stages == 1 else replace(buffer, at=(("pp", stage), *buffer.at),
-                                              group=None if buffer.group is None else buffer.group + first_group)
+    return (
+        buffer
+        if stages == 1
+        else replace(
+            buffer,
+            at=(("pp", stage), *buffer.at),
+            group=None if buffer.group is None else buffer.group + first_group,
+        )
+    )
 
 
 def replicas(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """Parameters that several stages hold, and the stages."""
-    return {name: tuple(dict(manifest.buffers[b].at).get("pp", 0) for b, _ in held)
-            for name, held in manifest.holders.items() if len(held) > 1}
+    return {
+        name: tuple(dict(manifest.buffers[b].at).get("pp", 0) for b, _ in held)
+        for name, held in manifest.holders.items()
+        if len(held) > 1
+    }
 
 
 def check_replicas(manifest: Manifest, file: str | None = None) -> None:
@@ -79,6 +112,12 @@ def check_replicas(manifest: Manifest, file: str | None = None) -> None:
     tied = PipeNames(manifest.names).tied
     for name, stages in replicas(manifest).items():
         if name not in tied:
-            raise ModelMismatchError("a parameter that is not tied is held by several stages of the pipeline", file=file,
-                                     parameter=name, expected="one stage", found=f"stages {', '.join(map(str, stages))}",
-                                     fix="restore the files of one save; or build the pipeline so that each layer is on one stage")
+            raise ModelMismatchError(
+                "a parameter that is not tied is held by several stages of the pipeline",
+                file=file,
+                parameter=name,
+                expected="one stage",
+                found=f"stages {', '.join(map(str, stages))}",
+                fix="restore the files of one save; or build the pipeline so that each layer is on "
+                "one stage",
+            )

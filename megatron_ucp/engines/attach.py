@@ -1,36 +1,50 @@
-"""The three ways in: `attach` an engine, `initialize` one, or `install` for trainers that call deepspeed themselves."""
+"""The three ways in: `attach` an engine, `initialize` one, or `install` for trainers that call
+deepspeed themselves."""
 
 import functools
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ucp.engines import agree
-from megatron_ucp.engines.family import model_of
-from megatron_ucp.engines.live import is_pipeline, parallel_of
-from megatron_ucp.engines.load import Report, check_options, load
+from megatron_ucp.engines.deepspeed.family import model_of
+from megatron_ucp.engines.deepspeed.live import is_pipeline, parallel_of
+from megatron_ucp.engines.deepspeed.load import Report, check_options, load
+from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
+from megatron_ucp.engines.deepspeed.save import Saving, save
+from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.refuse import refuse_engine, refuse_writer
-from megatron_ucp.engines.save import Saving, save
-from megatron_ucp.engines.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.deepspeed_paths import nothing_there
+from megatron_ucp.formats.deepspeed.paths import nothing_there
+from megatron_ucp.reshard import agree
 
 SECTION = "universal_checkpoint"
-_KEYS = {"enabled": bool, "hyper": str, "checksums": bool, "allow": list, "family": str, "rng": bool, "durable": bool,
-         "keep_latest": int}
+_KEYS = {
+    "enabled": bool,
+    "hyper": str,
+    "checksums": bool,
+    "allow": list,
+    "family": str,
+    "rng": bool,
+    "durable": bool,
+    "keep_latest": int,
+}
 _OF_SAVES = ("durable", "keep_latest", "rng")
 _ATTACHED = "_ucp_attached"
-INFO = "universal_checkpoint_info"  # DeepSpeed writes this attribute of the module into its model files
+# DeepSpeed writes this attribute of the module into its model files
+INFO = "universal_checkpoint_info"
 
 
-def attach(engine: Any, family: Any = None, loader: ResumableLoader | None = None, **options: Any) -> Any:
-    """Makes an engine's `save_checkpoint` whole or nothing and its `load_checkpoint` take any mesh; returns the engine.
+def attach(
+    engine: Any, family: Any = None, loader: ResumableLoader | None = None, **options: Any
+) -> Any:
+    """Makes an engine's `save_checkpoint` whole or nothing and its `load_checkpoint` take any mesh;
+    returns the engine.
 
-    `family` ("gpt", "llama" or a Family) declares the layouts of a megatron-core model, which tensor parallelism needs.
-    The position of `loader` is kept in saves and restored by loads. `options` are `durable` and `keep_latest` of `Saving`,
-    `hyper`, `checksums` and `allow` of `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be
-    loaded exactly, on every rank. Twice is once.
+    `family` ("gpt", "llama" or a Family) declares the layouts of a megatron-core model, which
+    tensor parallelism needs. The position of `loader` is kept in saves and restored by loads.
+    `options` are `durable` and `keep_latest` of `Saving`, `hyper`, `checksums` and `allow` of
+    `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be loaded exactly,
+    on every rank. Twice is once.
     """
     if _ATTACHED in engine.__dict__:
         return engine
@@ -43,35 +57,77 @@ def attach(engine: Any, family: Any = None, loader: ResumableLoader | None = Non
         refuse_engine(engine, model)
         refuse_writer(engine)
     if model is not None and not hasattr(engine.module, INFO):
-        setattr(engine.module, INFO, info_of(model, parallel_of(engine)[0][0], model.pipe if is_pipeline(engine) else None))
+        setattr(
+            engine.module,
+            INFO,
+            info_of(model, parallel_of(engine)[0][0], model.pipe if is_pipeline(engine) else None),
+        )
         engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
     stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint
 
     @functools.wraps(stock_save)
-    def save_checkpoint(save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
-                        exclude_frozen_parameters: bool = False) -> bool:
+    def save_checkpoint(
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        engine.ucp_save_report = save(engine, model, how, stock_save, save_dir, tag, client_state or {}, save_latest,
-                                      exclude_frozen_parameters)
+        engine.ucp_save_report = save(
+            engine,
+            model,
+            how,
+            stock_save,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest,
+            exclude_frozen_parameters,
+        )
         return True
 
     @functools.wraps(stock_load)
-    def load_checkpoint(load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-                        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
-                        native: bool = False) -> tuple[str | None, Mapping[str, Any] | None]:
+    def load_checkpoint(
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        native: bool = False,
+    ) -> tuple[str | None, Mapping[str, Any] | None]:
         if native or custom_load_fn is not None:
-            return stock_load(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-                              load_module_only, custom_load_fn)
+            return stock_load(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         if tag is None and nothing_there(load_dir):
-            _warn(f"megatron_ucp: no checkpoint in {load_dir}, starting from the beginning")  # as DeepSpeed does
+            _warn(
+                f"megatron_ucp: no checkpoint in {load_dir}, starting from the beginning"
+            )  # as DeepSpeed does
             return None, None
         chosen = dict(options)
         if not load_module_strict:
             chosen["allow"] = {*chosen.get("allow", ()), "missing", "extra"}
-        report = load(engine, load_dir, tag, load_optimizer_states=load_optimizer_states,
-                      load_lr_scheduler_states=load_lr_scheduler_states, load_module_only=load_module_only, family=family,
-                      loader=loader, **chosen)
+        report = load(
+            engine,
+            load_dir,
+            tag,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            family=family,
+            loader=loader,
+            **chosen,
+        )
         _log(report)
         engine.ucp_report = report
         return report.path, report.client_state
@@ -86,40 +142,63 @@ def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Savin
 
 def _warn(text: str) -> None:
     from deepspeed.utils import logger
+
     logger.warning(text)
 
 
 def _log(report: Report) -> None:
     from deepspeed.utils import log_dist
-    log_dist(f"megatron_ucp: loaded {report.path} ({report.source}) into {report.target} in {report.seconds:.2f} s",
-             ranks=[0])
+
+    log_dist(
+        f"megatron_ucp: loaded {report.path} ({report.source}) into {report.target} in "
+        f"{report.seconds:.2f} s",
+        ranks=[0],
+    )
     for note in report.notes:
         log_dist(f"megatron_ucp: {note}", ranks=[0])
 
 
 def options_of(config: Any) -> dict[str, Any] | None:
-    """Options of the section "universal_checkpoint" of a parsed DeepSpeed config; None where it is not enabled.
+    """Options of the section "universal_checkpoint" of a parsed DeepSpeed config; None where it is
+    not enabled.
 
-    The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an unknown key or value.
+    The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an
+    unknown key or value.
     """
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
-        raise UsageError(f'"{SECTION}" of the DeepSpeed config is a section', expected='{"enabled": true}', found=repr(section))
-    unknown = sorted(key for key, value in section.items() if key not in _KEYS or not isinstance(value, _KEYS[key]))
+        raise UsageError(
+            f'"{SECTION}" of the DeepSpeed config is a section',
+            expected='{"enabled": true}',
+            found=repr(section),
+        )
+    unknown = sorted(
+        key
+        for key, value in section.items()
+        if key not in _KEYS or not isinstance(value, _KEYS[key])
+    )
     if unknown:
-        raise UsageError(f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
-                         expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
-                         found=", ".join(f"{k}: {section[k]!r}" for k in unknown))
+        raise UsageError(
+            f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
+            expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
+            found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
+        )
     options = {key: value for key, value in section.items() if key != "enabled"}
     _saving(options, None)
-    check_options(**{key: value for key, value in options.items() if key != "family" and key not in _OF_SAVES})
+    check_options(
+        **{key: value for key, value in options.items() if key != "family" and key not in _OF_SAVES}
+    )
     stock = bool((config.get("checkpoint") or {}).get("load_universal"))
     return options if section.get("enabled", stock) else None
 
 
-def initialize(*args: Any, family: Any = None, loader: ResumableLoader | None = None, **kwargs: Any) -> Any:
-    """`deepspeed.initialize`, with the engine attached. Takes and returns what that does; `family` and `loader` as `attach`."""
+def initialize(
+    *args: Any, family: Any = None, loader: ResumableLoader | None = None, **kwargs: Any
+) -> Any:
+    """`deepspeed.initialize`, with the engine attached. Takes and returns what that does; `family`
+    and `loader` as `attach`."""
     import deepspeed
+
     stock = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
     made: Any = stock(*args, **kwargs)
     options = options_of(made[0]._config._param_dict) or {}
@@ -128,8 +207,10 @@ def initialize(*args: Any, family: Any = None, loader: ResumableLoader | None = 
 
 
 def install() -> None:
-    """Wraps `deepspeed.initialize` so that the config section alone attaches the engine. Twice is once."""
+    """Wraps `deepspeed.initialize` so that the config section alone attaches the engine. Twice is
+    once."""
     import deepspeed
+
     check_versions()
     stock = deepspeed.initialize
     if getattr(stock, _ATTACHED, False):

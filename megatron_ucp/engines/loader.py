@@ -1,4 +1,5 @@
-"""A torch DataLoader over a DistributedSampler that goes on where a save was, also on another number of ranks."""
+"""A torch DataLoader over a DistributedSampler that goes on where a save was, also on another
+number of ranks."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -10,17 +11,19 @@ _NEEDED = ("num_replicas", "rank", "dataset", "epoch", "drop_last", "set_epoch")
 
 
 class ResumableLoader:
-    """Wraps a `DataLoader` whose sampler is a `DistributedSampler`, or one of its kind; iterates as it does.
+    """Wraps a `DataLoader` whose sampler is a `DistributedSampler`, or one of its kind; iterates as
+    it does.
 
-        loader = ucp.ResumableLoader(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=1)))
+        sampler = DistributedSampler(data, seed=1)
+        loader = ucp.ResumableLoader(DataLoader(data, batch_size=4, sampler=sampler))
         ucp.attach(engine, loader=loader)           # saves keep its position, loads restore it
         for epoch in range(loader.epoch, epochs):
             loader.set_epoch(epoch)
             for batch in loader: ...
 
-    Such a sampler deals the epoch's order out like cards, so that the ranks together have always had a prefix of it: how
-    many samples that is says all, on any number of ranks. Counted is what the loop got, not what workers fetched ahead.
-    Raises UnsupportedError for another sampler.
+    Such a sampler deals the epoch's order out like cards, so that the ranks together have always
+    had a prefix of it: how many samples that is says all, on any number of ranks. Counted is what
+    the loop got, not what workers fetched ahead. Raises UnsupportedError for another sampler.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -28,9 +31,13 @@ class ResumableLoader:
         sampler = getattr(batches, "sampler", None)
         missing = [name for name in _NEEDED if not hasattr(sampler, name)]
         if missing:
-            raise UnsupportedError("the loader's sampler is none of DistributedSampler's kind", found=type(sampler).__qualname__,
-                                   expected=f"a batch sampler over one with {', '.join(_NEEDED)}",
-                                   fix="use DataLoader(..., batch_size=, sampler=DistributedSampler(...)), also on one rank")
+            raise UnsupportedError(
+                "the loader's sampler is none of DistributedSampler's kind",
+                found=type(sampler).__qualname__,
+                expected=f"a batch sampler over one with {', '.join(_NEEDED)}",
+                fix="use DataLoader(..., batch_size=, sampler=DistributedSampler(...)), also on "
+                "one rank",
+            )
         self.loader: Any = loader
         self.sampler: Any = sampler
         self.samples = 0  # of the epoch, handed out by all ranks together
@@ -67,14 +74,17 @@ class ResumableLoader:
         return start
 
     def order_from(self, start: int) -> list[int]:
-        """This rank's share of the epoch's order after its first `start` samples, as DistributedSampler deals it."""
+        """This rank's share of the epoch's order after its first `start` samples, as
+        DistributedSampler deals it."""
         replicas, rank = int(self.sampler.num_replicas), int(self.sampler.rank)
         whole = self._whole()
         rest = whole[start:]
         if self.sampler.drop_last:
-            rest = rest[:len(rest) // replicas * replicas]
+            rest = rest[: len(rest) // replicas * replicas]
         elif short := -len(rest) % replicas:
-            rest += (whole * (short // len(whole) + 1))[:short]  # the epoch's first ones again, as there
+            rest += (whole * (short // len(whole) + 1))[
+                :short
+            ]  # the epoch's first ones again, as there
         return rest[rank::replicas]
 
     def _whole(self) -> list[int]:
@@ -90,20 +100,31 @@ class ResumableLoader:
         return {"epoch": self.epoch, "samples": self.samples, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
-        return {"dataset": len(self.sampler.dataset), "seed": getattr(self.sampler, "seed", None),
-                "shuffle": getattr(self.sampler, "shuffle", None)}
+        return {
+            "dataset": len(self.sampler.dataset),
+            "seed": getattr(self.sampler, "seed", None),
+            "shuffle": getattr(self.sampler, "shuffle", None),
+        }
 
     def check(self, state: Mapping[str, Any], file: str | None = None) -> None:
-        """Raises StateMismatchError where the position counts in another order than this loader's."""
+        """Raises StateMismatchError where the position counts in another order than this
+        loader's."""
         saved = {key: state.get(key) for key in self._identity()}
         if saved != self._identity():
-            raise StateMismatchError("the data position belongs to another order of samples", file=file, expected=saved,
-                                     found=self._identity(),
-                                     fix="build dataset and sampler as the run did, or load without loader=")
+            raise StateMismatchError(
+                "the data position belongs to another order of samples",
+                file=file,
+                expected=saved,
+                found=self._identity(),
+                fix="build dataset and sampler as the run did, or load without loader=",
+            )
         if (ours := self.order_from(0)) != (theirs := list(self.sampler)):
-            raise UnsupportedError("the sampler deals its samples out in another way than DistributedSampler",
-                                   expected=f"{ours[:4]}...", found=f"{theirs[:4]}...",
-                                   fix="keep the data position yourself, in client_state")
+            raise UnsupportedError(
+                "the sampler deals its samples out in another way than DistributedSampler",
+                expected=f"{ours[:4]}...",
+                found=f"{theirs[:4]}...",
+                fix="keep the data position yourself, in client_state",
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on after the position. Raises as `check`."""

@@ -1,4 +1,5 @@
-"""Random generators of a rank: kept beside a save, the same again on the same mesh, derived anew on another one."""
+"""Random generators of a rank: kept beside a save, the same again on the same mesh, derived anew on
+another one."""
 
 import hashlib
 import math
@@ -13,14 +14,22 @@ import torch
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.opened import Checkpoint
+from megatron_ucp.formats.registry import Checkpoint
 
-# Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where a program uses it.
-_TRACKERS = {"megatron": ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
-             "deepspeed": ("deepspeed.runtime.activation_checkpointing.checkpointing", "get_cuda_rng_tracker")}
+# Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where
+# a program uses it.
+_TRACKERS = {
+    "megatron": ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
+    "deepspeed": (
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "get_cuda_rng_tracker",
+    ),
+}
 _ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
 SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
-CONVERTED = "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
+CONVERTED = (
+    "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
+)
 
 
 def file_name(rank: int) -> str:
@@ -30,35 +39,50 @@ def file_name(rank: int) -> str:
 def write(folder: Path, rank: int) -> Path:
     """Writes this rank's generators; returns the file."""
     from safetensors.torch import save
+
     path = folder / file_name(rank)
     path.write_bytes(save(states()))  # not save_file: its files are for the user alone
     return path
 
 
 def states() -> dict[str, torch.Tensor]:
-    """The generators of torch, numpy, Python, the GPU, and every tracker of tensor-parallel regions, as tensors."""
+    """The generators of torch, numpy, Python, the GPU, and every tracker of tensor-parallel
+    regions, as tensors."""
     _, keys, place, has_gauss, gauss = np.random.get_state()
     version, internal, gauss_next = random.getstate()
-    found = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
-             "numpy_place": torch.tensor([place, has_gauss]), "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-             "python": torch.tensor([version, *internal]),
-             "python_gauss": torch.tensor([math.nan if gauss_next is None else gauss_next], dtype=torch.float64)}
+    found = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
+        "numpy_place": torch.tensor([place, has_gauss]),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+        "python": torch.tensor([version, *internal]),
+        "python_gauss": torch.tensor(
+            [math.nan if gauss_next is None else gauss_next], dtype=torch.float64
+        ),
+    }
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
     for owner, tracker in _trackers().items():
         for name, state in tracker.get_states().items():
-            found[f"{owner}.{name}"] = state if isinstance(state, torch.Tensor) else state.get_state()
+            found[f"{owner}.{name}"] = (
+                state if isinstance(state, torch.Tensor) else state.get_state()
+            )
     return {name: state.cpu().contiguous().clone() for name, state in found.items()}
 
 
 def _trackers() -> dict[str, Any]:
-    loaded = {owner: (sys.modules[module], name) for owner, (module, name) in _TRACKERS.items() if module in sys.modules}
+    loaded = {
+        owner: (sys.modules[module], name)
+        for owner, (module, name) in _TRACKERS.items()
+        if module in sys.modules
+    }
     return {owner: getattr(module, name)() for owner, (module, name) in loaded.items()}
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a load does with the generators, known before it writes anything: `states` to set, or `seed` to derive from."""
+    """What a load does with the generators, known before it writes anything: `states` to set, or
+    `seed` to derive from."""
 
     note: str | None
     states: dict[str, torch.Tensor] | None = None
@@ -66,7 +90,8 @@ class Restored:
 
     @classmethod
     def plan(cls, source: Checkpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
-        """Reads this rank's file where the mesh is the same. `place`: this rank's data-parallel rank and pipeline stage.
+        """Reads this rank's file where the mesh is the same. `place`: this rank's data-parallel
+        rank and pipeline stage.
 
         Raises DamagedFileError.
         """
@@ -79,8 +104,11 @@ class Restored:
             return cls(None, states=_parse(saved, source.full_path(file_name(rank))))
         seed, steps = manifest.run[SEED], manifest.run[STEPS]
         text = f"{seed} {steps} {place[0]} {place[1]}"
-        return cls("random states: derived from the seed, the step and this rank's coordinates, as the mesh is another one",
-                   seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1)
+        return cls(
+            "random states: derived from the seed, the step and this rank's coordinates, as the "
+            "mesh is another one",
+            seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1,
+        )
 
     def apply(self) -> None:
         """Sets the generators of this rank."""
@@ -98,41 +126,66 @@ def _ranks(mesh: Mesh) -> tuple[Any, ...]:
 def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
+
     try:
         found = load(data or b"")
     except SafetensorError as error:
-        raise DamagedFileError("a file of random states can't be read", file=file, found=str(error)) from None
-    # Setting them comes after everything else was written: what torch, numpy and Python would refuse is found now.
+        raise DamagedFileError(
+            "a file of random states can't be read", file=file, found=str(error)
+        ) from None
+    # Setting them comes after everything else was written: what torch, numpy and Python would
+    # refuse is found now.
     own = {name: (state.shape, state.dtype) for name, state in states().items() if name in _ALWAYS}
-    theirs = {name: (found[name].shape, found[name].dtype) if name in found else None for name in own}
+    theirs = {
+        name: (found[name].shape, found[name].dtype) if name in found else None for name in own
+    }
     if own != theirs:
         name = next(name for name in own if own[name] != theirs[name])
-        raise DamagedFileError("a file of random states is not complete", file=file, parameter=name, expected=own[name],
-                               found=theirs[name] or "nothing of it")
+        raise DamagedFileError(
+            "a file of random states is not complete",
+            file=file,
+            parameter=name,
+            expected=own[name],
+            found=theirs[name] or "nothing of it",
+        )
     return found
 
 
 def _set(saved: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(saved["torch"])
     place, has_gauss = saved["numpy_place"].tolist()
-    np.random.set_state(("MT19937", saved["numpy"].numpy().astype(np.uint32), place, has_gauss, saved["numpy_gauss"].item()))
+    np.random.set_state(
+        (
+            "MT19937",
+            saved["numpy"].numpy().astype(np.uint32),
+            place,
+            has_gauss,
+            saved["numpy_gauss"].item(),
+        )
+    )
     version, *internal = saved["python"].tolist()
     gauss_next = saved["python_gauss"].item()
     random.setstate((version, tuple(internal), None if math.isnan(gauss_next) else gauss_next))
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     for owner, tracker in _trackers().items():
-        tracked = {name.removeprefix(f"{owner}."): state for name, state in saved.items() if name.startswith(f"{owner}.")}
+        tracked = {
+            name.removeprefix(f"{owner}."): state
+            for name, state in saved.items()
+            if name.startswith(f"{owner}.")
+        }
         if tracked and set(tracked) == set(tracker.get_states()):
             tracker.set_states(tracked)
 
 
 def _derive(seed: int) -> None:
-    """Tensor-parallel ranks share all but their regions' generators: replicated parameters need the same dropout there."""
+    """Tensor-parallel ranks share all but their regions' generators: replicated parameters need the
+    same dropout there."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     for owner, tracker in _trackers().items():
         if owner == "megatron" and tracker.get_states():
             from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
             model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -15,6 +15,10 @@ def register_family(family: Family) -> None:
 def find_family(name: str) -> Family:
     """A family by name. Raises UsageError."""
     if name not in _FAMILIES:
-        raise UsageError("there is no such family", expected=", ".join(sorted(_FAMILIES)), found=name,
-                         fix="choose one of these, or register your own with megatron_ucp.register_family")
+        raise UsageError(
+            "there is no such family",
+            expected=", ".join(sorted(_FAMILIES)),
+            found=name,
+            fix="choose one of these, or register your own with megatron_ucp.register_family",
+        )
     return _FAMILIES[name]

@@ -1,4 +1,5 @@
-"""GPT on megatron-core's local layer spec: learned positions, LayerNorm, gelu, biases, tied or untied head."""
+"""GPT on megatron-core's local layer spec: learned positions, LayerNorm, gelu, biases, tied or
+untied head."""
 
 from megatron_ucp.families import pipe
 from megatron_ucp.families.base import Declared, Family, Sizes, column, whole
@@ -7,8 +8,10 @@ from megatron_ucp.families.layer import attention_and_mlp
 
 def table(sizes: Sizes) -> dict[str, Declared]:
     """Every parameter of the model."""
-    out = {"embedding.word_embeddings.weight": column(sizes.vocab, sizes.hidden),
-           "decoder.final_layernorm.weight": whole(sizes.hidden)}
+    out = {
+        "embedding.word_embeddings.weight": column(sizes.vocab, sizes.hidden),
+        "decoder.final_layernorm.weight": whole(sizes.hidden),
+    }
     if sizes.positions:
         out["embedding.position_embeddings.weight"] = whole(sizes.positions, sizes.hidden)
     if sizes.norm_biases:

@@ -14,8 +14,15 @@ def attention_and_mlp(sizes: Sizes, prefix: str) -> dict[str, Declared]:
         "mlp.linear_fc2.weight": row(sizes.hidden, sizes.ffn),
     }
     if sizes.norm_biases:
-        out |= {"input_layernorm.bias": whole(sizes.hidden), "pre_mlp_layernorm.bias": whole(sizes.hidden)}
+        out |= {
+            "input_layernorm.bias": whole(sizes.hidden),
+            "pre_mlp_layernorm.bias": whole(sizes.hidden),
+        }
     if sizes.biases:
-        out |= {"self_attention.linear_qkv.bias": column(sizes.qkv), "self_attention.linear_proj.bias": whole(sizes.hidden),
-                "mlp.linear_fc1.bias": (gated if sizes.gated else column)(sizes.ffn), "mlp.linear_fc2.bias": whole(sizes.hidden)}
+        out |= {
+            "self_attention.linear_qkv.bias": column(sizes.qkv),
+            "self_attention.linear_proj.bias": whole(sizes.hidden),
+            "mlp.linear_fc1.bias": (gated if sizes.gated else column)(sizes.ffn),
+            "mlp.linear_fc2.bias": whole(sizes.hidden),
+        }
     return {prefix + name: declared for name, declared in out.items()}

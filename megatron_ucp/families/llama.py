@@ -1,4 +1,5 @@
-"""LLaMA on megatron-core's local layer spec: grouped queries, SwiGLU (gate above up), RMSNorm, RoPE, no biases."""
+"""LLaMA on megatron-core's local layer spec: grouped queries, SwiGLU (gate above up), RMSNorm,
+RoPE, no biases."""
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, pipe
@@ -8,8 +9,12 @@ from megatron_ucp.families.base import Declared, Family, Sizes
 def table(sizes: Sizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes that are no LLaMA."""
     if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated:
-        raise UsageError("these sizes are no LLaMA", expected="a gated MLP, no biases, no learned positions", found=str(sizes),
-                         fix="give the family that the model was built with")
+        raise UsageError(
+            "these sizes are no LLaMA",
+            expected="a gated MLP, no biases, no learned positions",
+            found=str(sizes),
+            fix="give the family that the model was built with",
+        )
     return gpt.table(sizes)
 
 

@@ -1,7 +1,8 @@
 """A GPT or LLaMA as layers of DeepSpeed's PipelineModule: the names there, and the canonical ones.
 
-Position 0 is the embedding, 1 to L the transformer layers, L+1 the final norm, L+2 the head. A tied embedding is a
-TiedLayerSpec with the key "embed", and the head is the same module on the last stage.
+Position 0 is the embedding, 1 to L the transformer layers, L+1 the final norm, L+2 the head. A tied
+embedding is a TiedLayerSpec with the key "embed", and the head is the same module on the last
+stage.
 """
 
 from collections.abc import Collection
@@ -20,7 +21,10 @@ def names(sizes: Sizes) -> dict[str, str]:
     if sizes.positions:
         out[f"{embedding}.position_embeddings.weight"] = "embedding.position_embeddings.weight"
     for layer in range(sizes.layers):
-        out |= {f"{layer + 1}.{name}": f"decoder.layers.{layer}.{name}" for name in attention_and_mlp(sizes, "")}
+        out |= {
+            f"{layer + 1}.{name}": f"decoder.layers.{layer}.{name}"
+            for name in attention_and_mlp(sizes, "")
+        }
     out[f"{sizes.layers + 1}.weight"] = "decoder.final_layernorm.weight"
     if sizes.norm_biases:
         out[f"{sizes.layers + 1}.bias"] = "decoder.final_layernorm.bias"
@@ -30,12 +34,25 @@ def names(sizes: Sizes) -> dict[str, str]:
 
 
 def layers(held: Collection[str]) -> Layers:
-    """The list of layers of a model that has the parameters `held`. The head of a tied model is called through a function:
-    its word matrix lies on the last stage, but in no file of its own."""
-    count = 1 + max((int(name.split(".")[2]) for name in held if name.startswith("decoder.layers.")), default=-1)
-    sizes = Sizes(count, 0, 0, 0, 0, 0, 0, 0, positions=int("embedding.position_embeddings.weight" in held),
-                  tied="output_layer.weight" not in held, biases="decoder.layers.0.mlp.linear_fc1.bias" in held,
-                  norm_biases="decoder.final_layernorm.bias" in held)
+    """The list of layers of a model that has the parameters `held`. The head of a tied model is
+    called through a function: its word matrix lies on the last stage, but in no file of its own."""
+    count = 1 + max(
+        (int(name.split(".")[2]) for name in held if name.startswith("decoder.layers.")), default=-1
+    )
+    sizes = Sizes(
+        count,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        positions=int("embedding.position_embeddings.weight" in held),
+        tied="output_layer.weight" not in held,
+        biases="decoder.layers.0.mlp.linear_fc1.bias" in held,
+        norm_biases="decoder.final_layernorm.bias" in held,
+    )
     found = names(sizes)
     at: list[dict[str, str]] = [{} for _ in range(count + 3)]
     for pipe in found:

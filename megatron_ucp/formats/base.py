@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.pt_file import PtFile, Record
+from megatron_ucp.formats.pt.reader import PtFile, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +31,6 @@ class Checkpoint(Protocol):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the run saved besides element-wise state (scheduler, counters, client state), tensors as references."""
+        """What the run saved besides element-wise state (scheduler, counters, client state),
+        tensors as references."""
         ...

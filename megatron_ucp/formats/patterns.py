@@ -1,7 +1,8 @@
 """Whether a regular expression that somebody wrote into a file can be matched in bounded time.
 
-Python's matcher tries one way after the other. The number of ways is bounded from the parsed pattern: a repeat of which the
-end is not certain from the next character may end anywhere, a choice may go each way, and the ways of neighbours multiply.
+Python's matcher tries one way after the other. The number of ways is bounded from the parsed
+pattern: a repeat of which the end is not certain from the next character may end anywhere, a choice
+may go each way, and the ways of neighbours multiply.
 """
 
 import re
@@ -13,9 +14,13 @@ from typing import Any
 from megatron_ucp.core.rules import LONGEST_NAME
 
 LONGEST_PATTERN = 1000  # characters
-MOST_WAYS = (LONGEST_NAME + 2)**2  # two `.*` in one pattern, each of which may be optional
-_REFUSED = {"ASSERT": "a look-around", "ASSERT_NOT": "a look-around", "GROUPREF": "a back-reference",
-            "GROUPREF_EXISTS": "a back-reference"}
+MOST_WAYS = (LONGEST_NAME + 2) ** 2  # two `.*` in one pattern, each of which may be optional
+_REFUSED = {
+    "ASSERT": "a look-around",
+    "ASSERT_NOT": "a look-around",
+    "GROUPREF": "a back-reference",
+    "GROUPREF_EXISTS": "a back-reference",
+}
 _parser: Any = import_module("re._parser")  # what `re` itself compiles from
 
 
@@ -34,14 +39,19 @@ def problem_of(pattern: str) -> str:
         return f"no regular expression: {error}"
     except ValueError as error:
         return str(error)
-    return "" if ways <= MOST_WAYS else "too many ways to match: at most two open repeats like .* in one pattern, none in another"
+    return (
+        ""
+        if ways <= MOST_WAYS
+        else "too many ways to match: at most two open repeats like .* in one pattern, none in "
+        "another"
+    )
 
 
 def _ways(items: Sequence[Any], is_last: bool) -> int:
     """A bound of the ways in which a sequence matches a name. `is_last`: nothing follows it."""
     out = 1
     for number, (operator, argument) in enumerate(items):
-        rest, kind = items[number + 1:], str(operator)
+        rest, kind = items[number + 1 :], str(operator)
         if kind in _REFUSED:
             raise ValueError(f"{_REFUSED[kind]} is not allowed in a pattern")
         if kind == "SUBPATTERN":
@@ -86,7 +96,9 @@ def _takes(item: Any, character: int) -> bool:
         return character == argument
     if operator == "NOT_LITERAL":
         return character != argument
-    if operator != "IN" or not all(str(one[0]) in ("NEGATE", "LITERAL", "RANGE", "CATEGORY") for one in argument):
+    if operator != "IN" or not all(
+        str(one[0]) in ("NEGATE", "LITERAL", "RANGE", "CATEGORY") for one in argument
+    ):
         return True
     has = any(_member(one, character) for one in argument)
     return not has if str(argument[0][0]) == "NEGATE" else has
@@ -98,6 +110,12 @@ def _member(one: Any, character: int) -> bool:
         return character == argument
     if kind == "RANGE":
         return argument[0] <= character <= argument[1]
-    classes = {"CATEGORY_DIGIT": r"\d", "CATEGORY_NOT_DIGIT": r"\D", "CATEGORY_WORD": r"\w", "CATEGORY_NOT_WORD": r"\W",
-               "CATEGORY_SPACE": r"\s", "CATEGORY_NOT_SPACE": r"\S"}
+    classes = {
+        "CATEGORY_DIGIT": r"\d",
+        "CATEGORY_NOT_DIGIT": r"\D",
+        "CATEGORY_WORD": r"\w",
+        "CATEGORY_NOT_WORD": r"\W",
+        "CATEGORY_SPACE": r"\s",
+        "CATEGORY_NOT_SPACE": r"\S",
+    }
     return kind == "CATEGORY" and re.fullmatch(classes[str(argument)], chr(character)) is not None

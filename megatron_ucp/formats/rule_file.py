@@ -1,4 +1,5 @@
-"""Rules in a TOML file: how the parameters of a model are cut, and what those of a pipeline are called. See docs/rules.md."""
+"""Rules in a TOML file: how the parameters of a model are cut, and what those of a pipeline are
+called. See docs/rules.md."""
 
 import difflib
 import re
@@ -17,11 +18,17 @@ FORMAT = 1
 UNKNOWN = "?"  # a layout that a draft leaves open
 _LARGEST_BYTES = 2**20
 _LARGEST_NUMBER = 2**40
-_AXES = tuple(name for name in Mesh.__dataclass_fields__ if name not in ("zero", "order", "pp", "vpp", "dp"))
+_AXES = tuple(
+    name for name in Mesh.__dataclass_fields__ if name not in ("zero", "order", "pp", "vpp", "dp")
+)
 # Keys of a [[rule]] beside the pattern, by layout: those that it needs, those that it may have.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "Replicate": ((), ()), "Partial": (("axis",), ()), "Shard": (("axis", "dim"), ()), "ShardHy": (("along",), ()),
-    "ShardNC": (("axis", "dim", "parts"), ("unit",))}
+    "Replicate": ((), ()),
+    "Partial": (("axis",), ()),
+    "Shard": (("axis", "dim"), ()),
+    "ShardHy": (("along",), ()),
+    "ShardNC": (("axis", "dim", "parts"), ("unit",)),
+}
 
 
 class _Entry:
@@ -30,24 +37,39 @@ class _Entry:
     def __init__(self, table: object, what: str, file: str) -> None:
         self._what, self._file, self._pattern = what, file, None
         if not isinstance(table, dict):
-            raise self.wrong("an entry is no table", expected=f"[[{what}]]", found=type(table).__name__)
+            raise self.wrong(
+                "an entry is no table", expected=f"[[{what}]]", found=type(table).__name__
+            )
         self.table: Mapping[str, Any] = table
         self._pattern = table.get("pattern") if isinstance(table.get("pattern"), str) else None
 
     def wrong(self, problem: str, expected: object, found: object) -> RuleError:
         place = self._what if self._pattern is None else f"{self._what} {self._pattern[:200]}"
-        return RuleError(f"{problem} ({place})", file=self._file, expected=expected, found=str(found)[:200],
-                         fix="correct the file; docs/rules.md lists its keys")
+        return RuleError(
+            f"{problem} ({place})",
+            file=self._file,
+            expected=expected,
+            found=str(found)[:200],
+            fix="correct the file; docs/rules.md lists its keys",
+        )
 
     def check_keys(self, needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
         known = (*needed, *optional)
         for key in self.table:
             if key not in known:
                 near = difflib.get_close_matches(key[:80], known, n=1, cutoff=0)
-                raise self.wrong("an unknown key", expected=f"{', '.join(known)}; the nearest is {near[0]}", found=key)
+                raise self.wrong(
+                    "an unknown key",
+                    expected=f"{', '.join(known)}; the nearest is {near[0]}",
+                    found=key,
+                )
         for key in needed:
             if key not in self.table:
-                raise self.wrong(f"the key {key} is missing", expected=", ".join(needed), found=", ".join(self.table))
+                raise self.wrong(
+                    f"the key {key} is missing",
+                    expected=", ".join(needed),
+                    found=", ".join(self.table),
+                )
 
     def text(self, key: str) -> str:
         value = self.table[key]
@@ -60,36 +82,61 @@ class _Entry:
 
     def as_number(self, key: str, value: object, smallest: int) -> int:
         if type(value) is not int or not smallest <= value <= _LARGEST_NUMBER:
-            raise self.wrong(f"{key} is no number that can be used", expected=f"a whole number from {smallest}", found=repr(value))
+            raise self.wrong(
+                f"{key} is no number that can be used",
+                expected=f"a whole number from {smallest}",
+                found=repr(value),
+            )
         return value
 
     def axis(self, value: object) -> str:
         if value not in _AXES:
-            raise self.wrong("no axis of a mesh that cuts parameters", expected=" or ".join(_AXES), found=repr(value))
+            raise self.wrong(
+                "no axis of a mesh that cuts parameters",
+                expected=" or ".join(_AXES),
+                found=repr(value),
+            )
         return str(value)
 
     def pattern(self) -> str:
         pattern = self.text("pattern")
         if problem := problem_of(pattern):
-            raise self.wrong("a pattern can't be used", expected="a regular expression for whole names", found=problem)
+            raise self.wrong(
+                "a pattern can't be used",
+                expected="a regular expression for whole names",
+                found=problem,
+            )
         return pattern
 
 
 def read_rules(path: str | Path) -> RuleSet:
-    """The rules of a file. Raises NotFoundError where there is none, RuleError for what is wrong in it, by entry and key."""
+    """The rules of a file. Raises NotFoundError where there is none, RuleError for what is wrong in
+    it, by entry and key."""
     file = str(path)
     try:
         with open(path, "rb") as opened:
             data = opened.read(_LARGEST_BYTES + 1)
     except OSError as error:
-        raise NotFoundError("the file of rules can't be read", file=file, found=error.strerror, fix="check the path") from None
+        raise NotFoundError(
+            "the file of rules can't be read", file=file, found=error.strerror, fix="check the path"
+        ) from None
     if len(data) > _LARGEST_BYTES:
-        raise RuleError("the file of rules is too large", file=file, expected=f"at most {_LARGEST_BYTES} bytes", found="more")
+        raise RuleError(
+            "the file of rules is too large",
+            file=file,
+            expected=f"at most {_LARGEST_BYTES} bytes",
+            found="more",
+        )
     try:
         tree = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise RuleError("the file of rules is no TOML", file=file, expected="TOML in UTF-8", found=str(error)[:200],
-                        fix="correct the file; a pattern in 'single quotes' needs no doubled backslashes") from None
+        raise RuleError(
+            "the file of rules is no TOML",
+            file=file,
+            expected="TOML in UTF-8",
+            found=str(error)[:200],
+            fix="correct the file; a pattern in 'single quotes' needs no doubled backslashes",
+        ) from None
     return _rule_set(tree, file)
 
 
@@ -97,23 +144,38 @@ def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
     whole = _Entry(tree, "the file", file)
     whole.check_keys(("format",), ("rule", "pipeline"))
     if tree["format"] != FORMAT or type(tree["format"]) is not int:
-        raise whole.wrong("a format that this version does not read", expected=f"format = {FORMAT}", found=repr(tree["format"]))
+        raise whole.wrong(
+            "a format that this version does not read",
+            expected=f"format = {FORMAT}",
+            found=repr(tree["format"]),
+        )
     for key in ("rule", "pipeline"):
         if not isinstance(tree.get(key, []), list):
-            raise whole.wrong(f"{key} is no list of tables", expected=f"[[{key}]]", found=type(tree[key]).__name__)
+            raise whole.wrong(
+                f"{key} is no list of tables", expected=f"[[{key}]]", found=type(tree[key]).__name__
+            )
     rules = [_Entry(table, "rule", file) for table in tree.get("rule", [])]
     names = [_Entry(table, "pipeline", file) for table in tree.get("pipeline", [])]
     if not rules and not names:
-        raise whole.wrong("the file says nothing", expected="[[rule]] or [[pipeline]]", found="neither")
+        raise whole.wrong(
+            "the file says nothing", expected="[[rule]] or [[pipeline]]", found="neither"
+        )
     if left := [entry for entry in rules if entry.table.get("layout") == UNKNOWN]:
-        raise left[0].wrong("the layout of a rule is left open", expected=" or ".join(LAYOUTS),
-                            found=f"{UNKNOWN} here, and in {len(left) - 1} more")
+        raise left[0].wrong(
+            "the layout of a rule is left open",
+            expected=" or ".join(LAYOUTS),
+            found=f"{UNKNOWN} here, and in {len(left) - 1} more",
+        )
     found = RuleSet(file, tuple(map(_rule, rules)), tuple(map(_rename, names)))
     for what, entries in (("rule", found.rules), ("pipeline", found.pipeline)):
         seen = set[str]()
         for entry in entries:
             if entry.pattern in seen:
-                raise whole.wrong("two entries have one pattern", expected=f"one [[{what}]] for each", found=entry.pattern)
+                raise whole.wrong(
+                    "two entries have one pattern",
+                    expected=f"one [[{what}]] for each",
+                    found=entry.pattern,
+                )
             seen.add(entry.pattern)
     return found
 
@@ -123,11 +185,18 @@ def _rule(entry: _Entry) -> Rule:
     pattern, name = entry.pattern(), entry.text("layout")
     if name not in _KEYS:
         near = difflib.get_close_matches(name[:80], LAYOUTS, n=1, cutoff=0)
-        raise entry.wrong("no such layout", expected=f"{', '.join(LAYOUTS)}; the nearest is {near[0]}", found=name)
+        raise entry.wrong(
+            "no such layout", expected=f"{', '.join(LAYOUTS)}; the nearest is {near[0]}", found=name
+        )
     needed, optional = _KEYS[name]
     entry.check_keys(("pattern", "layout", *needed), (*optional, "vocabulary"))
     layout, equal_parts = _layout(entry, name)
-    return Rule(pattern, layout, equal_parts, entry.number("vocabulary", 1) if "vocabulary" in entry.table else None)
+    return Rule(
+        pattern,
+        layout,
+        equal_parts,
+        entry.number("vocabulary", 1) if "vocabulary" in entry.table else None,
+    )
 
 
 def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
@@ -137,11 +206,19 @@ def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
         return Replicate(), 0
     if name == "ShardHy":
         along = table["along"]
-        if not isinstance(along, list) or not along or not all(isinstance(one, list) and len(one) == 2 for one in along):
-            raise entry.wrong("along is no list of cuts", expected='[["tp", 0], ["ep", 1]]', found=repr(along))
+        if (
+            not isinstance(along, list)
+            or not along
+            or not all(isinstance(one, list) and len(one) == 2 for one in along)
+        ):
+            raise entry.wrong(
+                "along is no list of cuts", expected='[["tp", 0], ["ep", 1]]', found=repr(along)
+            )
         cuts = tuple((entry.axis(axis), entry.as_number("along", dim, 0)) for axis, dim in along)
         if len({axis for axis, _ in cuts}) < len(cuts):
-            raise entry.wrong("along names an axis twice", expected="each axis once", found=repr(along))
+            raise entry.wrong(
+                "along names an axis twice", expected="each axis once", found=repr(along)
+            )
         first, *others = cuts
         return ShardHy(cuts) if others else Shard(*first), 0  # one layout has one name
     axis = entry.axis(table["axis"])
@@ -152,9 +229,15 @@ def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
         return Shard(axis, dim), 0
     parts, unit = table["parts"], entry.number("unit", 1) if "unit" in table else 1
     if isinstance(parts, list) and len(parts) > 1:
-        return ShardNC(axis, dim, tuple(entry.as_number("parts", part, 1) for part in parts), unit), 0
+        return ShardNC(
+            axis, dim, tuple(entry.as_number("parts", part, 1) for part in parts), unit
+        ), 0
     if isinstance(parts, list):
-        raise entry.wrong("parts lists fewer than two sizes", expected="sizes, or the number of equal parts", found=repr(parts))
+        raise entry.wrong(
+            "parts lists fewer than two sizes",
+            expected="sizes, or the number of equal parts",
+            found=repr(parts),
+        )
     return ShardNC(axis, dim, (), unit), entry.number("parts", 2)
 
 
@@ -162,11 +245,21 @@ def _rename(entry: _Entry) -> Rename:
     entry.check_keys(("pattern", "name"), ("tied",))
     pattern, name, tied = entry.pattern(), entry.text("name"), entry.table.get("tied", False)
     if type(tied) is not bool:
-        raise entry.wrong("tied is neither true nor false", expected="true or false", found=repr(tied))
+        raise entry.wrong(
+            "tied is neither true nor false", expected="true or false", found=repr(tied)
+        )
     groups = re.compile(pattern).groupindex
     if "{" in FIELD.sub("", name) or "}" in FIELD.sub("", name):
-        raise entry.wrong("a name has braces that name no group", expected="{group}, {group+1} or {group-1}", found=name)
+        raise entry.wrong(
+            "a name has braces that name no group",
+            expected="{group}, {group+1} or {group-1}",
+            found=name,
+        )
     for field in FIELD.finditer(name):
         if field[1] not in groups:
-            raise entry.wrong("a name uses a group that its pattern lacks", expected=", ".join(groups) or "none", found=field[1])
+            raise entry.wrong(
+                "a name uses a group that its pattern lacks",
+                expected=", ".join(groups) or "none",
+                found=field[1],
+            )
     return Rename(pattern, name, tied)

@@ -1,8 +1,9 @@
 """One checkpoint as another one on disk: native files of any mesh, or DeepSpeed's universal folder.
 
-The output is planned and proved as a whole before its first byte, then written window by window through a buffer of
-bounded size, whatever the model. It appears whole or not at all: everything is written into a folder aside, brought to
-disk, and renamed. Every byte of the source that a copy used is compared with its record's CRC-32 before that.
+The output is planned and proved as a whole before its first byte, then written window by window
+through a buffer of bounded size, whatever the model. It appears whole or not at all: everything is
+written into a folder aside, brought to disk, and renamed. Every byte of the source that a copy used
+is compared with its record's CRC-32 before that.
 """
 
 import ctypes
@@ -20,23 +21,23 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.manifest import Manifest, to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, cuts_of
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.core.target import Target
-from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import SaveError, UsageError
-from megatron_ucp.formats import tags
-from megatron_ucp.formats.deepspeed_paths import MODEL, MODEL_PARTITION
-from megatron_ucp.formats.native_writer import NativeWriter
-from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
-from megatron_ucp.formats.output import Output, Stored, Weight
-from megatron_ucp.formats.pickle_values import StorageRef
-from megatron_ucp.formats.pt_writer import write_pt
-from megatron_ucp.formats.safe_pickle import ITEMSIZE
-from megatron_ucp.formats.universal_writer import UniversalWriter
-from megatron_ucp.formats.whole import check_file
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
+from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
+from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
+from megatron_ucp.formats.deepspeed.whole import check_file
+from megatron_ucp.formats.pt.output import Output, Stored, Weight
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE
+from megatron_ucp.formats.pt.values import StorageRef
+from megatron_ucp.formats.pt.writer import write_pt
+from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
 from megatron_ucp.reshard.execute import DTYPES, bytes_of
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import no_layers, target_manifest, universal_manifest
@@ -50,7 +51,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not as in the source."""
+    """What a conversion did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is
+    not as in the source."""
 
     path: str
     source_mesh: str
@@ -62,15 +64,26 @@ class Converted:
     notes: tuple[str, ...]
 
 
-def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target | Mesh | None = None, *, tag: str | None = None,
-            rules: str | Path | None = None, config: Mapping[str, Any] | None = None, allow: Collection[str] = (),
-            progress: Progress | None = None) -> Converted:
-    """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load takes on the target's mesh
-    (`to="native"`), or a universal folder, which needs no target (`to="universal"`).
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    to: str = "native",
+    target: Target | Mesh | None = None,
+    *,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    allow: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Converted:
+    """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load
+    takes on the target's mesh (`to="native"`), or a universal folder, which needs no target
+    (`to="universal"`).
 
-    What the target does not say is as in the DeepSpeed config `config`, or in the source. `rules` is a file of rules, `allow`
-    as in `load`; `progress(done, total)` counts bytes. The source is never touched. Raises a UcpError, SaveError where the
-    output can't be written; nothing is left of it then.
+    What the target does not say is as in the DeepSpeed config `config`, or in the source. `rules`
+    is a file of rules, `allow` as in `load`; `progress(done, total)` counts bytes. The source is
+    never touched. Raises a UcpError, SaveError where the output can't be written; nothing is left
+    of it then.
     """
     started = time.perf_counter()
     folder = Path(dst)
@@ -83,37 +96,75 @@ def convert(src: str | Path, dst: str | Path, to: str = "native", target: Target
         settings = origin.config if config is None else config
         target = origin.completed(target, config)
         if to == "universal":
-            manifest = universal_manifest(source.manifest, target, str(source.folder), origin.permuted)
+            manifest = universal_manifest(
+                source.manifest, target, str(source.folder), origin.permuted
+            )
             layers = origin.layers() if target.mesh.pp > 1 else None
             if target.mesh.pp > 1 and layers is None:
                 raise no_layers(str(source.folder))
             manifest = replace(manifest, names=dict(layers.names) if layers else {})
             run = origin.run(target, manifest, settings)
-            outputs = list(UniversalWriter(manifest, run, {name: pipe for pipe, name in manifest.names.items()}).outputs())
+            outputs = list(
+                UniversalWriter(
+                    manifest, run, {name: pipe for pipe, name in manifest.names.items()}
+                ).outputs()
+            )
         else:
             layers = origin.layers() if target.mesh.pp > 1 else None
-            manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
+            manifest = target_manifest(
+                source.manifest,
+                target,
+                layers,
+                str(source.folder),
+                origin.declared,
+                origin.permuted,
+            )
             run = origin.run(target, manifest, settings)
             outputs = list(NativeWriter(manifest, run, layers).outputs())
         job = _Job(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
         _write(job, outputs, folder, to)
     notes = [*source.notes, *origin.notes, *_pointer(folder, to)]
-    return Converted(str(folder), str(source.manifest.mesh), str(target.mesh) if to == "native" else "universal", len(outputs),
-                     job.reader.read_bytes, job.done, time.perf_counter() - started, tuple(notes))
+    return Converted(
+        str(folder),
+        str(source.manifest.mesh),
+        str(target.mesh) if to == "native" else "universal",
+        len(outputs),
+        job.reader.read_bytes,
+        job.done,
+        time.perf_counter() - started,
+        tuple(notes),
+    )
 
 
-def _check_arguments(folder: Path, to: str, target: Target | Mesh | None, allow: Collection[str]) -> Target:
+def _check_arguments(
+    folder: Path, to: str, target: Target | Mesh | None, allow: Collection[str]
+) -> Target:
     if isinstance(allow, str) or set(allow) - ALLOWED:
-        raise UsageError("allow names what may happen", expected=" ".join(sorted(ALLOWED)), found=" ".join(sorted(allow)))
+        raise UsageError(
+            "allow names what may happen",
+            expected=" ".join(sorted(ALLOWED)),
+            found=" ".join(sorted(allow)),
+        )
     if to not in FORMATS:
-        raise UsageError("there is no such format to convert to", expected=" or ".join(FORMATS), found=to)
+        raise UsageError(
+            "there is no such format to convert to", expected=" or ".join(FORMATS), found=to
+        )
     if target is None and to == "native":
-        raise UsageError("a native checkpoint is for one mesh", expected="a mesh", found="none", fix="give --mesh (target=)")
+        raise UsageError(
+            "a native checkpoint is for one mesh",
+            expected="a mesh",
+            found="none",
+            fix="give --mesh (target=)",
+        )
     _require_free(folder)
     if folder.absolute().name.startswith(".") or not folder.name:
-        raise UsageError("the output is the plain name of a new folder", file=folder, expected="converted/global_step100",
-                         found=str(folder))
+        raise UsageError(
+            "the output is the plain name of a new folder",
+            file=folder,
+            expected="converted/global_step100",
+            found=str(folder),
+        )
     if isinstance(target, Mesh) or target is None:
         return Target(target or Mesh())
     return target
@@ -123,20 +174,38 @@ def _require_outside(folder: Path, source: Path) -> None:
     """A `latest` in a tag folder would lead every load of that tag astray."""
     parent = folder.resolve().parent
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    if source.resolve() in (parent, *parent.parents) or any(MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside):
-        raise UsageError("the output lies inside of a checkpoint", file=folder, expected="a place beside it", found=parent)
+    if source.resolve() in (parent, *parent.parents) or any(
+        MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
+    ):
+        raise UsageError(
+            "the output lies inside of a checkpoint",
+            file=folder,
+            expected="a place beside it",
+            found=parent,
+        )
 
 
 def _require_free(folder: Path) -> None:
     if folder.exists() or folder.is_symlink():
-        raise UsageError("the output exists", file=folder, expected="a folder that does not exist yet", found="one that does",
-                         fix="give another name, or remove it")
+        raise UsageError(
+            "the output exists",
+            file=folder,
+            expected="a folder that does not exist yet",
+            found="one that does",
+            fix="give another name, or remove it",
+        )
 
 
 class _Job:
     """One conversion: plans, windows and counts. Files are written by several threads."""
 
-    def __init__(self, source: Checkpoint, manifest: Manifest, allow: frozenset[str], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        manifest: Manifest,
+        allow: frozenset[str],
+        progress: Progress | None,
+    ) -> None:
         self.source, self.manifest, self.progress = source, manifest, progress
         self.reader, self.memory = WindowReader(source, allow), Memory()
         self.total = self.done = 0
@@ -145,14 +214,19 @@ class _Job:
         self._weights: dict[str, Manifest] = {}
 
     def prove(self, outputs: list[Output]) -> None:
-        """Plans everything that will be written, proves it and looks every source up; raises before a byte is written."""
+        """Plans everything that will be written, proves it and looks every source up; raises before
+        a byte is written."""
         payloads = [payload for output in outputs for payload in output.payloads.values()]
         slots = dict.fromkeys(payload for payload in payloads if isinstance(payload, Slot))
         self.reader.prove(self.manifest, [(slot, slot.state) for slot in slots])
         for payload in payloads:
             if isinstance(payload, Weight) and payload.param not in self._weights:
                 self._weights[payload.param] = one = self._training_copy(payload.param)
-                self.reader.prove(one, [(Slot(0, cut, 0, MASTER), MASTER) for cut in cuts_of(one, one.buffers[0])], NARROW)
+                self.reader.prove(
+                    one,
+                    [(Slot(0, cut, 0, MASTER), MASTER) for cut in cuts_of(one, one.buffers[0])],
+                    NARROW,
+                )
         self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
 
     def _training_copy(self, name: str) -> Manifest:
@@ -160,8 +234,12 @@ class _Job:
         spec = self.manifest.by_name[name]
         place = {"tp": (self.manifest.mesh.tp, 0)}
         size = torch.Size(spec.layout.local_shape(name, spec.shape, place)).numel()
-        return Manifest("weight", Mesh(tp=self.manifest.mesh.tp, dp=1), (spec,),
-                        (FlatBuffer((Member(name, 0, size),), size, 1, "whole", ((MASTER, spec.dtype),)),))
+        return Manifest(
+            "weight",
+            Mesh(tp=self.manifest.mesh.tp, dp=1),
+            (spec,),
+            (FlatBuffer((Member(name, 0, size),), size, 1, "whole", ((MASTER, spec.dtype),)),),
+        )
 
     def _storage(self, output: Output, key: str) -> tuple[int, str]:
         """Elements and dtype of a storage."""
@@ -224,7 +302,9 @@ class _Job:
         last = 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
         held = torch.empty(last * size, dtype=torch.uint8)
         file.read_into(record, ref.offset_elems * size, bytes_of(held))
-        whole = torch.as_strided(held.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride).contiguous()
+        whole = torch.as_strided(
+            held.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride
+        ).contiguous()
         self._count(whole.nbytes)
         yield bytes_of(whole)
 
@@ -237,11 +317,12 @@ class _Job:
                 self.progress(self.done, self.total)
 
 
-# ---------------------------------------------------------------- the output on disk
+# ------------------------------------------------ the output on disk
+
 
 def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
     """The folder, whole or not at all."""
-    aside = tags.aside_of(folder.absolute().parent, folder.absolute().name)
+    aside = durable.aside_of(folder.absolute().parent, folder.absolute().name)
     try:
         with ExitStack() as left:
             aside.parent.mkdir(parents=True, exist_ok=True)
@@ -256,23 +337,39 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
             _write_files(job, outputs, aside)
             job.reader.check(thorough=True)
             _sync(aside)
-            entries = tuple(tags.entry_of(aside / output.name) for output in outputs if "/" not in output.name)
-            run = {**job.manifest.run, "converted_from": str(job.source.manifest.mesh), "saved_at": time.time(),
-                   "moved_latest": False}
+            entries = tuple(
+                durable.entry_of(aside / output.name)
+                for output in outputs
+                if "/" not in output.name
+            )
+            run = {
+                **job.manifest.run,
+                "converted_from": str(job.source.manifest.mesh),
+                "saved_at": time.time(),
+                "moved_latest": False,
+            }
             manifest = replace(job.manifest, files=entries, save_id=uuid.uuid4().hex, run=run)
             _require_free(folder)  # a save may have taken the name meanwhile
-            tags.commit(aside, to_json(manifest), tags.Syncs())
+            durable.commit(aside, to_json(manifest), durable.Syncs())
     except OSError as error:
-        raise SaveError("the output could not be written; nothing is left of it", file=error.filename or folder,
-                        found=f"{type(error).__name__}: {error}", fix="free space or mend permissions, then try again") from error
+        raise SaveError(
+            "the output could not be written; nothing is left of it",
+            file=error.filename or folder,
+            found=f"{type(error).__name__}: {error}",
+            fix="free space or mend permissions, then try again",
+        ) from error
 
 
 def _locked(aside: Path) -> int:
     """A handle that holds a folder for this conversion. Raises UsageError where another has it."""
-    handle = tags.lock(aside)
+    handle = durable.lock(aside)
     if handle is None:
-        raise UsageError("another conversion is writing this output", file=aside, expected="one at a time",
-                         fix="give another name, or wait for it")
+        raise UsageError(
+            "another conversion is writing this output",
+            file=aside,
+            expected="one at a time",
+            fix="give another name, or wait for it",
+        )
     return handle
 
 
@@ -289,7 +386,8 @@ def _write_files(job: _Job, outputs: list[Output], aside: Path) -> None:
 
 
 def _begin_sync(path: Path) -> None:
-    """Lets the disk begin with a file while the next ones are made. Only a hint: `_sync` waits for all of them."""
+    """Lets the disk begin with a file while the next ones are made. Only a hint: `_sync` waits for
+    all of them."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
     if call is not None:
         handle = os.open(path, os.O_RDONLY)
@@ -298,14 +396,15 @@ def _begin_sync(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Brings a folder with all that lies in it to disk: by one call for the whole file system, where there is one."""
+    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
+    where there is one."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(handle):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(folder))
     except AttributeError:  # no such call on this system
-        sync = tags.Syncs()
+        sync = durable.Syncs()
         for path in sorted(folder.rglob("*")):
             sync(path)
         sync(folder)
@@ -314,13 +413,17 @@ def _sync(folder: Path) -> None:
 
 
 def _pointer(folder: Path, to: str) -> list[str]:
-    """Names the new folder where nothing would load it otherwise, and never takes a native pointer from its owner."""
+    """Names the new folder where nothing would load it otherwise, and never takes a native pointer
+    from its owner."""
     parent, name = folder.absolute().parent, folder.absolute().name
     pointer = parent / ("latest" if to == "native" else "latest_universal")
     if to == "native" and pointer.exists():
-        return [f"{pointer} still names {pointer.read_text(errors='replace').strip()}: load with tag={name}"]
+        return [
+            f"{pointer} still names {pointer.read_text(errors='replace').strip()}: load with "
+            f"tag={name}"
+        ]
     try:
-        tags.replace_text(pointer, name, tags.Syncs())
+        durable.replace_text(pointer, name, durable.Syncs())
     except OSError as error:  # the output is whole all the same
         return [f"{pointer} could not be written ({type(error).__name__}): load with tag={name}"]
     return []

@@ -7,50 +7,72 @@ from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.deepspeed_paths import is_universal, resolve
-from megatron_ucp.formats.opened import open_checkpoint
-from megatron_ucp.formats.pickle_values import ITEMSIZE
+from megatron_ucp.formats.deepspeed.paths import is_universal, resolve
+from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.recorded import Recorded
+from megatron_ucp.formats.registry import open_checkpoint
 
 
 def describe(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
-    """The manifest of a checkpoint: recorded beside it, or rebuilt from the files. Reads no tensor. Raises a UcpError.
+    """The manifest of a checkpoint: recorded beside it, or rebuilt from the files. Reads no tensor.
+    Raises a UcpError.
 
-    A stage-0 checkpoint without a manifest keeps optimizer states by position only: its manifest has weights alone.
-    `rules`: a file of rules (docs/rules.md) for a checkpoint that does not say how it is cut.
+    A stage-0 checkpoint without a manifest keeps optimizer states by position only: its manifest
+    has weights alone. `rules`: a file of rules (docs/rules.md) for a checkpoint that does not say
+    how it is cut.
     """
     with open_checkpoint(path, tag, rules) as checkpoint:
         return checkpoint.manifest
 
 
 def look(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
-    """As `describe`, but a manifest is believed once every file that it lists is there with its size: none is opened.
+    """As `describe`, but a manifest is believed once every file that it lists is there with its
+    size: none is opened.
 
-    So it takes no longer on thousands of ranks. `verify` compares the manifest with the files. Raises a UcpError.
+    So it takes no longer on thousands of ranks. `verify` compares the manifest with the files.
+    Raises a UcpError.
     """
     folder = resolve(path, tag)
     if rules is not None or is_universal(folder) or not os.path.lexists(folder / FILE_NAME):
         with open_checkpoint(folder, rules=rules) as checkpoint:
-            files = tuple(FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names)
+            files = tuple(
+                FileEntry(name, os.stat(folder / name).st_size) for name in checkpoint.file_names
+            )
             return replace(checkpoint.manifest, files=files)
-    recorded = Recorded(folder, [name for name in os.listdir(folder) if name.endswith("_states.pt")])
+    recorded = Recorded(
+        folder, [name for name in os.listdir(folder) if name.endswith("_states.pt")]
+    )
     recorded.close()
     for entry in recorded.files.values():
         if (found := os.stat(f"{folder}/{entry.name}").st_size) != entry.size_bytes:
-            raise DamagedFileError("a file has another size than the manifest says", file=folder / entry.name,
-                                   expected=f"{entry.size_bytes} bytes", found=f"{found} bytes")
+            raise DamagedFileError(
+                "a file has another size than the manifest says",
+                file=folder / entry.name,
+                expected=f"{entry.size_bytes} bytes",
+                found=f"{found} bytes",
+            )
     if recorded.manifest is None:
         raise DamagedFileError("the manifest went away while it was read", file=folder / FILE_NAME)
     return recorded.manifest
 
 
 def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Each element-wise state: its dtypes, and its bytes over all parameters, whole and once ("weights": the training copy)."""
+    """Each element-wise state: its dtypes, and its bytes over all parameters, whole and once
+    ("weights": the training copy)."""
     found: dict[str, tuple[set[str], int]] = {}
     for spec in manifest.params:
-        states = manifest.buffers[manifest.holders[spec.name][0][0]].states if spec.name in manifest.holders else ()
+        states = (
+            manifest.buffers[manifest.holders[spec.name][0][0]].states
+            if spec.name in manifest.holders
+            else ()
+        )
         copies = () if manifest.engine == "universal" else (("weights", spec.dtype),)
         for state, dtype in (*copies, *states):
             dtypes, size_bytes = found.get(state, (set[str](), 0))
-            found[state] = dtypes | {dtype}, size_bytes + math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)
-    return {state: (tuple(sorted(dtypes)), size_bytes) for state, (dtypes, size_bytes) in found.items()}
+            found[state] = (
+                dtypes | {dtype},
+                size_bytes + math.prod(spec.shape) * ITEMSIZE.get(dtype, 0),
+            )
+    return {
+        state: (tuple(sorted(dtypes)), size_bytes) for state, (dtypes, size_bytes) in found.items()
+    }

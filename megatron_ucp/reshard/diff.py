@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, make_plan, prove
-from megatron_ucp.core.zero import FlatBuffer, Member
-from megatron_ucp.formats.deepspeed import PER_GROUP
-from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
-from megatron_ucp.formats.pickle_values import ITEMSIZE
+from megatron_ucp.formats.deepspeed.native import PER_GROUP
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
 from megatron_ucp.reshard.execute import DTYPES, check_runs, execute
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
@@ -25,7 +25,8 @@ _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs: a parameter (or "" for the run), what of it, and both sides as text."""
+    """One thing that differs: a parameter (or "" for the run), what of it, and both sides as
+    text."""
 
     parameter: str
     what: str
@@ -33,13 +34,19 @@ class Difference:
     b: str
 
 
-def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | None = None, rules: str | Path | None = None,
-         rules_b: str | Path | None = None) -> list[Difference]:
-    """Every difference in parameters, shapes, master weights, optimizer states, steps, hyper-parameters and counters.
+def diff(
+    a: str | Path,
+    b: str | Path,
+    progress: Callable[[int, int], None] | None = None,
+    rules: str | Path | None = None,
+    rules_b: str | Path | None = None,
+) -> list[Difference]:
+    """Every difference in parameters, shapes, master weights, optimizer states, steps,
+    hyper-parameters and counters.
 
-    Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are not compared: they are
-    casts of the masters. `progress(done, total)` counts bytes. `rules` is a file of rules (docs/rules.md)
-    for both, `rules_b` another one for b. Raises a UcpError.
+    Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are
+    not compared: they are casts of the masters. `progress(done, total)` counts bytes. `rules` is a
+    file of rules (docs/rules.md) for both, `rules_b` another one for b. Raises a UcpError.
     """
     with open_checkpoint(a, rules=rules) as one, open_checkpoint(b, rules=rules_b or rules) as two:
         out: list[Difference | _Values] = [*_run(one, two)]
@@ -51,24 +58,40 @@ def diff(a: str | Path, b: str | Path, progress: Callable[[int, int], None] | No
                 found = job.collect(progress)
             finally:  # also for Ctrl-C: what has not begun does not begin
                 job.cancel()
-        return [difference for one in out for difference in (found[one] if isinstance(one, _Values) else [one])]
+        return [
+            difference
+            for one in out
+            for difference in (found[one] if isinstance(one, _Values) else [one])
+        ]
 
 
 def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
     for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler"):
         a, b = one.meta.get(key), two.meta.get(key)
         if key == "lr_scheduler" and (one.pipeline or two.pipeline):
-            # each stage's scheduler counts its own groups; their rates are compared with the parameters' hyper-parameters
-            a, b = ({k: v for k, v in state.items() if k not in PER_GROUP} if isinstance(state, dict) else state
-                    for state in (a, b))
+            # each stage's scheduler counts its own groups; their rates are compared with the
+            # parameters' hyper-parameters
+            a, b = (
+                {k: v for k, v in state.items() if k not in PER_GROUP}
+                if isinstance(state, dict)
+                else state
+                for state in (a, b)
+            )
         if a != b:
             yield Difference("", key, repr(a), repr(b))
 
 
-def _parameter(one: Checkpoint, two: Checkpoint, name: str, job: "_Job") -> "Iterator[Difference | _Values]":
+def _parameter(
+    one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
+) -> "Iterator[Difference | _Values]":
     a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
     if a is None or b is None:
-        yield Difference(name, "parameter", "missing" if a is None else "present", "missing" if b is None else "present")
+        yield Difference(
+            name,
+            "parameter",
+            "missing" if a is None else "present",
+            "missing" if b is None else "present",
+        )
         return
     for what in ("shape", "kind"):
         if getattr(a, what) != getattr(b, what):
@@ -113,7 +136,8 @@ class _Job:
         self.waiting: dict[_Values, Future[list[Difference]]] = {}
 
     def want(self, spec: ParamSpec, states: Mapping[str, str]) -> None:
-        """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Raises a UcpError."""
+        """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Raises
+        a UcpError."""
         target = one_parameter(spec, states)
         self.targets.update((_Values(spec.name, state), target) for state in states)
         for reader in self.readers:
@@ -121,7 +145,9 @@ class _Job:
         for key in [_Values(spec.name, state) for state in states]:
             self.waiting[key] = self.threads.submit(self._compare, key)
 
-    def collect(self, progress: Callable[[int, int], None] | None) -> dict[_Values, list[Difference]]:
+    def collect(
+        self, progress: Callable[[int, int], None] | None
+    ) -> dict[_Values, list[Difference]]:
         """What differs. Raises DamagedFileError."""
         found: dict[_Values, list[Difference]] = {}
         total, done = sum(map(self._bytes, self.targets)), 0
@@ -150,7 +176,10 @@ class _Job:
             held = [self.memory.take(min(step, elems - low), dtype, which) for which in range(2)]
             for reader, memory in zip(self.readers, held, strict=True):
                 reader.fill(target, _whole(key.state), key.state, low, memory)
-            if _MEMCMP(*(ctypes.c_void_p(memory.data_ptr()) for memory in held), ctypes.c_size_t(held[0].nbytes)):
+            if _MEMCMP(
+                *(ctypes.c_void_p(memory.data_ptr()) for memory in held),
+                ctypes.c_size_t(held[0].nbytes),
+            ):
                 a, b = (memory.view(torch.uint8).view(-1, ITEMSIZE[dtype]) for memory in held)
                 unequal = (a != b).any(1).nonzero().reshape(-1)
                 at = int(unequal[0])
@@ -158,7 +187,13 @@ class _Job:
                 wrong += len(unequal)
         if first is None:
             return []
-        return [Difference(key.name, f"{key.state}, {wrong} of {elems} elements, the first is {first[0]}", *first[1:])]
+        return [
+            Difference(
+                key.name,
+                f"{key.state}, {wrong} of {elems} elements, the first is {first[0]}",
+                *first[1:],
+            )
+        ]
 
 
 def _whole(state: str) -> Slot:
@@ -166,7 +201,8 @@ def _whole(state: str) -> Slot:
 
 
 def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
-    """One state of one logical parameter, flat, checked against the CRC-32 of the records that it fills."""
+    """One state of one logical parameter, flat, checked against the CRC-32 of the records that it
+    fills."""
     source = checkpoint.manifest
     spec = source.by_name[name]
     dtype = dict(source.buffers[source.holders[name][0][0]].states)[state]
@@ -182,5 +218,9 @@ def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
 def one_parameter(spec: ParamSpec, states: Mapping[str, str]) -> Manifest:
     """A target that holds some states (name -> dtype) of one whole parameter."""
     size = math.prod(spec.shape)
-    return Manifest("canonical", Mesh(), (ParamSpec(spec.name, spec.shape, spec.dtype, spec.kind),),
-                    (FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", tuple(states.items())),))
+    return Manifest(
+        "canonical",
+        Mesh(),
+        (ParamSpec(spec.name, spec.shape, spec.dtype, spec.kind),),
+        (FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", tuple(states.items())),),
+    )

@@ -1,8 +1,8 @@
 """Carries out a plan: reads byte ranges of files into tensors.
 
-A run that is contiguous on both sides is read straight into the target's memory. Everything else goes through one
-staging buffer of bounded size, whatever the model: a rank's extra memory is STAGING_BYTES, or one row if
-that is larger.
+A run that is contiguous on both sides is read straight into the target's memory. Everything else
+goes through one staging buffer of bounded size, whatever the model: a rank's extra memory is
+STAGING_BYTES, or one row if that is larger.
 """
 
 import ctypes
@@ -21,12 +21,16 @@ from megatron_ucp.core.box import strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.pt_file import PtFile, Record
-from megatron_ucp.formats.safe_pickle import ITEMSIZE
+from megatron_ucp.formats.pt.reader import PtFile, Record
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 
 STAGING_BYTES = 32 * 2**20
-ROWS_FROM_BYTES = 64 * 2**10  # below this one read over the gaps costs less than a system call per row
-GAP_BYTES = 4096  # padding that nobody needs is read for a checksum up to this size, or 1/256 of the record
+ROWS_FROM_BYTES = (
+    64 * 2**10
+)  # below this one read over the gaps costs less than a system call per row
+GAP_BYTES = (
+    4096  # padding that nobody needs is read for a checksum up to this size, or 1/256 of the record
+)
 CRC_CHUNK_BYTES = 2**20  # small enough that the bytes are still in the cache when they are summed
 POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 _MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
@@ -49,7 +53,8 @@ class Run:
 
 @dataclass
 class Counts:
-    """What an execution read. `runs` cover the bytes with a CRC-32; `unsummed_bytes` are the others."""
+    """What an execution read. `runs` cover the bytes with a CRC-32; `unsummed_bytes` are the
+    others."""
 
     read_bytes: int = 0
     unsummed_bytes: int = 0
@@ -58,22 +63,29 @@ class Counts:
 
 
 def fresh(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new contiguous tensor like another one, its values not set. On a CPU its memory is there already.
+    """A new contiguous tensor like another one, its values not set. On a CPU its memory is there
+    already.
 
-    The system gives many pages at once in less time than one by one as they are first written, which takes a load longer
-    than copying the bytes from the page cache. (Huge pages were measured too: they save more, or cost twice as much
-    where a hypervisor takes free ones back.)
+    The system gives many pages at once in less time than one by one as they are first written,
+    which takes a load longer than copying the bytes from the page cache. (Huge pages were measured
+    too: they save more, or cost twice as much where a hypervisor takes free ones back.)
     """
     out = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     if _MADVISE is not None and out.device.type == "cpu":
-        start, stop = -(-out.data_ptr() // PAGESIZE) * PAGESIZE, (out.data_ptr() + out.nbytes) // PAGESIZE * PAGESIZE
-        if start < stop:  # whole pages of its own; a system that does not know the advice refuses it without harm
+        start, stop = (
+            -(-out.data_ptr() // PAGESIZE) * PAGESIZE,
+            (out.data_ptr() + out.nbytes) // PAGESIZE * PAGESIZE,
+        )
+        if (
+            start < stop
+        ):  # whole pages of its own; a system that does not know the advice refuses it without harm
             _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), POPULATE)
     return out
 
 
 def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = True) -> Counts:
-    """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of the plan).
+    """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of
+    the plan).
 
     Raises DamagedFileError where a file ends early or can't be read.
     """
@@ -89,8 +101,15 @@ def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = Tru
             read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
         elif _by_rows(op, places, out):
             memory = bytes_of(target(op.target.slot))
-            _read_rows(places[op.source.slot], op.source, op.shape, memory, op.target.offset * out.element_size(),
-                       op.target.strides, counts)
+            _read_rows(
+                places[op.source.slot],
+                op.source,
+                op.shape,
+                memory,
+                op.target.offset * out.element_size(),
+                op.target.strides,
+                counts,
+            )
         else:
             _through_staging(op, places[op.source.slot], out, staging, checksums, counts)
     fill_padding(plan.fills, target)
@@ -105,7 +124,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def fill_padding(fills: Sequence[Fill], target: Target) -> None:
     """Writes the zeros of a plan."""
     for fill in fills:
-        target(fill.slot)[fill.start:fill.stop].zero_()
+        target(fill.slot)[fill.start : fill.stop].zero_()
 
 
 def _file_order(op: Op, places: dict[Slot, Where]) -> tuple[str, int]:
@@ -124,8 +143,13 @@ def _view(flat: torch.Tensor, side: Side, shape: tuple[int, ...]) -> torch.Tenso
 
 def _same_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
     """Rows, contiguous on both sides, may be read straight into the target's memory."""
-    return (not isinstance(op, Cast) and op.source.strides[-1] == 1 and op.target.strides[-1] == 1
-            and out.device.type == "cpu" and out.dtype == DTYPES[places[op.source.slot].dtype])
+    return (
+        not isinstance(op, Cast)
+        and op.source.strides[-1] == 1
+        and op.target.strides[-1] == 1
+        and out.device.type == "cpu"
+        and out.dtype == DTYPES[places[op.source.slot].dtype]
+    )
 
 
 def _direct(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
@@ -137,13 +161,17 @@ def _by_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
 
 
 def _has_gaps(side: Side, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether a region is read row by row, as reading over its gaps would read what other ranks need."""
+    """Whether a region is read row by row, as reading over its gaps would read what other ranks
+    need."""
     span = 1 + sum((n - 1) * s for n, s in zip(shape, side.strides, strict=True))
     return side.strides[-1] == 1 and span > math.prod(shape) and span * itemsize > ROWS_FROM_BYTES
 
 
-def _rows(first_byte: int, strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> Iterator[range]:
-    """The first byte of each row of a region: a range over the second last dim, for each index of the dims before it."""
+def _rows(
+    first_byte: int, strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int
+) -> Iterator[range]:
+    """The first byte of each row of a region: a range over the second last dim, for each index of
+    the dims before it."""
     step = strides[-2] * itemsize
     outer = (range(0, n * s, s) for n, s in zip(shape[:-2], strides[:-2], strict=True))
     for at in itertools.product(*outer):
@@ -151,18 +179,31 @@ def _rows(first_byte: int, strides: tuple[int, ...], shape: tuple[int, ...], ite
         yield range(start, start + shape[-2] * step, step)
 
 
-def _read_rows(where: Where, side: Side, shape: tuple[int, ...], into: memoryview, first_byte: int, strides: tuple[int, ...],
-               counts: Counts) -> None:
-    """A region with gaps, row by row to `first_byte` of `into` with `strides` there. A gap leaves no CRC-32 to compare."""
+def _read_rows(
+    where: Where,
+    side: Side,
+    shape: tuple[int, ...],
+    into: memoryview,
+    first_byte: int,
+    strides: tuple[int, ...],
+    counts: Counts,
+) -> None:
+    """A region with gaps, row by row to `first_byte` of `into` with `strides` there. A gap leaves
+    no CRC-32 to compare."""
     itemsize = ITEMSIZE[where.dtype]
-    for starts, places in zip(_rows(_byte_offset(where, side), side.strides, shape, itemsize),
-                              _rows(first_byte, strides, shape, itemsize), strict=True):
+    for starts, places in zip(
+        _rows(_byte_offset(where, side), side.strides, shape, itemsize),
+        _rows(first_byte, strides, shape, itemsize),
+        strict=True,
+    ):
         where.file.read_rows_into(where.record, starts, shape[-1] * itemsize, into, places)
     counts.read_bytes += math.prod(shape) * itemsize
     counts.unsummed_bytes += math.prod(shape) * itemsize
 
 
-def read_run(where: Where, offset_bytes: int, into: memoryview, counts: Counts, checksums: bool = True) -> None:
+def read_run(
+    where: Where, offset_bytes: int, into: memoryview, counts: Counts, checksums: bool = True
+) -> None:
     """Reads a contiguous run, in the bytes of its record, into memory, and notes its CRC-32."""
     size = len(into)
     counts.read_bytes += size
@@ -172,7 +213,7 @@ def read_run(where: Where, offset_bytes: int, into: memoryview, counts: Counts, 
         return
     crc = 0
     for at in range(0, size, CRC_CHUNK_BYTES):
-        chunk = into[at:at + CRC_CHUNK_BYTES]
+        chunk = into[at : at + CRC_CHUNK_BYTES]
         where.file.read_into(where.record, offset_bytes + at, chunk)
         crc = isal_zlib.crc32(chunk, crc)
     path = str(where.file.path)
@@ -198,20 +239,32 @@ def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]
         yield tuple(slice(0, n) for n in shape)
         return
     dim = next(d for d, n in enumerate(shape) if n > 1)
-    rows = max(1, min(shape[dim] - 1, STAGING_BYTES // (math.prod(shape[dim + 1:]) * itemsize)))
+    rows = max(1, min(shape[dim] - 1, STAGING_BYTES // (math.prod(shape[dim + 1 :]) * itemsize)))
     for start in range(0, shape[dim], rows):
         stop = min(start + rows, shape[dim])
-        for index in _blocks((*shape[:dim], stop - start, *shape[dim + 1:]), itemsize):
-            yield (*index[:dim], slice(start + index[dim].start, start + index[dim].stop), *index[dim + 1:])
+        for index in _blocks((*shape[:dim], stop - start, *shape[dim + 1 :]), itemsize):
+            yield (
+                *index[:dim],
+                slice(start + index[dim].start, start + index[dim].stop),
+                *index[dim + 1 :],
+            )
 
 
-def _staged(side: Side, shape: tuple[int, ...], where: Where, staging: _Staging, checksums: bool,
-            counts: Counts) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+def _staged(
+    side: Side,
+    shape: tuple[int, ...],
+    where: Where,
+    staging: _Staging,
+    checksums: bool,
+    counts: Counts,
+) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """The source region block by block: the index of the block in the region, and its values."""
     itemsize, dtype = ITEMSIZE[where.dtype], DTYPES[where.dtype]
     for index in _blocks(shape, itemsize):
         extent = tuple(s.stop - s.start for s in index)
-        first = side.offset + sum(s.start * step for s, step in zip(index, side.strides, strict=True))
+        first = side.offset + sum(
+            s.start * step for s, step in zip(index, side.strides, strict=True)
+        )
         span = 1 + sum((n - 1) * s for n, s in zip(extent, side.strides, strict=True))
         base = where.offset_bytes + first * itemsize
         packed = math.prod(extent)
@@ -226,15 +279,20 @@ def _staged(side: Side, shape: tuple[int, ...], where: Where, staging: _Staging,
             yield index, torch.as_strided(memory.view(dtype), extent, side.strides, 0)
 
 
-def _through_staging(op: Copy, where: Where, out: torch.Tensor, staging: _Staging, checksums: bool,
-                     counts: Counts) -> None:
+def _through_staging(
+    op: Copy, where: Where, out: torch.Tensor, staging: _Staging, checksums: bool, counts: Counts
+) -> None:
     for index, values in _staged(op.source, op.shape, where, staging, checksums, counts):
         out[index].copy_(values)
 
 
-def _mean(op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Staging, counts: Counts) -> None:
+def _mean(
+    op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Staging, counts: Counts
+) -> None:
     if not out.dtype.is_floating_point:
-        raise UnsupportedError("the mean of copies that are no floating-point numbers", found=str(out.dtype))
+        raise UnsupportedError(
+            "the mean of copies that are no floating-point numbers", found=str(out.dtype)
+        )
     total = torch.zeros(op.shape, dtype=torch.float64)
     for side in op.sources:
         for index, values in _staged(side, op.shape, places[side.slot], staging, False, counts):
@@ -242,20 +300,32 @@ def _mean(op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Stag
     out.copy_(total / len(op.sources))
 
 
-def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record], opened: Callable[[str], PtFile], *,
-               rank: int = 0, world: int = 1, thorough: bool = False) -> tuple[int, int, int]:
+def check_runs(
+    runs: Sequence[Run],
+    records: dict[tuple[str, str], Record],
+    opened: Callable[[str], PtFile],
+    *,
+    rank: int = 0,
+    world: int = 1,
+    thorough: bool = False,
+) -> tuple[int, int, int]:
     """Compares the CRC-32 of records with the stored one; this rank takes every `world`-th record.
 
-    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is little enough, and with
-    `thorough` whatever it is. Returns bytes (checked, not checked, read here); unchecked are the runs of records of which a
-    large part was not read. Raises DamagedFileError.
+    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is
+    little enough, and with `thorough` whatever it is. Returns bytes (checked, not checked, read
+    here); unchecked are the runs of records of which a large part was not read. Raises
+    DamagedFileError.
     """
     by_record: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
     for run in runs:
         held = by_record.setdefault((run.file, run.record), {})
         if held.setdefault((run.start, run.size), run.crc) != run.crc:
-            raise DamagedFileError("two ranks read different bytes from one place", file=run.file, parameter=run.record,
-                                   fix="check the storage; load again")
+            raise DamagedFileError(
+                "two ranks read different bytes from one place",
+                file=run.file,
+                parameter=run.record,
+                fix="check the storage; load again",
+            )
     checked = unchecked = extra = 0
     for key in sorted(records if thorough else by_record)[rank::world]:
         parts, record = by_record.get(key, {}), records[key]
@@ -270,16 +340,23 @@ def check_runs(runs: Sequence[Run], records: dict[tuple[str, str], Record], open
             continue
         crc, gap_bytes = whole
         if crc != record.crc32:
-            raise DamagedFileError("a tensor record is damaged", file=key[0], parameter=key[1],
-                                   expected=f"CRC-32 {record.crc32:#010x}", found=f"{crc:#010x}")
+            raise DamagedFileError(
+                "a tensor record is damaged",
+                file=key[0],
+                parameter=key[1],
+                expected=f"CRC-32 {record.crc32:#010x}",
+                found=f"{crc:#010x}",
+            )
         checked += read
         extra += gap_bytes
     return checked, unchecked, extra
 
 
-def _completed(file: PtFile, record: Record, parts: dict[tuple[int, int], int], thorough: bool) -> tuple[int, int] | None:
-    """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps; None for large gaps, which
-    are read too if it is to be `thorough`, and for runs that overlap.
+def _completed(
+    file: PtFile, record: Record, parts: dict[tuple[int, int], int], thorough: bool
+) -> tuple[int, int] | None:
+    """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps;
+    None for large gaps, which are read too if it is to be `thorough`, and for runs that overlap.
 
     Of runs that start together (ranks that need the same bytes) the longest is taken.
     """
@@ -293,7 +370,7 @@ def _completed(file: PtFile, record: Record, parts: dict[tuple[int, int], int], 
             return None
         memory = bytearray(min(start - at, CRC_CHUNK_BYTES))
         while at < start:
-            block = memoryview(memory)[:start - at]
+            block = memoryview(memory)[: start - at]
             file.read_into(record, at, block)
             crc, at = isal_zlib.crc32(block, crc), at + len(block)
         if start in longest:

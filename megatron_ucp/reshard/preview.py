@@ -1,4 +1,5 @@
-"""What a resume would read, rank by rank, from manifests alone: no tensor is touched, no rank needs to exist."""
+"""What a resume would read, rank by rank, from manifests alone: no tensor is touched, no rank needs
+to exist."""
 
 import math
 import re
@@ -7,30 +8,31 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows, prove
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.core.target import Target
-from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Family, Model, Sizes
-from megatron_ucp.formats.native_writer import state_file
-from megatron_ucp.formats.opened import open_checkpoint
-from megatron_ucp.formats.pickle_values import ITEMSIZE
+from megatron_ucp.formats.deepspeed.native_writer import state_file
+from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import target_manifest
 
-# Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it reads over gaps.
+# Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
+# reads over gaps.
 STAGING_BYTES, ROWS_FROM_BYTES = 32 * 2**20, 64 * 2**10
 _ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 
 @dataclass(frozen=True)
 class RankReads:
-    """What one rank reads: `files` -> bytes, the number of strided copies, the bytes of the states that it fills, and the most
-    memory that it needs meanwhile besides the model's weights."""
+    """What one rank reads: `files` -> bytes, the number of strided copies, the bytes of the states
+    that it fills, and the most memory that it needs meanwhile besides the model's weights."""
 
     rank: int
     coord: Coord
@@ -55,73 +57,128 @@ class Preview:
     notes: tuple[str, ...] = ()
 
 
-def preview(path: str | Path, target: Target, tag: str | None = None, rules: str | Path | None = None,
-            config: Mapping[str, object] | None = None, progress: Callable[[int, int], None] | None = None) -> Preview:
-    """What a job on the target's mesh would read of a checkpoint. `progress(done, total)` counts ranks. Raises a UcpError."""
+def preview(
+    path: str | Path,
+    target: Target,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    config: Mapping[str, object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Preview:
+    """What a job on the target's mesh would read of a checkpoint. `progress(done, total)` counts
+    ranks. Raises a UcpError."""
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
         target = origin.completed(target, config)
         layers = origin.layers() if target.mesh.pp > 1 else None
-        manifest = target_manifest(source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted)
-        return of_manifests(source.manifest, manifest, lambda slot: Path(source.where(slot).file.path).relative_to(
-            source.folder).as_posix(), progress, (*source.notes, *origin.notes))
+        manifest = target_manifest(
+            source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted
+        )
+        return of_manifests(
+            source.manifest,
+            manifest,
+            lambda slot: Path(source.where(slot).file.path).relative_to(source.folder).as_posix(),
+            progress,
+            (*source.notes, *origin.notes),
+        )
 
 
-def simulate(family: str, sizes: Sizes, source_mesh: Mesh, target: Target, config: Mapping[str, object] | None = None,
-             progress: Callable[[int, int], None] | None = None) -> Preview:
-    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's two moments.
-    Raises a UcpError."""
+def simulate(
+    family: str,
+    sizes: Sizes,
+    source_mesh: Mesh,
+    target: Target,
+    config: Mapping[str, object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Preview:
+    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's
+    two moments. Raises a UcpError."""
     found = find_family(family)
     whole = paper_manifest(found, sizes)
     for mesh in (source_mesh, target.mesh):
         Model(found, sizes).check_cut(mesh.tp)  # heads, which shapes alone do not show
     layers = found.layers([spec.name for spec in whole.params]) if found.layers else None
-    chosen = [replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers").completed(said)
-              for one, said in ((Target(source_mesh), {}), (target, config or {}))]
+    chosen = [
+        replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers").completed(said)
+        for one, said in ((Target(source_mesh), {}), (target, config or {}))
+    ]
     of = [target_manifest(whole, one, layers, family) for one in chosen]
     return of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot), progress)
 
 
 def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
-    """A model on one rank: two groups, matrices with weight decay and all else without. Raises UsageError, LayoutError."""
+    """A model on one rank: two groups, matrices with weight decay and all else without. Raises
+    UsageError, LayoutError."""
     model = Model(family, sizes)
-    params = tuple(ParamSpec(name, declared.shape, "bfloat16", layout=declared.layout) for name, declared in model.table.items())
+    params = tuple(
+        ParamSpec(name, declared.shape, "bfloat16", layout=declared.layout)
+        for name, declared in model.table.items()
+    )
     buffers: list[FlatBuffer] = []
-    for number, chosen in enumerate((lambda spec: len(spec.shape) > 1, lambda spec: len(spec.shape) <= 1)):
+    for number, chosen in enumerate(
+        (lambda spec: len(spec.shape) > 1, lambda spec: len(spec.shape) <= 1)
+    ):
         for spec in filter(chosen, params):
             size = math.prod(spec.shape)
-            buffers.append(FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", _ADAM, number))
-    return Manifest("zero0", Mesh(), params, tuple(buffers), ({"weight_decay": 0.1}, {"weight_decay": 0.0}),
-                    tuple({"step": 1.0} for _ in buffers), family=model.family.name)
+            buffers.append(
+                FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", _ADAM, number)
+            )
+    return Manifest(
+        "zero0",
+        Mesh(),
+        params,
+        tuple(buffers),
+        ({"weight_decay": 0.1}, {"weight_decay": 0.0}),
+        tuple({"step": 1.0} for _ in buffers),
+        family=model.family.name,
+    )
 
 
-def of_manifests(source: Manifest, target: Manifest, file_of: Callable[[Slot], str],
-                 progress: Callable[[int, int], None] | None = None, notes: tuple[str, ...] = ()) -> Preview:
-    """Every rank of the target's mesh. Each rank's plan is proved. Raises PlanError, InexactError."""
+def of_manifests(
+    source: Manifest,
+    target: Manifest,
+    file_of: Callable[[Slot], str],
+    progress: Callable[[int, int], None] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Preview:
+    """Every rank of the target's mesh. Each rank's plan is proved. Raises PlanError,
+    InexactError."""
     mesh, windows, out = target.mesh, Windows(source, target), list[RankReads]()
-    read_of: dict[Slot, list[tuple[str, int]]] = {}  # where the states of a source's place are: file, bytes of an element
+    read_of: dict[
+        Slot, list[tuple[str, int]]
+    ] = {}  # where the states of a source's place are: file, bytes of an element
     for rank in range(mesh.world):
         coord, files, copies, filled = mesh.coord(rank), Counter[str](), 0, 0
         for place in _places(target, mesh, rank, coord):
             buffer = target.buffers[place.buffer]
-            # masters and moments are cut alike on both sides: what is planned and proved for the first holds for all
+            # masters and moments are cut alike on both sides: what is planned and proved for the
+            # first holds for all
             plan = windows.plan(place, place.state, 0, buffer.partition_elems)
             prove(plan, source, target)
             for op in plan.ops:
                 for side in _sources(op):
                     if side.slot not in read_of:
                         held = dict(source.buffers[side.slot.buffer].states)
-                        read_of[side.slot] = [(file_of(replace(side.slot, state=state)), ITEMSIZE[held[state]])
-                                              for state, _ in buffer.states]
+                        read_of[side.slot] = [
+                            (file_of(replace(side.slot, state=state)), ITEMSIZE[held[state]])
+                            for state, _ in buffer.states
+                        ]
                     for file, itemsize in read_of[side.slot]:
                         files[file] += read_size(op, side, itemsize)
             copies += len(plan.ops) * len(buffer.states)
             filled += buffer.partition_elems * sum(ITEMSIZE[dtype] for _, dtype in buffer.states)
-        out.append(RankReads(rank, coord, dict(sorted(files.items())), copies, filled, filled + STAGING_BYTES))
+        out.append(
+            RankReads(
+                rank, coord, dict(sorted(files.items())), copies, filled, filled + STAGING_BYTES
+            )
+        )
         if progress is not None:
             progress(rank + 1, mesh.world)
-    stored = sum(math.prod(source.by_name[name].shape) * ITEMSIZE[dtype] for name, held in source.holders.items()
-                 for _, dtype in source.buffers[held[0][0]].states)
+    stored = sum(
+        math.prod(source.by_name[name].shape) * ITEMSIZE[dtype]
+        for name, held in source.holders.items()
+        for _, dtype in source.buffers[held[0][0]].states
+    )
     return Preview(str(source.mesh), str(mesh), tuple(out), stored, notes)
 
 
@@ -139,39 +196,60 @@ def _sources(op: Op) -> tuple[Side, ...]:
 
 
 def read_size(op: Op, side: Side, itemsize: int) -> int:
-    """Bytes that `execute` reads for one side of an operation: a small region with the gaps in it, a large one row by row."""
+    """Bytes that `execute` reads for one side of an operation: a small region with the gaps in it,
+    a large one row by row."""
     span = 1 + sum((n - 1) * step for n, step in zip(op.shape, side.strides, strict=True))
     rows = side.strides[-1] == 1 and span * itemsize > ROWS_FROM_BYTES
     return (op.box.numel if rows else span) * itemsize
 
 
 def draw(found: Preview, file: str | Path) -> None:
-    """A picture of who reads what from whom: a row for each rank, a column for each file. Raises UsageError without matplotlib
-    and for a file that can't be written."""
+    """A picture of who reads what from whom: a row for each rank, a column for each file. Raises
+    UsageError without matplotlib and for a file that can't be written."""
     try:
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
     names = sorted({name for one in found.ranks for name in one.files}, key=_numbers)
-    table = [[one.files[name] / 2**20 if name in one.files else math.nan for name in names] for one in found.ranks]
-    figure = Figure(figsize=(min(5 + 0.3 * len(names), 14), min(4 + 0.22 * len(found.ranks), 14)), layout="constrained")
+    table = [
+        [one.files[name] / 2**20 if name in one.files else math.nan for name in names]
+        for one in found.ranks
+    ]
+    figure = Figure(
+        figsize=(min(5 + 0.3 * len(names), 14), min(4 + 0.22 * len(found.ranks), 14)),
+        layout="constrained",
+    )
     axes = figure.add_subplot()
     # few bytes must be seen too: every file costs its rank an open and a seek
-    image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=LogNorm())
+    image = axes.imshow(
+        table, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=LogNorm()
+    )
     axes.set_title(f"{found.source_mesh}  to  {found.mesh}", fontsize=9)
     axes.set_xlabel("file of the checkpoint")
     axes.set_ylabel("rank that reads it (tp, pp, dp)")
     if len(names) <= 64:
-        axes.set_xticks(range(len(names)), [name.removesuffix("_states.pt") for name in names], rotation=90, fontsize=7)
+        axes.set_xticks(
+            range(len(names)),
+            [name.removesuffix("_states.pt") for name in names],
+            rotation=90,
+            fontsize=7,
+        )
     if len(found.ranks) <= 64:
-        labels = [f"{one.rank} ({one.coord.tp}, {one.coord.pp}, {one.coord.dp})" for one in found.ranks]
+        labels = [
+            f"{one.rank} ({one.coord.tp}, {one.coord.pp}, {one.coord.dp})" for one in found.ranks
+        ]
         axes.set_yticks(range(len(found.ranks)), labels, fontsize=7)
     figure.colorbar(image, label="MiB read")
     try:
         figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib does not know
-        raise UsageError("the picture can't be written", file=file, found=f"{type(error).__name__}: {error}") from None
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: a kind of file that matplotlib does not know
+        raise UsageError(
+            "the picture can't be written", file=file, found=f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def _numbers(name: str) -> list[str | int]:
@@ -179,7 +257,10 @@ def _numbers(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-_FLAGS = {"gpt": {"positions": 1024}, "llama": {"biases": False, "norm_biases": False, "gated": True}}
+_FLAGS = {
+    "gpt": {"positions": 1024},
+    "llama": {"biases": False, "norm_biases": False, "gated": True},
+}
 
 
 def paper_sizes(family: str, text: str) -> Sizes:
@@ -193,12 +274,23 @@ def paper_sizes(family: str, text: str) -> Sizes:
         given[name] = int(value)
     missing = [name for name in ("layers", "hidden", "heads", "vocab") if not given.get(name)]
     if missing:
-        raise UsageError("a size of the model is missing", expected="layers, hidden, heads, vocab and what differs from the usual",
-                         found=f"no {missing[0]}")
+        raise UsageError(
+            "a size of the model is missing",
+            expected="layers, hidden, heads, vocab and what differs from the usual",
+            found=f"no {missing[0]}",
+        )
     heads = given["heads"]
     if given["hidden"] % heads and "head_dim" not in given:
-        raise UsageError("the heads do not divide the hidden size", expected=f"heads that divide {given['hidden']}, or head_dim",
-                         found=heads)
-    usual = {"groups": heads, "head_dim": given["hidden"] // heads, "ffn": 4 * given["hidden"], "true_vocab": given["vocab"],
-             **_FLAGS.get(family, {})}
+        raise UsageError(
+            "the heads do not divide the hidden size",
+            expected=f"heads that divide {given['hidden']}, or head_dim",
+            found=heads,
+        )
+    usual = {
+        "groups": heads,
+        "head_dim": given["hidden"] // heads,
+        "ffn": 4 * given["hidden"],
+        "true_vocab": given["vocab"],
+        **_FLAGS.get(family, {}),
+    }
     return Sizes(**{**usual, **given})  # type: ignore[arg-type]

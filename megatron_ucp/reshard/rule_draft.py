@@ -1,4 +1,5 @@
-"""A first file of rules from what a checkpoint says by itself; what it can't know is marked and left open."""
+"""A first file of rules from what a checkpoint says by itself; what it can't know is marked and
+left open."""
 
 import json
 import re
@@ -8,9 +9,9 @@ from pathlib import Path
 
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.errors import UcpError, UsageError
-from megatron_ucp.formats import stock_info
+from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.durable import Syncs, replace_text
 from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
-from megatron_ucp.formats.tags import Syncs, replace_text
 from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
 from megatron_ucp.reshard.verify import Progress
 
@@ -25,15 +26,21 @@ class _Known:
 
 
 def draft_rules(path: str | Path, tag: str | None = None, progress: Progress | None = None) -> str:
-    """The text of a TOML file. `progress(done, total)` counts parameters. Raises a UcpError for a checkpoint that can't be read."""
+    """The text of a TOML file. `progress(done, total)` counts parameters. Raises a UcpError for a
+    checkpoint that can't be read."""
     with survey(path, tag, progress) as seen:
-        lines = [f"# Drafted from {_plain(str(seen.checkpoint.folder))} ({seen.manifest.mesh}).",
-                 f'# Every rule says what it was taken from. "{UNKNOWN}" must be filled in; what says CHECK may be wrong.',
-                 f"format = {FORMAT}"]
+        lines = [
+            f"# Drafted from {_plain(str(seen.checkpoint.folder))} ({seen.manifest.mesh}).",
+            f'# Every rule says what it was taken from. "{UNKNOWN}" must be filled in; what says '
+            "CHECK may be wrong.",
+            f"format = {FORMAT}",
+        ]
         lines += _pipeline(seen)
         groups: dict[str, list[Held]] = {}
         for held in seen.held:
-            if held.kind != "buffer" or (held.recorded is not None and not isinstance(held.recorded.layout, Replicate)):
+            if held.kind != "buffer" or (
+                held.recorded is not None and not isinstance(held.recorded.layout, Replicate)
+            ):
                 groups.setdefault(_pattern(held.name), []).append(held)
         for pattern, members in groups.items():
             lines += _rules(seen, pattern, members)
@@ -41,15 +48,23 @@ def draft_rules(path: str | Path, tag: str | None = None, progress: Progress | N
 
 
 def write_draft(text: str, out: str | Path, overwrite: bool = False) -> None:
-    """Writes a draft whole or not at all. Raises UsageError for a file that exists, or can't be written."""
+    """Writes a draft whole or not at all. Raises UsageError for a file that exists, or can't be
+    written."""
     path = Path(out)
     if path.exists() and not overwrite:
-        raise UsageError("the file for the draft exists", file=path, expected="a new file", found="one that is there",
-                         fix="give another --out, or --force to replace it")
+        raise UsageError(
+            "the file for the draft exists",
+            file=path,
+            expected="a new file",
+            found="one that is there",
+            fix="give another --out, or --force to replace it",
+        )
     try:
         replace_text(path, text, Syncs(True))
     except OSError as error:
-        raise UsageError("the draft can't be written", file=path, found=error.strerror, fix="give another --out") from None
+        raise UsageError(
+            "the draft can't be written", file=path, found=error.strerror, fix="give another --out"
+        ) from None
 
 
 def _rules(seen: Survey, pattern: str, members: list[Held]) -> Iterator[str]:
@@ -80,7 +95,10 @@ def _known(seen: Survey, held: Held) -> _Known | None:
         return _Known(f"universal_checkpoint_info is no help: {error.problem}", None)
     if stock_info.is_matched(seen.info, held.pipe, file):
         return _Known("from universal_checkpoint_info", spec.layout, spec.extent)
-    return _Known("stock DeepSpeed's default: no pattern of universal_checkpoint_info matches; CHECK", spec.layout)
+    return _Known(
+        "stock DeepSpeed's default: no pattern of universal_checkpoint_info matches; CHECK",
+        spec.layout,
+    )
 
 
 def _by_values(members: list[Held]) -> _Known:
@@ -89,13 +107,20 @@ def _by_values(members: list[Held]) -> _Known:
     if ONE in seen:
         return _Known("can't be known from one tensor-parallel rank", None)
     if DIFFERENT in seen and all(len(held.local) == 1 for held in members):
-        return _Known("the ranks hold different values, and there is one dim to cut; CHECK: not fused parts, not Partial",
-                      Shard("tp", 0))
+        return _Known(
+            "the ranks hold different values, and there is one dim to cut; CHECK: not fused parts, "
+            "not Partial",
+            Shard("tp", 0),
+        )
     if DIFFERENT in seen:
-        return _Known("the ranks hold different values: it is cut, but along which dim can't be known", None)
+        return _Known(
+            "the ranks hold different values: it is cut, but along which dim can't be known", None
+        )
     if EQUAL in seen:
         return _Known("seen: every rank holds the same values", Replicate())
-    return _Known("every rank holds one and the same constant: whether it is cut can't be known", None)
+    return _Known(
+        "every rank holds one and the same constant: whether it is cut can't be known", None
+    )
 
 
 def _rule(pattern: str, members: list[Held], known: _Known) -> Iterator[str]:
@@ -103,7 +128,9 @@ def _rule(pattern: str, members: list[Held], known: _Known) -> Iterator[str]:
     count = "1 parameter" if len(members) == 1 else f"{len(members)} parameters"
     yield ""
     yield f"# {known.source}"
-    yield f"# {count}; a rank holds {', '.join(shapes[:3])}{' and others' if len(shapes) > 3 else ''}"
+    yield (
+        f"# {count}; a rank holds {', '.join(shapes[:3])}{' and others' if len(shapes) > 3 else ''}"
+    )
     yield "[[rule]]"
     yield f"pattern = {_text(pattern)}"
     yield from _body(known)
@@ -126,7 +153,8 @@ def _body(known: _Known) -> list[str]:
     return out + ([f"vocabulary = {known.extent.true}"] if known.extent else [])
 
 
-# ---------------------------------------------------------------- names
+# ------------------------------------------------ names
+
 
 def _pattern(name: str) -> str:
     r"""The name as a pattern in which every part that is a number is `\d+`."""
@@ -136,9 +164,14 @@ def _pattern(name: str) -> str:
 def _pipeline(seen: Survey) -> Iterator[str]:
     names = seen.manifest.names
     if seen.stock_names:
-        yield from ("", "# Names as the pipeline has them, by position. To compare with a model without a pipeline, say its names:",
-                    r"#   pattern = '(?P<position>\d+)\.(?P<rest>.+)'", "#   name = 'decoder.layers.{position-1}.{rest}'",
-                    *_entry("(?P<name>.+)", "{name}"))
+        yield from (
+            "",
+            "# Names as the pipeline has them, by position. To compare with a model without a "
+            "pipeline, say its names:",
+            r"#   pattern = '(?P<position>\d+)\.(?P<rest>.+)'",
+            "#   name = 'decoder.layers.{position-1}.{rest}'",
+            *_entry("(?P<name>.+)", "{name}"),
+        )
         return
     same_rest: dict[str, list[str]] = {}
     for pipe in names:
@@ -156,7 +189,8 @@ def _pipeline(seen: Survey) -> Iterator[str]:
 
 
 def _template(pipe: str, name: str) -> str:
-    """The canonical name with its first number as a field that follows the position; "" where that is not possible."""
+    """The canonical name with its first number as a field that follows the position; "" where that
+    is not possible."""
     head = pipe.partition(".")[0]
     found = re.fullmatch(r"([^{}0-9]+\.)([0-9]+)(\.[^{}]+)", name)
     if not head.isdecimal() or found is None:
@@ -171,8 +205,11 @@ def _entry(pattern: str, name: str) -> Iterator[str]:
 
 def _text(text: str) -> str:
     """A TOML string; in single quotes, where backslashes are plain, if that can be."""
-    return f"'{text}'" if text.isprintable() and "'" not in text else json.dumps(text, ensure_ascii=False).replace(
-        "\x7f", "\\u007f")
+    return (
+        f"'{text}'"
+        if text.isprintable() and "'" not in text
+        else json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    )
 
 
 def _plain(text: str) -> str:

@@ -1,4 +1,5 @@
-"""A file of rules against a checkpoint: what no rule matches, what two match, what matches nothing, what can't be true."""
+"""A file of rules against a checkpoint: what no rule matches, what two match, what matches nothing,
+what can't be true."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.rules import RuleSet, nearest, same_layout
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats import stock_info
-from megatron_ucp.formats.declared import compared_name, compared_spec, renamed
+from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
 from megatron_ucp.reshard.verify import Finding, Progress, finding_of
@@ -26,11 +27,13 @@ class Checked:
     parameters: int
 
 
-def check_rules(path: str | Path, rules: str | Path, tag: str | None = None, progress: Progress | None = None) -> Checked:
+def check_rules(
+    path: str | Path, rules: str | Path, tag: str | None = None, progress: Progress | None = None
+) -> Checked:
     """Compares the rules of a file with a checkpoint. `progress(done, total)` counts parameters.
 
-    Raises RuleError for a file that can't be used, NotFoundError where there is no checkpoint, and other UcpErrors for one
-    that can't be read.
+    Raises RuleError for a file that can't be used, NotFoundError where there is no checkpoint, and
+    other UcpErrors for one that can't be read.
     """
     found = read_rules(rules)
     with survey(path, tag, progress) as seen:
@@ -51,20 +54,39 @@ class _Check:
             self._rules.check_length(held.name)
         named = self._check_names()
         if named is None:
-            self.notes.append("layouts were not checked, as the parameters of the pipeline have no names")
+            self.notes.append(
+                "layouts were not checked, as the parameters of the pipeline have no names"
+            )
         elif self._rules.rules:
             for held in self._seen.held:
                 self._check_parameter(held, named.get(held.name, held.name))
             names = [named.get(held.name, held.name) for held in self._seen.held]
-            self._check_used([rule.pattern for rule in self._rules.rules], lambda name: [
-                rule.pattern for rule in self._rules.rules if rule.matches(name)], names, "rule")
+            self._check_used(
+                [rule.pattern for rule in self._rules.rules],
+                lambda name: [rule.pattern for rule in self._rules.rules if rule.matches(name)],
+                names,
+                "rule",
+            )
         elif self._seen.tp > 1 and not self._seen.recorded and not self._seen.info:
-            self.findings.append(Finding("the file has no rule, and the checkpoint does not say how it is cut", self._rules.source,
-                                         expected="[[rule]]", found="none"))
+            self.findings.append(
+                Finding(
+                    "the file has no rule, and the checkpoint does not say how it is cut",
+                    self._rules.source,
+                    expected="[[rule]]",
+                    found="none",
+                )
+            )
         if self._seen.tp == 1:
-            self.notes.append("one tensor-parallel rank wrote the checkpoint: no value can contradict a layout")
-        return Checked(str(self._seen.checkpoint.folder), self._rules.source, tuple(self.findings), tuple(self.notes),
-                       len(self._seen.held))
+            self.notes.append(
+                "one tensor-parallel rank wrote the checkpoint: no value can contradict a layout"
+            )
+        return Checked(
+            str(self._seen.checkpoint.folder),
+            self._rules.source,
+            tuple(self.findings),
+            tuple(self.notes),
+            len(self._seen.held),
+        )
 
     def _note(self, check: Callable[[], object]) -> bool:
         """Whether a check passes; what it raises is a finding."""
@@ -76,51 +98,99 @@ class _Check:
         return True
 
     def _check_names(self) -> dict[str, str] | None:
-        """Canonical names by the [[pipeline]] entries, where the checkpoint needs them; None where they are wrong."""
+        """Canonical names by the [[pipeline]] entries, where the checkpoint needs them; None where
+        they are wrong."""
         recorded, rules = self._seen.manifest.names, self._rules
         names = self._seen.stock_names or list(recorded)
         if not self._seen.stock_names and not (names and rules.pipeline):
             return {}
-        self._check_used([entry.pattern for entry in rules.pipeline], lambda pipe: [
-            entry.pattern for entry in rules.pipeline if entry.matches(pipe)], names, "[[pipeline]] entry")
+        self._check_used(
+            [entry.pattern for entry in rules.pipeline],
+            lambda pipe: [entry.pattern for entry in rules.pipeline if entry.matches(pipe)],
+            names,
+            "[[pipeline]] entry",
+        )
         if not self._seen.stock_names:
             for pipe, name in recorded.items():
-                self._note(lambda pipe=pipe, name=name: compared_name(pipe, name, rules, self._manifest_file))
+                self._note(
+                    lambda pipe=pipe, name=name: compared_name(
+                        pipe, name, rules, self._manifest_file
+                    )
+                )
             return {}
         good = [self._note(lambda pipe=pipe: rules.canonical(pipe)) for pipe in names]
         out: dict[str, str] = {}
         return out if all(good) and self._note(lambda: out.update(renamed(names, rules))) else None
 
-    def _check_used(self, patterns: list[str], matching: Callable[[str], list[str]], names: list[str], what: str) -> None:
+    def _check_used(
+        self, patterns: list[str], matching: Callable[[str], list[str]], names: list[str], what: str
+    ) -> None:
         used = {pattern for name in names for pattern in matching(name)}
-        self.findings += [Finding(f"a {what} matches no parameter", self._rules.source, expected=f"the nearest is "
-                                  f"{nearest(pattern, names)}", found=pattern) for pattern in patterns if pattern not in used]
+        self.findings += [
+            Finding(
+                f"a {what} matches no parameter",
+                self._rules.source,
+                expected=f"the nearest is {nearest(pattern, names)}",
+                found=pattern,
+            )
+            for pattern in patterns
+            if pattern not in used
+        ]
 
     def _check_parameter(self, held: Held, name: str) -> None:
         found: list[ParamSpec] = []
         if held.kind == "buffer" and not self._rules.matching(name):
             return
-        if not self._note(lambda: found.append(self._rules.declare(name, held.local, {"tp": self._seen.tp}))):
+        if not self._note(
+            lambda: found.append(self._rules.declare(name, held.local, {"tp": self._seen.tp}))
+        ):
             return
         layout = found[0].layout
         if held.recorded is not None:
-            self._note(lambda: compared_spec(held.recorded or found[0], self._seen.manifest, self._rules, self._manifest_file))
+            self._note(
+                lambda: compared_spec(
+                    held.recorded or found[0], self._seen.manifest, self._rules, self._manifest_file
+                )
+            )
         elif self._seen.info and self._seen.tp > 1 and held.kind != "buffer":
             self._note(lambda: self._check_info(held, found[0]))
         if isinstance(layout, Replicate) and held.copies == DIFFERENT:
-            self.findings.append(Finding("a rule says Replicate, but the ranks hold different values", self._rules.source, name,
-                                         "the same bits on every rank", "different ones"))
+            self.findings.append(
+                Finding(
+                    "a rule says Replicate, but the ranks hold different values",
+                    self._rules.source,
+                    name,
+                    "the same bits on every rank",
+                    "different ones",
+                )
+            )
         if not isinstance(layout, Replicate | Partial) and held.copies == EQUAL:
-            self.findings.append(Finding("a rule cuts a parameter of which every rank holds the same values", self._rules.source,
-                                         name, "Replicate", str(layout)))
+            self.findings.append(
+                Finding(
+                    "a rule cuts a parameter of which every rank holds the same values",
+                    self._rules.source,
+                    name,
+                    "Replicate",
+                    str(layout),
+                )
+            )
 
     def _check_info(self, held: Held, spec: ParamSpec) -> None:
         file = self._seen.checkpoint.full_path(self._seen.checkpoint.model_name)
-        stock = stock_info.declared(self._seen.info, held.pipe, held.local, self._seen.tp, file).layout
+        stock = stock_info.declared(
+            self._seen.info, held.pipe, held.local, self._seen.tp, file
+        ).layout
         if same_layout(stock, spec.layout):
             return
         if not stock_info.is_matched(self._seen.info, held.pipe, file):
-            self.notes.append(f"{spec.name}: {spec.layout}, where stock DeepSpeed's default is {stock}")
+            self.notes.append(
+                f"{spec.name}: {spec.layout}, where stock DeepSpeed's default is {stock}"
+            )
             return
-        raise RuleError("a rule contradicts universal_checkpoint_info", file=self._rules.source, parameter=spec.name,
-                        expected=f"{stock}, as {file} says", found=spec.layout)
+        raise RuleError(
+            "a rule contradicts universal_checkpoint_info",
+            file=self._rules.source,
+            parameter=spec.name,
+            expected=f"{stock}, as {file} says",
+            found=spec.layout,
+        )

@@ -1,4 +1,5 @@
-"""What a checkpoint says by itself about how its parameters are cut: the manifest, stock's patterns, the ranks' bytes."""
+"""What a checkpoint says by itself about how its parameters are cut: the manifest, stock's
+patterns, the ranks' bytes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,26 +11,30 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
-from megatron_ucp.core.names import TIED
 from megatron_ucp.core.plan import cuts_of
 from megatron_ucp.core.rules import Rename, Rule, RuleSet
-from megatron_ucp.formats.declared import says_layouts
-from megatron_ucp.formats.deepspeed_paths import resolve
-from megatron_ucp.formats.opened import Checkpoint, open_checkpoint
-from megatron_ucp.formats.pickle_values import ITEMSIZE
+from megatron_ucp.formats.deepspeed.declared import says_layouts
+from megatron_ucp.formats.deepspeed.paths import resolve
+from megatron_ucp.formats.deepspeed.pipe_names import TIED
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
 from megatron_ucp.reshard.verify import Progress, read_copy
 
 _BLOCK_BYTES = 4 * 2**20
-# Under Partial every rank holds a copy of its own, which is all that is known before somebody says more.
-_NOTHING_KNOWN = RuleSet("nothing", (Rule("(?s:.*)", Partial("tp")),), (Rename("(?P<name>(?s:.*))", "{name}"),))
+# Under Partial every rank holds a copy of its own, which is all that is known before somebody says
+# more.
+_NOTHING_KNOWN = RuleSet(
+    "nothing", (Rule("(?s:.*)", Partial("tp")),), (Rename("(?P<name>(?s:.*))", "{name}"),)
+)
 ONE, EQUAL, CONSTANT, DIFFERENT = "one", "equal", "constant", "different"
 
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter: the shape that a rank holds; whether the tensor-parallel ranks' copies are the same bytes (CONSTANT: the
-    same, and one value only; ONE: there is one rank); the spec, where a manifest says it. `pipe` is its name in stock
-    DeepSpeed's patterns, which is that of the pipeline where there is one."""
+    """One parameter: the shape that a rank holds; whether the tensor-parallel ranks' copies are the
+    same bytes (CONSTANT: the same, and one value only; ONE: there is one rank); the spec, where a
+    manifest says it. `pipe` is its name in stock DeepSpeed's patterns, which is that of the
+    pipeline where there is one."""
 
     name: str
     pipe: str
@@ -41,8 +46,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Survey:
-    """An opened checkpoint. `stock_names` are names in a pipeline that nothing maps to canonical ones; `info` is stock
-    DeepSpeed's `universal_checkpoint_info`, or empty."""
+    """An opened checkpoint. `stock_names` are names in a pipeline that nothing maps to canonical
+    ones; `info` is stock DeepSpeed's `universal_checkpoint_info`, or empty."""
 
     checkpoint: Checkpoint
     held: tuple[Held, ...]
@@ -64,9 +69,12 @@ class Survey:
 
 
 @contextmanager
-def survey(path: str | Path, tag: str | None = None, progress: Progress | None = None) -> Iterator[Survey]:
-    """Opens a checkpoint without being told how it is cut, and compares the ranks' copies of each parameter up to the first
-    byte that differs. `progress(done, total)` counts parameters. Raises a UcpError."""
+def survey(
+    path: str | Path, tag: str | None = None, progress: Progress | None = None
+) -> Iterator[Survey]:
+    """Opens a checkpoint without being told how it is cut, and compares the ranks' copies of each
+    parameter up to the first byte that differs. `progress(done, total)` counts parameters. Raises a
+    UcpError."""
     folder = resolve(path, tag)
     has_manifest = (folder / FILE_NAME).is_file()
     with open_checkpoint(folder, rules=None if has_manifest else _NOTHING_KNOWN) as checkpoint:
@@ -74,13 +82,28 @@ def survey(path: str | Path, tag: str | None = None, progress: Progress | None =
         pipes = {name: pipe for pipe, name in manifest.names.items()}
         for spec in manifest.params:
             local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (manifest.mesh.tp, 0)})
-            held.append(Held(spec.name, pipes.get(spec.name, spec.name), local, spec.kind, _copies(checkpoint, spec.name),
-                             spec if has_manifest and says_layouts(manifest) else None))
+            held.append(
+                Held(
+                    spec.name,
+                    pipes.get(spec.name, spec.name),
+                    local,
+                    spec.kind,
+                    _copies(checkpoint, spec.name),
+                    spec if has_manifest and says_layouts(manifest) else None,
+                )
+            )
             if progress is not None:
                 progress(len(held), len(manifest.params))
         info: Any = checkpoint.meta.get("universal_checkpoint_info")
-        stock_names = list(manifest.names) or [one.name for one in held if re.match(rf"[0-9]+\.|{TIED}\.", one.name)]
-        yield Survey(checkpoint, tuple(held), info if isinstance(info, dict) else {}, [] if has_manifest else stock_names)
+        stock_names = list(manifest.names) or [
+            one.name for one in held if re.match(rf"[0-9]+\.|{TIED}\.", one.name)
+        ]
+        yield Survey(
+            checkpoint,
+            tuple(held),
+            info if isinstance(info, dict) else {},
+            [] if has_manifest else stock_names,
+        )
 
 
 def _copies(checkpoint: Checkpoint, name: str) -> str:
@@ -94,7 +117,10 @@ def _copies(checkpoint: Checkpoint, name: str) -> str:
     size, width, seen = buffer.members[m].size, ITEMSIZE[dtype], set[bytes]()
     step = _BLOCK_BYTES // width
     for low in range(0, size, step):
-        first, *others = (read_copy(checkpoint, place, state, dtype, low, min(low + step, size)) for place in places)
+        first, *others = (
+            read_copy(checkpoint, place, state, dtype, low, min(low + step, size))
+            for place in places
+        )
         if any(other != first for other in others):
             return DIFFERENT
         seen.add(first[:width])

@@ -1,4 +1,5 @@
-"""Reads what a plan says window by window, from several threads, in memory that does not grow with the model."""
+"""Reads what a plan says window by window, from several threads, in memory that does not grow with
+the model."""
 
 import os
 import threading
@@ -12,10 +13,18 @@ import torch
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Copy, Slot, Want, Windows, make_plan, one_state, prove
 from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.opened import Checkpoint
-from megatron_ucp.formats.pickle_values import ITEMSIZE
-from megatron_ucp.formats.pt_file import Record
-from megatron_ucp.reshard.execute import DTYPES, Counts, Run, bytes_of, check_runs, execute, read_run
+from megatron_ucp.formats.pt.reader import Record
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import Checkpoint
+from megatron_ucp.reshard.execute import (
+    DTYPES,
+    Counts,
+    Run,
+    bytes_of,
+    check_runs,
+    execute,
+    read_run,
+)
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 
@@ -24,7 +33,8 @@ MOST_THREADS = 8  # each has windows of its own: the memory must not grow with t
 
 @dataclass(frozen=True, slots=True)
 class _Straight:
-    """A run of a slot that lies in one piece in the source too: `elems` elements from `start`, there from `offset`."""
+    """A run of a slot that lies in one piece in the source too: `elems` elements from `start`,
+    there from `offset`."""
 
     start: int
     elems: int
@@ -33,7 +43,8 @@ class _Straight:
 
 
 class WindowReader:
-    """One source. What is read was planned and proved as a whole before; what was read can be checked afterwards."""
+    """One source. What is read was planned and proved as a whole before; what was read can be
+    checked afterwards."""
 
     def __init__(self, source: Checkpoint, allow: frozenset[str] = frozenset()) -> None:
         self.source, self.allow, self.read_bytes = source, allow, 0
@@ -44,30 +55,50 @@ class WindowReader:
         self._runs: list[Run] = []
         self._records: dict[tuple[str, str], Record] = {}
 
-    def prove(self, target: Manifest, wants: Iterable[Want], allow: frozenset[str] = frozenset()) -> None:
+    def prove(
+        self, target: Manifest, wants: Iterable[Want], allow: frozenset[str] = frozenset()
+    ) -> None:
         """Plans what will be read into a target, and looks every place up. Raises a UcpError."""
         plan = make_plan(self.source.manifest, target, list(wants), self.allow | allow)
         prove(one_state(plan), self.source.manifest, target)
         self._targets[id(target)] = target, self.allow | allow
-        self._places.update((slot, self.source.where(slot)) for slot in plan.sources if slot not in self._places)
+        self._places.update(
+            (slot, self.source.where(slot)) for slot in plan.sources if slot not in self._places
+        )
         runs: dict[Slot, list[_Straight] | None] = {slot: [] for slot, _ in plan.wants}
         for op in plan.ops:
             held = runs[op.target.slot]
-            if type(op) is not Copy or op.shape != (op.box.numel,) or op.source.strides != (1,) or op.target.strides != (1,):
+            if (
+                type(op) is not Copy
+                or op.shape != (op.box.numel,)
+                or op.source.strides != (1,)
+                or op.target.strides != (1,)
+            ):
                 runs[op.target.slot] = None
             elif held is not None:
-                held.append(_Straight(op.target.offset, op.shape[0], op.source.slot, op.source.offset))
-        self._straight.update(((id(target), slot), sorted(held, key=lambda run: run.start)) for slot, held in runs.items()
-                              if held is not None)
+                held.append(
+                    _Straight(op.target.offset, op.shape[0], op.source.slot, op.source.offset)
+                )
+        self._straight.update(
+            ((id(target), slot), sorted(held, key=lambda run: run.start))
+            for slot, held in runs.items()
+            if held is not None
+        )
 
-    def fill(self, target: Manifest, slot: Slot, state: str, low: int, memory: torch.Tensor) -> None:
-        """Reads elements from `low` of a slot of a target that was proved into memory of its dtype, which is filled."""
+    def fill(
+        self, target: Manifest, slot: Slot, state: str, low: int, memory: torch.Tensor
+    ) -> None:
+        """Reads elements from `low` of a slot of a target that was proved into memory of its dtype,
+        which is filled."""
         counts, sources = Counts(), set[Slot]()
         if (id(target), slot) in self._straight:
             self._fill_straight(self._straight[id(target), slot], low, memory, counts, sources)
         else:
             plan = self._windows(target).plan(slot, state, low, low + memory.numel())
-            counts, sources = execute(plan, self._places.__getitem__, lambda _: memory), {*plan.sources}
+            counts, sources = (
+                execute(plan, self._places.__getitem__, lambda _: memory),
+                {*plan.sources},
+            )
         with self._lock:
             self.read_bytes += counts.read_bytes
             self._runs += counts.runs
@@ -76,17 +107,24 @@ class WindowReader:
                 where = self._places[source]
                 self._records.setdefault((where.file.path, where.record.name), where.record)
 
-    def _fill_straight(self, runs: list[_Straight], low: int, memory: torch.Tensor, counts: Counts, sources: set[Slot]) -> None:
+    def _fill_straight(
+        self,
+        runs: list[_Straight],
+        low: int,
+        memory: torch.Tensor,
+        counts: Counts,
+        sources: set[Slot],
+    ) -> None:
         """Without a plan for the window, which takes longer than reading it."""
         into, size, filled = bytes_of(memory), memory.element_size(), 0
-        for run in runs[max(0, bisect_right(runs, low, key=lambda run: run.start) - 1):]:
+        for run in runs[max(0, bisect_right(runs, low, key=lambda run: run.start) - 1) :]:
             first, last = max(run.start, low), min(run.start + run.elems, low + memory.numel())
             if run.start >= low + memory.numel():
                 break
             if first < last:
                 where = self._places[run.source]
                 at = where.offset_bytes + (run.offset + first - run.start) * size
-                read_run(where, at, into[(first - low) * size:(last - low) * size], counts)
+                read_run(where, at, into[(first - low) * size : (last - low) * size], counts)
                 sources.add(run.source)
                 filled += last - first
         if filled < memory.numel():  # padding, between runs or behind them
@@ -95,8 +133,11 @@ class WindowReader:
     def _zero(self, runs: list[_Straight], low: int, memory: torch.Tensor) -> None:
         at = 0
         for run in runs:
-            first, last = (min(max(edge - low, 0), memory.numel()) for edge in (run.start, run.start + run.elems))
-            memory[at:max(at, first)].zero_()
+            first, last = (
+                min(max(edge - low, 0), memory.numel())
+                for edge in (run.start, run.start + run.elems)
+            )
+            memory[at : max(at, first)].zero_()
             at = max(at, last)
         memory[at:].zero_()
 
@@ -108,24 +149,32 @@ class WindowReader:
         return held[id(target)]
 
     def check(self, thorough: bool) -> None:
-        """Compares what was read with the CRC-32 of its records; `thorough`: every record, and what nobody needed is read for
-        that. Raises DamagedFileError."""
-        summed = {key: record for key, record in self._records.items() if self.source.opened(key[0]).has_checksums}
+        """Compares what was read with the CRC-32 of its records; `thorough`: every record, and what
+        nobody needed is read for that. Raises DamagedFileError."""
+        summed = {
+            key: record
+            for key, record in self._records.items()
+            if self.source.opened(key[0]).has_checksums
+        }
         self.source.check_used()
         self.read_bytes += check_runs(self._runs, summed, self.source.opened, thorough=thorough)[2]
 
 
 def pool() -> ThreadPoolExecutor:
-    """A thread for each core: reading, summing and copying let go of the interpreter. torch's own threads would be too many."""
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), initializer=torch.set_num_threads, initargs=(1,))
+    """A thread for each core: reading, summing and copying let go of the interpreter. torch's own
+    threads would be too many."""
+    return ThreadPoolExecutor(
+        min(os.cpu_count() or 1, MOST_THREADS), initializer=torch.set_num_threads, initargs=(1,)
+    )
 
 
 class Memory(threading.local):
     """A window of each thread's own."""
 
     def take(self, elems: int, dtype: str, which: int = 0) -> torch.Tensor:
-        """Of that many elements; `which` tells several windows of a thread apart. The next call for it overwrites them."""
+        """Of that many elements; `which` tells several windows of a thread apart. The next call for
+        it overwrites them."""
         held: dict[int, torch.Tensor] = self.__dict__.setdefault("held", {})
         if which not in held:
             held[which] = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        return held[which][:elems * ITEMSIZE[dtype]].view(DTYPES[dtype])
+        return held[which][: elems * ITEMSIZE[dtype]].view(DTYPES[dtype])

@@ -1,7 +1,8 @@
-"""Random models on random meshes, and an oracle that cuts them without the package's boxes and layouts.
+"""Random models on random meshes, and an oracle that cuts them without the package's boxes and
+layouts.
 
-The oracle numbers every element of a logical tensor and cuts the array of numbers with numpy: what a slot must hold is
-then a list of numbers, -1 for padding.
+The oracle numbers every element of a logical tensor and cuts the array of numbers with numpy: what
+a slot must hold is then a list of numbers, -1 for padding.
 """
 
 from dataclasses import dataclass, replace
@@ -10,12 +11,12 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_ucp.core import zero
+from megatron_ucp.core import flat
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, cuts_of
-from megatron_ucp.core.zero import FlatBuffer, Member
 
 SIZES = (1, 2, 3, 4)
 WIDTH = 12  # divides by every size above
@@ -51,7 +52,9 @@ def layouts(draw: st.DrawFn, shape: list[int]) -> Layout:
         shape[other] = WIDTH * (4 if other == dim else 1)
         return ShardHy((("tp", dim), ("etp", other)))
     unit = draw(st.integers(1, 2)) if kind == "unit" else 1
-    parts = tuple(WIDTH * unit * n for n in draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
+    parts = tuple(
+        WIDTH * unit * n for n in draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    )
     shape[dim] = sum(parts)
     return ShardNC("tp", dim, parts, unit)
 
@@ -73,29 +76,46 @@ def meshes(draw: st.DrawFn) -> Mesh:
     etp = draw(st.sampled_from([s for s in (1, 2) if s]))
     dp = draw(st.sampled_from([1, 2, 3, 5, 8])) * etp
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    return Mesh(tp=tp, pp=pp, vpp=draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1, etp=etp, dp=dp,
-                zero=draw(st.sampled_from([0, 1, 2, 3])),
-                order=draw(st.sampled_from(["dp-pp", "pp-dp"])))
+    return Mesh(
+        tp=tp,
+        pp=pp,
+        vpp=draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1,
+        etp=etp,
+        dp=dp,
+        zero=draw(st.sampled_from([0, 1, 2, 3])),
+        order=draw(st.sampled_from(["dp-pp", "pp-dp"])),
+    )
 
 
 Place = tuple[tuple[str, int], ...]
 
 
 def places(mesh: Mesh) -> list[Place]:
-    """Where buffers may lie: each stage's virtual stages, in the order in which layers run through them."""
+    """Where buffers may lie: each stage's virtual stages, in the order in which layers run through
+    them."""
     if mesh.pp == 1:
         return [()]
-    return [(("pp", pp), *((("vpp", vpp),) if mesh.vpp > 1 else ())) for vpp in range(mesh.vpp) for pp in range(mesh.pp)]
+    return [
+        (("pp", pp), *((("vpp", vpp),) if mesh.vpp > 1 else ()))
+        for vpp in range(mesh.vpp)
+        for pp in range(mesh.pp)
+    ]
 
 
 @st.composite
 def holdings(draw: st.DrawFn, model: Model, mesh: Mesh) -> dict[Place, list[int]]:
-    """The parameters of each place: runs of uneven lengths (in the order of the virtual stages, so that a stage with several
-    of them holds several runs), and the other holders of what is tied. Places may stay empty."""
+    """The parameters of each place: runs of uneven lengths (in the order of the virtual stages, so
+    that a stage with several of them holds several runs), and the other holders of what is tied.
+    Places may stay empty."""
     every = places(mesh)
     count = len(model.shapes)
-    cuts = sorted(draw(st.lists(st.integers(0, count), min_size=len(every) - 1, max_size=len(every) - 1)))
-    out = {place: list(range(a, b)) for place, a, b in zip(every, [0, *cuts], [*cuts, count], strict=True)}
+    cuts = sorted(
+        draw(st.lists(st.integers(0, count), min_size=len(every) - 1, max_size=len(every) - 1))
+    )
+    out = {
+        place: list(range(a, b))
+        for place, a, b in zip(every, [0, *cuts], [*cuts, count], strict=True)
+    }
     for index in sorted(model.tied):
         for place in draw(st.lists(st.sampled_from(every), max_size=2, unique=True)):
             if index not in out[place]:
@@ -105,40 +125,71 @@ def holdings(draw: st.DrawFn, model: Model, mesh: Mesh) -> dict[Place, list[int]
 
 @st.composite
 def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest:
-    """The model on a random mesh, in a random order, with or without alignment, round robin and sub-groups."""
+    """The model on a random mesh, in a random order, with or without alignment, round robin and
+    sub-groups."""
     mesh = draw(meshes())
     specs = []
     for i, (shape, layout) in enumerate(zip(model.shapes, model.layouts, strict=True)):
-        order = draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else range(len(shape))
-        specs.append(ParamSpec(model.name(i), shape, "bfloat16", "trainable", layout, order=tuple(order)))
+        order = (
+            draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else range(len(shape))
+        )
+        specs.append(
+            ParamSpec(model.name(i), shape, "bfloat16", "trainable", layout, order=tuple(order))
+        )
     ordering = draw(st.permutations(range(len(specs))))
     held = draw(holdings(model, mesh))
     buffers: list[FlatBuffer] = []
-    for place in draw(st.permutations(list(held))):  # the order of buffers says nothing about stages
+    for place in draw(
+        st.permutations(list(held))
+    ):  # the order of buffers says nothing about stages
         for group in range(model.groups):
             members = [i for i in ordering if i in held[place] and i % model.groups == group]
             if members:
-                buffers += [replace(b, at=place) for b in draw(flat_buffers([specs[i] for i in members], mesh, group, dtype))]
-    return Manifest("zero", mesh, tuple(specs), tuple(buffers), groups=tuple({"lr": 0.1} for _ in range(model.groups)))
+                buffers += [
+                    replace(b, at=place)
+                    for b in draw(flat_buffers([specs[i] for i in members], mesh, group, dtype))
+                ]
+    return Manifest(
+        "zero",
+        mesh,
+        tuple(specs),
+        tuple(buffers),
+        groups=tuple({"lr": 0.1} for _ in range(model.groups)),
+    )
 
 
 @st.composite
-def flat_buffers(draw: st.DrawFn, specs: list[ParamSpec], mesh: Mesh, group: int, dtype: str) -> list[FlatBuffer]:
+def flat_buffers(
+    draw: st.DrawFn, specs: list[ParamSpec], mesh: Mesh, group: int, dtype: str
+) -> list[FlatBuffer]:
     place = {"tp": (mesh.tp, 0), "etp": (mesh.etp, 0)}
     sizes = [int(np.prod(oracle_local(s, place).shape)) for s in specs]
     states = (("fp32", dtype), ("exp_avg", "float32"))
     common = {"states": states, "group": group, "axes": ("tp", "etp")}
     if mesh.zero == 0:
-        return [FlatBuffer((Member(s.name, 0, n),), n, 1, "whole", **common) for s, n in zip(specs, sizes, strict=True)]
+        return [
+            FlatBuffer((Member(s.name, 0, n),), n, 1, "whole", **common)
+            for s, n in zip(specs, sizes, strict=True)
+        ]
     if mesh.zero < 3:
-        order = zero.round_robin(len(specs), mesh.dp) if draw(st.booleans()) else list(range(len(specs)))
-        starts, used = zero.aligned_starts([sizes[i] for i in order], draw(st.sampled_from([1, 4, 8])))
-        members = tuple(Member(specs[i].name, start, sizes[i]) for i, start in zip(order, starts, strict=True))
-        return [FlatBuffer(members, zero.whole_length(used, mesh.dp), mesh.dp, "whole", **common)]
+        order = (
+            flat.round_robin(len(specs), mesh.dp)
+            if draw(st.booleans())
+            else list(range(len(specs)))
+        )
+        starts, used = flat.aligned_starts(
+            [sizes[i] for i in order], draw(st.sampled_from([1, 4, 8]))
+        )
+        members = tuple(
+            Member(specs[i].name, start, sizes[i]) for i, start in zip(order, starts, strict=True)
+        )
+        return [FlatBuffer(members, flat.whole_length(used, mesh.dp), mesh.dp, "whole", **common)]
     out = []
-    for chosen in zero.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
-        starts, used = zero.aligned_starts([-(-sizes[i] // mesh.dp) for i in chosen])
-        members = tuple(Member(specs[i].name, start, sizes[i]) for i, start in zip(chosen, starts, strict=True))
+    for chosen in flat.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
+        starts, used = flat.aligned_starts([-(-sizes[i] // mesh.dp) for i in chosen])
+        members = tuple(
+            Member(specs[i].name, start, sizes[i]) for i, start in zip(chosen, starts, strict=True)
+        )
         out.append(FlatBuffer(members, used, mesh.dp, "each", **common))
     return out
 
@@ -157,8 +208,10 @@ def oracle_local(spec: ParamSpec, place: dict[str, tuple[int, int]]) -> np.ndarr
     elif isinstance(layout, ShardNC):
         size, index = place[layout.axis]
         edges = np.cumsum(layout.parts)[:-1]
-        full = np.concatenate([np.split(part, size, layout.dim)[index]
-                               for part in np.split(full, edges, layout.dim)], layout.dim)
+        full = np.concatenate(
+            [np.split(part, size, layout.dim)[index] for part in np.split(full, edges, layout.dim)],
+            layout.dim,
+        )
     return full.transpose(spec.order) if spec.order else full
 
 
@@ -169,25 +222,33 @@ def oracle_slots(manifest: Manifest, state: str) -> dict[Slot, np.ndarray]:
     for b, buffer in enumerate(manifest.buffers):
         for cut in cuts_of(manifest, buffer):
             place = {axis: (manifest.mesh.size(axis), index) for axis, index in cut}
-            flats = [oracle_local(manifest.by_name[m.param], place).reshape(-1) + (numbers[m.param] << 32)
-                     for m in buffer.members]
+            flats = [
+                oracle_local(manifest.by_name[m.param], place).reshape(-1)
+                + (numbers[m.param] << 32)
+                for m in buffer.members
+            ]
             for part in range(buffer.partitions):
                 if buffer.rule == "whole":
                     whole = np.full(buffer.length, -1)
                     for member, flat in zip(buffer.members, flats, strict=True):
-                        whole[member.start:member.start + len(flat)] = flat
+                        whole[member.start : member.start + len(flat)] = flat
                     held = whole.reshape(buffer.partitions, -1)[part]
                 else:
                     chunks = []
                     for flat in flats:
                         width = -(-len(flat) // buffer.partitions)
-                        padded = np.concatenate([flat, np.full(width * buffer.partitions - len(flat), -1)])
-                        chunks.append(padded[part * width:(part + 1) * width])
+                        padded = np.concatenate(
+                            [flat, np.full(width * buffer.partitions - len(flat), -1)]
+                        )
+                        chunks.append(padded[part * width : (part + 1) * width])
                     held = np.concatenate(chunks)
                 out[Slot(b, cut, part, state)] = held
     return out
 
 
 def all_wants(manifest: Manifest, state: str) -> list[tuple[Slot, str]]:
-    return [(Slot(b, cut, part, state), state) for b, buffer in enumerate(manifest.buffers)
-            for cut, part in product(cuts_of(manifest, buffer), range(buffer.partitions))]
+    return [
+        (Slot(b, cut, part, state), state)
+        for b, buffer in enumerate(manifest.buffers)
+        for cut, part in product(cuts_of(manifest, buffer), range(buffer.partitions))
+    ]

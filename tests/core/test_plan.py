@@ -1,4 +1,5 @@
-"""The laws of resharding on random models, meshes and buffers, against an oracle that does not use the package's boxes."""
+"""The laws of resharding on random models, meshes and buffers, against an oracle that does not use
+the package's boxes."""
 
 from dataclasses import replace
 
@@ -8,33 +9,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.core.box import Box
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec, from_json, to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Cast, Copy, Mean, Slot, make_plan, prove
-from megatron_ucp.core.zero import FlatBuffer, Member
 from megatron_ucp.errors import InexactError, PlanError
 from tests.core.strategies import all_wants, manifests, models, oracle_slots
 
 ALLOW = frozenset({"mean"})
 
 
-def carry(source: Manifest, target: Manifest, held: dict[Slot, np.ndarray], state: str = "fp32") -> dict[Slot, np.ndarray]:
-    """Runs a proved plan on integer arrays; every target element starts as a value that no source holds."""
+def carry(
+    source: Manifest, target: Manifest, held: dict[Slot, np.ndarray], state: str = "fp32"
+) -> dict[Slot, np.ndarray]:
+    """Runs a proved plan on integer arrays; every target element starts as a value that no source
+    holds."""
     plan = make_plan(source, target, all_wants(target, state), ALLOW)
     prove(plan, source, target)
     out = {slot: np.full(target.buffers[slot.buffer].partition_elems, -7) for slot, _ in plan.wants}
     for op in plan.ops:
         side = op.sources[0] if isinstance(op, Mean) else op.source
-        _view(out[op.target.slot], op.target, op.shape)[...] = _view(held[side.slot], side, op.shape)
+        _view(out[op.target.slot], op.target, op.shape)[...] = _view(
+            held[side.slot], side, op.shape
+        )
     for fill in plan.fills:
-        assert (out[fill.slot][fill.start:fill.stop] == -7).all(), "padding is produced twice"
-        out[fill.slot][fill.start:fill.stop] = -1
+        assert (out[fill.slot][fill.start : fill.stop] == -7).all(), "padding is produced twice"
+        out[fill.slot][fill.start : fill.stop] = -1
     return out
 
 
 def _view(flat, side, shape):
-    view = np.lib.stride_tricks.as_strided(flat[side.offset:], shape, [s * flat.itemsize for s in side.strides])
+    view = np.lib.stride_tricks.as_strided(
+        flat[side.offset :], shape, [s * flat.itemsize for s in side.strides]
+    )
     last = side.offset + sum((n - 1) * s for n, s in zip(shape, side.strides, strict=True))
     assert 0 <= side.offset <= last < len(flat), "a copy leaves its buffer"
     return view
@@ -72,26 +80,34 @@ def test_two_steps_equal_one_and_a_round_trip_is_the_identity(journey):
 @settings(max_examples=200, deadline=None)
 @given(journeys(2))
 def test_of_a_tie_the_first_stage_is_read_and_every_stage_written(journey):
-    """Copies that are not the first may hold anything; what each place of the target must hold is the oracle's."""
+    """Copies that are not the first may hold anything; what each place of the target must hold is
+    the oracle's."""
     source, target = journey
     held = oracle_slots(source, "fp32")
     poisoned = {slot: flat.copy() for slot, flat in held.items()}
     for name, holders in source.holders.items():
-        assert [source.buffers[b].at for b, _ in holders] == sorted(source.buffers[b].at for b, _ in holders)
+        assert [source.buffers[b].at for b, _ in holders] == sorted(
+            source.buffers[b].at for b, _ in holders
+        )
         for b, m in holders[1:]:
             for slot, flat in poisoned.items():
                 if slot.buffer == b:
                     for fragment in source.buffers[b].fragments(slot.part):
                         if fragment.member == m:
-                            flat[fragment.offset:fragment.offset + fragment.high - fragment.low] = -9
-            assert any((poisoned[slot] != held[slot]).any() for slot in held if slot.buffer == b), name
+                            flat[
+                                fragment.offset : fragment.offset + fragment.high - fragment.low
+                            ] = -9
+            assert any((poisoned[slot] != held[slot]).any() for slot in held if slot.buffer == b), (
+                name
+            )
     same(carry(source, target, poisoned), oracle_slots(target, "fp32"))
 
 
 @settings(max_examples=200, deadline=None)
 @given(journeys(2))
 def test_the_comparison_sees_a_wrong_first_stage(journey):
-    """Negative control of the law above: wrong values in the copy that is read arrive in the target."""
+    """Negative control of the law above: wrong values in the copy that is read arrive in the
+    target."""
     source, target = journey
     tied = [held[0] for held in source.holders.values() if len(held) > 1]
     if not tied:
@@ -101,7 +117,7 @@ def test_the_comparison_sees_a_wrong_first_stage(journey):
     for slot, flat in held.items():
         for fragment in source.buffers[b].fragments(slot.part) if slot.buffer == b else ():
             if fragment.member == m:
-                flat[fragment.offset:fragment.offset + fragment.high - fragment.low] = -9
+                flat[fragment.offset : fragment.offset + fragment.high - fragment.low] = -9
     with pytest.raises(AssertionError):
         same(carry(source, target, held), oracle_slots(target, "fp32"))
 
@@ -109,7 +125,8 @@ def test_the_comparison_sees_a_wrong_first_stage(journey):
 @settings(max_examples=150, deadline=None)
 @given(journeys(2))
 def test_a_holder_that_is_not_written_is_found(journey):
-    """Negative control of "every holder is written": without the copies into one stage the proof fails."""
+    """Negative control of "every holder is written": without the copies into one stage the proof
+    fails."""
     source, target = journey
     later = [held[-1][0] for held in target.holders.values() if len(held) > 1]
     plan = make_plan(source, target, all_wants(target, "fp32"), ALLOW)
@@ -121,7 +138,8 @@ def test_a_holder_that_is_not_written_is_found(journey):
 
 
 def test_the_random_models_have_stages_of_all_kinds():
-    """The laws above are about something: uneven stages, several runs in a stage, ties over stages, empty stages."""
+    """The laws above are about something: uneven stages, several runs in a stage, ties over stages,
+    empty stages."""
     seen: set[str] = set()
 
     @settings(max_examples=300, deadline=None, database=None)
@@ -133,23 +151,39 @@ def test_the_random_models_have_stages_of_all_kinds():
             at = dict(buffer.at)
             by_stage.setdefault(at.get("pp", 0), set()).add(at.get("vpp", 0))
         if manifest.mesh.pp > 1:
-            counts = [sum(len(b.members) for b in manifest.buffers if dict(b.at)["pp"] == stage)
-                      for stage in range(manifest.mesh.pp)]
-            seen.update({"uneven"} if len({c for c in counts if c}) > 1 else set(), {"empty"} if 0 in counts else set())
+            counts = [
+                sum(len(b.members) for b in manifest.buffers if dict(b.at)["pp"] == stage)
+                for stage in range(manifest.mesh.pp)
+            ]
+            seen.update(
+                {"uneven"} if len({c for c in counts if c}) > 1 else set(),
+                {"empty"} if 0 in counts else set(),
+            )
         if any(len(runs) > 1 for runs in by_stage.values()):
             seen.add("several runs")
         if any(len(held) > 1 for held in manifest.holders.values()):
             seen.add("tied")
+
     look()
     assert seen == {"uneven", "empty", "several runs", "tied"}
 
 
-@pytest.mark.parametrize(("at", "words"), [(((), ()), "held twice"), (((("pp", 1),), (("pp", 1),)), "held twice"),
-                                           (((("pp", 0),), (("pp", 2),)), "no place"), (((("tp", 0),), ()), "no place"),
-                                           (((("pp", 0), ("vpp", 2)), ()), "no place")])
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        (((), ()), "held twice"),
+        (((("pp", 1),), (("pp", 1),)), "held twice"),
+        (((("pp", 0),), (("pp", 2),)), "no place"),
+        (((("tp", 0),), ()), "no place"),
+        (((("pp", 0), ("vpp", 2)), ()), "no place"),
+    ],
+)
 def test_a_place_that_is_none_and_one_that_is_taken(at, words):
     spec = ParamSpec("w", (4,), "float32")
-    buffers = tuple(FlatBuffer((Member("w", 0, 4),), 4, 1, "whole", (("fp32", "float32"),), 0, place) for place in at)
+    buffers = tuple(
+        FlatBuffer((Member("w", 0, 4),), 4, 1, "whole", (("fp32", "float32"),), 0, place)
+        for place in at
+    )
     with pytest.raises(ValueError, match=words):
         Manifest("zero", Mesh(pp=2, vpp=2), (spec,), buffers, groups=({},))
 
@@ -173,18 +207,38 @@ def test_the_proof_finds_a_planted_fault(journey, data):
         "dropped": (),
         "twice": (op, op),
         "moved": (replace(op, target=replace(op.target, offset=op.target.offset + 1)),),
-        "other slot": (replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=99))),),
-        "other stage": (replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=(
-            op.target.slot.buffer + 1) % len(target.buffers)))),) if len(target.buffers) > 1 else (),
-        "box moved": (replace(op, box=Box(tuple(s + 1 for s in op.box.start), tuple(s + 1 for s in op.box.stop))),),
-        "read past the end": (replace(op, source=replace(op.source, offset=10**9)) if not isinstance(op, Mean) else
-                              replace(op, sources=(replace(op.sources[0], offset=10**9),)),),
+        "other slot": (
+            replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=99))),
+        ),
+        "other stage": (
+            replace(
+                op,
+                target=replace(
+                    op.target,
+                    slot=replace(
+                        op.target.slot, buffer=(op.target.slot.buffer + 1) % len(target.buffers)
+                    ),
+                ),
+            ),
+        )
+        if len(target.buffers) > 1
+        else (),
+        "box moved": (
+            replace(
+                op, box=Box(tuple(s + 1 for s in op.box.start), tuple(s + 1 for s in op.box.stop))
+            ),
+        ),
+        "read past the end": (
+            replace(op, source=replace(op.source, offset=10**9))
+            if not isinstance(op, Mean)
+            else replace(op, sources=(replace(op.sources[0], offset=10**9),)),
+        ),
     }
     if not op.box.start:  # a 0-d box can't be moved
         del faults["box moved"]
     ops = faults[data.draw(st.sampled_from(sorted(faults)))]
     with pytest.raises(PlanError):
-        prove(replace(plan, ops=plan.ops[:at] + ops + plan.ops[at + 1:]), source, target)
+        prove(replace(plan, ops=plan.ops[:at] + ops + plan.ops[at + 1 :]), source, target)
 
 
 @settings(max_examples=100, deadline=None)
@@ -200,8 +254,13 @@ def test_the_proof_needs_the_padding(journey):
 def one(layout, shape, tp, states=(("fp32", "float32"),), name="w"):
     spec = ParamSpec(name, shape, "bfloat16", "trainable", layout)
     size = int(np.prod(layout.local_shape(name, shape, {"tp": (tp, 0)})))
-    return Manifest("zero", Mesh(tp=tp), (spec,), (FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, 0),),
-                    groups=({},))
+    return Manifest(
+        "zero",
+        Mesh(tp=tp),
+        (spec,),
+        (FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, 0),),
+        groups=({},),
+    )
 
 
 def test_copies_of_a_partial_parameter_are_averaged_only_on_request():
@@ -219,8 +278,10 @@ def test_each_rank_keeps_its_own_copy_of_a_partial_parameter():
     assert all(op.source.slot == op.target.slot for op in ops)
 
 
-@pytest.mark.parametrize(("have", "want", "lossless"), [("bfloat16", "float32", True), ("float32", "bfloat16", False),
-                                                        ("float16", "bfloat16", False)])
+@pytest.mark.parametrize(
+    ("have", "want", "lossless"),
+    [("bfloat16", "float32", True), ("float32", "bfloat16", False), ("float16", "bfloat16", False)],
+)
 def test_a_cast_that_rounds_is_refused_unless_named(have, want, lossless):
     source, target = (one(Replicate(), (4,), 1, (("fp32", d),)) for d in (have, want))
     wants = all_wants(target, "fp32")

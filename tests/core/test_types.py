@@ -1,4 +1,5 @@
-"""The core types one by one: what they refuse when they are built, and oracles that are not ours."""
+"""The core types one by one: what they refuse when they are built, and oracles that are not
+ours."""
 
 import json
 import os
@@ -9,15 +10,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ucp.core import zero
+from megatron_ucp.core import flat
 from megatron_ucp.core.box import Box, flat_boxes, flat_index, whole
-from megatron_ucp.core.layout import Extent, Partial, Piece, Replicate, Shard, ShardHy, ShardNC, layout_from_json, layout_to_json
-from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec, from_json, plain_name, to_json
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.layout import (
+    Extent,
+    Partial,
+    Piece,
+    Replicate,
+    Shard,
+    ShardHy,
+    ShardNC,
+    layout_from_json,
+    layout_to_json,
+)
+from megatron_ucp.core.manifest import (
+    FileEntry,
+    Manifest,
+    ParamSpec,
+    from_json,
+    plain_name,
+    to_json,
+)
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.rules import Rule, RuleSet
 from megatron_ucp.core.states import check_known, kept_by, require_equal
-from megatron_ucp.core.zero import FlatBuffer, Member
-from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, StateMismatchError, UnsupportedError, UsageError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    LayoutError,
+    RuleError,
+    StateMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -41,7 +66,11 @@ def test_a_flat_range_is_few_boxes_with_the_same_points(shape, data):
 def test_subtraction_leaves_disjoint_boxes(shape, data):
     def box() -> Box:
         start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-        return Box(start, tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True)))
+        return Box(
+            start,
+            tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True)),
+        )
+
     a, b = box(), box()
     left = a.minus(b)
     assert sum(x.numel for x in left) == len(points(a) - points(b))
@@ -49,21 +78,33 @@ def test_subtraction_leaves_disjoint_boxes(shape, data):
 
 
 def test_what_is_no_box_piece_extent_or_buffer():
-    for wrong in (lambda: Box((1,), (0,)), lambda: Box((-1,), (0,)), lambda: Box((0,), (1, 2)),
-                  lambda: Piece(Box((0,), (2,)), Box((0,), (3,)), (2,), (0,)),
-                  lambda: Piece(Box((0, 0), (2, 2)), Box((0,), (2,)), (2, 2), (0,)),
-                  lambda: Extent(5, 4), lambda: Extent(0, 4), lambda: flat_boxes((2, 2), 0, 5),
-                  lambda: FlatBuffer((Member("a", 0, 3), Member("b", 2, 3)), 6, 1, "whole", ()),
-                  lambda: FlatBuffer((Member("a", 0, 3),), 2, 1, "whole", ()),
-                  lambda: FlatBuffer((Member("a", 0, 3),), 3, 2, "whole", ()),
-                  lambda: FlatBuffer((Member("a", 0, 3),), 4, 2, "third", ())):
+    for wrong in (
+        lambda: Box((1,), (0,)),
+        lambda: Box((-1,), (0,)),
+        lambda: Box((0,), (1, 2)),
+        lambda: Piece(Box((0,), (2,)), Box((0,), (3,)), (2,), (0,)),
+        lambda: Piece(Box((0, 0), (2, 2)), Box((0,), (2,)), (2, 2), (0,)),
+        lambda: Extent(5, 4),
+        lambda: Extent(0, 4),
+        lambda: flat_boxes((2, 2), 0, 5),
+        lambda: FlatBuffer((Member("a", 0, 3), Member("b", 2, 3)), 6, 1, "whole", ()),
+        lambda: FlatBuffer((Member("a", 0, 3),), 2, 1, "whole", ()),
+        lambda: FlatBuffer((Member("a", 0, 3),), 3, 2, "whole", ()),
+        lambda: FlatBuffer((Member("a", 0, 3),), 4, 2, "third", ()),
+    ):
         with pytest.raises(ValueError):
             wrong()
 
 
-@pytest.mark.parametrize(("layout", "shape", "size", "word"), [
-    (Shard("tp", 0), (6, 2), 4, "can't be cut"), (Shard("tp", 2), (4, 4), 2, "does not have"),
-    (ShardNC("tp", 0, (4, 4)), (9, 2), 2, "add up"), (ShardNC("tp", 0, (4, 6), 2), (10, 2), 2, "can't be cut")])
+@pytest.mark.parametrize(
+    ("layout", "shape", "size", "word"),
+    [
+        (Shard("tp", 0), (6, 2), 4, "can't be cut"),
+        (Shard("tp", 2), (4, 4), 2, "does not have"),
+        (ShardNC("tp", 0, (4, 4)), (9, 2), 2, "add up"),
+        (ShardNC("tp", 0, (4, 6), 2), (10, 2), 2, "can't be cut"),
+    ],
+)
 def test_a_layout_that_does_not_fit(layout, shape, size, word):
     with pytest.raises(LayoutError, match=word) as error:
         layout.pieces("some.weight", shape, {"tp": (size, 0)})
@@ -72,36 +113,70 @@ def test_a_layout_that_does_not_fit(layout, shape, size, word):
 
 def test_gate_and_up_lie_apart_in_the_logical_tensor():
     pieces = ShardNC("tp", 0, (4, 4)).pieces("fc1", (8, 3), {"tp": (2, 1)})
-    assert [(p.local.start, p.full.start, p.full.shape) for p in pieces] == [((0, 0), (2, 0), (2, 3)), ((2, 0), (6, 0), (2, 3))]
+    assert [(p.local.start, p.full.start, p.full.shape) for p in pieces] == [
+        ((0, 0), (2, 0), (2, 3)),
+        ((2, 0), (6, 0), (2, 3)),
+    ]
 
 
-@pytest.mark.parametrize("layout", [Replicate(), Partial("tp"), Shard("tp", 1), ShardHy((("tp", 0), ("etp", 1))),
-                                    ShardNC("tp", 0, (4, 8), 2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Replicate(),
+        Partial("tp"),
+        Shard("tp", 1),
+        ShardHy((("tp", 0), ("etp", 1))),
+        ShardNC("tp", 0, (4, 8), 2),
+    ],
+)
 def test_layouts_as_json(layout):
     assert layout_from_json(json.loads(json.dumps(layout_to_json(layout)))) == layout
 
 
-@pytest.mark.parametrize("data", [[], ["Sharded", "tp", 0], ["Shard"], "Shard", None, ["Shard", "tp", 0, 1, 2]])
+@pytest.mark.parametrize(
+    "data", [[], ["Sharded", "tp", 0], ["Shard"], "Shard", None, ["Shard", "tp", 0, 1, 2]]
+)
 def test_what_is_no_layout(data):
     with pytest.raises(LayoutError, match="no layout"):
         layout_from_json(data)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2, pp=2, dp=2), Mesh(tp=2, pp=2, dp=2, order="pp-dp"), Mesh(tp=2, dp=4, ep=2),
-                                  Mesh(tp=2, pp=2, dp=4, ep=4, etp=1), Mesh(tp=2, pp=2, dp=4, ep=2, etp=2, order="pp-dp"),
-                                  Mesh(tp=2, cp=2, dp=2, pp=2)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(tp=2, pp=2, dp=2),
+        Mesh(tp=2, pp=2, dp=2, order="pp-dp"),
+        Mesh(tp=2, dp=4, ep=2),
+        Mesh(tp=2, pp=2, dp=4, ep=4, etp=1),
+        Mesh(tp=2, pp=2, dp=4, ep=2, etp=2, order="pp-dp"),
+        Mesh(tp=2, cp=2, dp=2, pp=2),
+    ],
+)
 def test_groups_equal_those_of_megatron(mesh):
     """Oracle: megatron-core's RankGenerator, which makes its process groups."""
     from megatron.core.parallel_state import RankGenerator
+
     order = "tp-cp-ep-dp-pp" if mesh.order == "dp-pp" else "tp-cp-ep-pp-dp"
     dense = RankGenerator(tp=mesh.tp, ep=1, dp=mesh.dp, pp=mesh.pp, cp=mesh.cp, order=order)
-    expert = RankGenerator(tp=mesh.etp, ep=mesh.ep, dp=mesh.expert_partitions, pp=mesh.pp, cp=1, order=order)
+    expert = RankGenerator(
+        tp=mesh.etp, ep=mesh.ep, dp=mesh.expert_partitions, pp=mesh.pp, cp=1, order=order
+    )
     ranks = range(mesh.world)
-    assert sorted({mesh.partition_group(r) for r in ranks}) == sorted(tuple(sorted(g)) for g in dense.get_ranks("dp-cp"))
-    assert sorted({mesh.expert_data_group(r) for r in ranks}) == sorted(tuple(sorted(g)) for g in expert.get_ranks("dp"))
+    assert sorted({mesh.partition_group(r) for r in ranks}) == sorted(
+        tuple(sorted(g)) for g in dense.get_ranks("dp-cp")
+    )
+    assert sorted({mesh.expert_data_group(r) for r in ranks}) == sorted(
+        tuple(sorted(g)) for g in expert.get_ranks("dp")
+    )
     for axis in ("tp", "pp"):
-        found = {tuple(r for r in ranks if replace(mesh.coord(r), **{axis: 0}) == replace(mesh.coord(s), **{axis: 0}))
-                 for s in ranks}
+        found = {
+            tuple(
+                r
+                for r in ranks
+                if replace(mesh.coord(r), **{axis: 0}) == replace(mesh.coord(s), **{axis: 0})
+            )
+            for s in ranks
+        }
         assert found == {tuple(sorted(g)) for g in dense.get_ranks(axis)}
 
 
@@ -115,8 +190,20 @@ def test_ranks_and_coordinates_are_one_to_one(order, tp, pp, cp, dp):
 
 def test_meshes_as_text():
     assert Mesh.parse("tp=2,pp=1,ep=1,dp=4,zero=1") == Mesh(tp=2, dp=4, zero=1)
-    assert Mesh.parse(str(Mesh(tp=2, cp=2, dp=3, zero=3, order="pp-dp"))) == Mesh(tp=2, cp=2, dp=3, zero=3, order="pp-dp")
-    for wrong in ("tp", "tp=x", "tp=0", "tq=2", "tp=2,tp=2", "zero=4", "tp=-1", "order=xy", "ep=3,dp=2"):
+    assert Mesh.parse(str(Mesh(tp=2, cp=2, dp=3, zero=3, order="pp-dp"))) == Mesh(
+        tp=2, cp=2, dp=3, zero=3, order="pp-dp"
+    )
+    for wrong in (
+        "tp",
+        "tp=x",
+        "tp=0",
+        "tq=2",
+        "tp=2,tp=2",
+        "zero=4",
+        "tp=-1",
+        "order=xy",
+        "ep=3,dp=2",
+    ):
         with pytest.raises(UsageError):
             Mesh.parse(wrong)
     with pytest.raises(UsageError, match="no such rank"):
@@ -124,22 +211,39 @@ def test_meshes_as_text():
 
 
 def test_rules_match_in_full_and_exactly_once():
-    rules = RuleSet("model.toml", (Rule(r"layers\.\d+\.fc1\.weight", Shard("tp", 0)), Rule(r".*\.bias", Replicate())))
+    rules = RuleSet(
+        "model.toml",
+        (Rule(r"layers\.\d+\.fc1\.weight", Shard("tp", 0)), Rule(r".*\.bias", Replicate())),
+    )
     assert rules.find("layers.10.fc1.weight").layout == Shard("tp", 0)
     with pytest.raises(RuleError, match="no rule") as error:
         rules.find("layers.10.fc1.weights")
-    assert error.value.file == "model.toml" and r"layers\.\d+\.fc1\.weight" in str(error.value.found)
+    assert error.value.file == "model.toml" and r"layers\.\d+\.fc1\.weight" in str(
+        error.value.found
+    )
     doubled = RuleSet("model.toml", (*rules.rules, Rule(r"layers\.1\..*", Replicate())))
     with pytest.raises(RuleError, match="two rules"):
         doubled.find("layers.1.fc1.weight")
 
 
 def test_states_are_known_by_optimizer_and_key():
-    assert kept_by("torch.AdamW", {"amsgrad": True}).element == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    assert kept_by("torch.SGD", {"momentum": 0}).element == () and kept_by("torch.SGD", {"momentum": 0}).scalar == ()
+    assert kept_by("torch.AdamW", {"amsgrad": True}).element == (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+    )
+    assert (
+        kept_by("torch.SGD", {"momentum": 0}).element == ()
+        and kept_by("torch.SGD", {"momentum": 0}).scalar == ()
+    )
     with pytest.raises(UnsupportedError, match="not known"):
         kept_by("apex.FusedNovoGrad", {})
-    for key, why in (("state1", "8-bit"), ("worker_error", "error feedback"), ("exp_avg_sq_row", "factored"), ("x", "not known")):
+    for key, why in (
+        ("state1", "8-bit"),
+        ("worker_error", "error feedback"),
+        ("exp_avg_sq_row", "factored"),
+        ("x", "not known"),
+    ):
         with pytest.raises(UnsupportedError, match="can't be cut") as error:
             check_known(["exp_avg", key], "f.pt")
         assert why in str(error.value.found)
@@ -149,18 +253,26 @@ def test_states_are_known_by_optimizer_and_key():
 
 def test_zero_formulas_give_the_sizes_seen_on_real_files():
     """Figures measured on DeepSpeed 0.19.8 with two ranks."""
-    assert [zero.whole_length(u, 2) for u in (161, 13, 1, 171, 23)] == [164, 16, 4, 172, 24]
-    assert zero.aligned_starts((91, 35, 35), zero.parameter_alignment(2)) == ([0, 96, 136], 171)
-    assert zero.aligned_starts((1, 5, 7), zero.parameter_alignment(2)) == ([0, 8, 16], 23)
-    assert zero.sub_groups((91, 35, 35), 2, 30) == [[0], [1, 2]] and zero.sub_groups((1, 5, 7), 2, 30) == [[0, 1, 2]]
-    assert zero.round_robin(5, 2) == [0, 2, 4, 1, 3]
+    assert [flat.whole_length(u, 2) for u in (161, 13, 1, 171, 23)] == [164, 16, 4, 172, 24]
+    assert flat.aligned_starts((91, 35, 35), flat.parameter_alignment(2)) == ([0, 96, 136], 171)
+    assert flat.aligned_starts((1, 5, 7), flat.parameter_alignment(2)) == ([0, 8, 16], 23)
+    assert flat.sub_groups((91, 35, 35), 2, 30) == [[0], [1, 2]] and flat.sub_groups(
+        (1, 5, 7), 2, 30
+    ) == [[0, 1, 2]]
+    assert flat.round_robin(5, 2) == [0, 2, 4, 1, 3]
 
 
 def manifest() -> Manifest:
     spec = ParamSpec("w", (4, 2), "bfloat16", "trainable", Shard("tp", 0))
-    return Manifest("zero12", Mesh(tp=2, dp=2, zero=1), (spec,),
-                    (FlatBuffer((Member("w", 0, 4),), 4, 2, "whole", (("fp32", "float32"),), 0),), ({"lr": 1.0},),
-                    ({"step": 3.0},), files=(FileEntry("a.pt", 3, "00"),))
+    return Manifest(
+        "zero12",
+        Mesh(tp=2, dp=2, zero=1),
+        (spec,),
+        (FlatBuffer((Member("w", 0, 4),), 4, 2, "whole", (("fp32", "float32"),), 0),),
+        ({"lr": 1.0},),
+        ({"step": 3.0},),
+        files=(FileEntry("a.pt", 3, "00"),),
+    )
 
 
 def test_a_manifest_that_contradicts_itself():
@@ -172,14 +284,23 @@ def test_a_manifest_that_contradicts_itself():
 
 
 HOSTILE = {
-    "path": lambda d: d["files"].append(["../../etc/passwd", 1, ""]), "absolute": lambda d: d["files"].append(["/x.pt", 1, ""]),
-    "hidden": lambda d: d["files"].append([".x", 1, ""]), "negative size": lambda d: d["files"].append(["x.pt", -1, ""]),
-    "float size": lambda d: d["files"].append(["x.pt", 1.5, ""]), "bool size": lambda d: d["files"].append(["x.pt", True, ""]),
-    "unknown layout": lambda d: d["params"][0].__setitem__(4, ["Evil"]), "kind": lambda d: d["params"][0].__setitem__(3, "x"),
-    "shape": lambda d: d["params"][0].__setitem__(1, [-4, 2]), "group": lambda d: d["buffers"][0].update(group=7),
-    "partitions": lambda d: d["buffers"][0].update(partitions=0), "rule": lambda d: d["buffers"][0].update(rule="other"),
-    "unknown key": lambda d: d.update(surprise=1), "missing key": lambda d: d.pop("mesh"), "mesh": lambda d: d["mesh"].update(tp=0),
-    "overlap": lambda d: d["buffers"][0]["members"].append(["w", 0, 4]), "scalars": lambda d: d["scalars"].append({}),
+    "path": lambda d: d["files"].append(["../../etc/passwd", 1, ""]),
+    "absolute": lambda d: d["files"].append(["/x.pt", 1, ""]),
+    "hidden": lambda d: d["files"].append([".x", 1, ""]),
+    "negative size": lambda d: d["files"].append(["x.pt", -1, ""]),
+    "float size": lambda d: d["files"].append(["x.pt", 1.5, ""]),
+    "bool size": lambda d: d["files"].append(["x.pt", True, ""]),
+    "unknown layout": lambda d: d["params"][0].__setitem__(4, ["Evil"]),
+    "kind": lambda d: d["params"][0].__setitem__(3, "x"),
+    "shape": lambda d: d["params"][0].__setitem__(1, [-4, 2]),
+    "group": lambda d: d["buffers"][0].update(group=7),
+    "partitions": lambda d: d["buffers"][0].update(partitions=0),
+    "rule": lambda d: d["buffers"][0].update(rule="other"),
+    "unknown key": lambda d: d.update(surprise=1),
+    "missing key": lambda d: d.pop("mesh"),
+    "mesh": lambda d: d["mesh"].update(tp=0),
+    "overlap": lambda d: d["buffers"][0]["members"].append(["w", 0, 4]),
+    "scalars": lambda d: d["scalars"].append({}),
 }
 
 
@@ -191,13 +312,18 @@ def test_a_hostile_manifest_is_a_named_error(case):
         from_json(json.dumps(data), "ucp_manifest.json")
 
 
-@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "{}", '{"format": "megatron_ucp"}', "\x00", '{"version": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[" * 100_000, "{}", '{"format": "megatron_ucp"}', "\x00", '{"version": 1}'],
+)
 def test_what_is_no_manifest(text):
     with pytest.raises(DamagedFileError):
         from_json(text, "ucp_manifest.json")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "-a\n", "a\x00b", os.sep, "ä.pt", 7, None])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "a\\b", "-a\n", "a\x00b", os.sep, "ä.pt", 7, None]
+)
 def test_names_that_are_not_plain(name):
     with pytest.raises(ValueError):
         plain_name(name)

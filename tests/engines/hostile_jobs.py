@@ -10,7 +10,8 @@ from tests.formats.hostile import bounded
 
 
 def load_all(setup: Setup, folders: list[str], good: str, memory_bytes: int) -> dict[str, Any]:
-    """What `engine.load_checkpoint` says to each folder, and whether the engine is bit for bit as before; a good load after."""
+    """What `engine.load_checkpoint` says to each folder, and whether the engine is bit for bit as
+    before; a good load after."""
     engine = make_engine(setup)
     train(engine, 1)
     first = before = canonical(engine)
@@ -22,7 +23,11 @@ def load_all(setup: Setup, folders: list[str], good: str, memory_bytes: int) -> 
             try:
                 engine.load_checkpoint(folder)
             except Exception as error:
-                out = {"error": type(error).__name__, "named": isinstance(error, ucp.UcpError), "message": str(error)}
+                out = {
+                    "error": type(error).__name__,
+                    "named": isinstance(error, ucp.UcpError),
+                    "message": str(error),
+                }
         out["seconds"] = time.perf_counter() - started
         out["marked"] = "_ucp_methods_before_load" in engine.__dict__
         out["unchanged"] = not out["marked"] and differences(before, canonical(engine)) == []
@@ -35,4 +40,8 @@ def load_all(setup: Setup, folders: list[str], good: str, memory_bytes: int) -> 
     train(engine, 1)
     moved = differences(loaded, canonical(engine)) != []
     engine.destroy()
-    return {"found": found, "changed by a good load": differences(first, loaded) != [], "steps after": moved}
+    return {
+        "found": found,
+        "changed by a good load": differences(first, loaded) != [],
+        "steps after": moved,
+    }

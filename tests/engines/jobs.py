@@ -11,11 +11,21 @@ from tests.engines.canonical import canonical, differences, fill
 from tests.engines.model import Setup, make_engine, train
 
 
-def save(setup: Setup, folder: str, steps: int = 3, attach: bool = True, more: int = 20, filled: bool = True) -> None:
-    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them."""
+def save(
+    setup: Setup,
+    folder: str,
+    steps: int = 3,
+    attach: bool = True,
+    more: int = 20,
+    filled: bool = True,
+) -> None:
+    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical
+    states beside them."""
     engine = make_engine(setup, attach)
     train(engine, steps)
-    engine.save_checkpoint(folder, tag="trained", client_state={"note": "mine", "data": torch.arange(5)})
+    engine.save_checkpoint(
+        folder, tag="trained", client_state={"note": "mine", "data": torch.arange(5)}
+    )
     states = {"trained": canonical(engine)}
     if filled:
         fill(engine)
@@ -32,8 +42,16 @@ def save(setup: Setup, folder: str, steps: int = 3, attach: bool = True, more: i
     engine.destroy()
 
 
-def resume(setup: Setup, folder: str, tags: tuple[str, ...] = ("filled", "trained"), more: int = 0, same_dtype: bool = True,
-           plant: str | None = None, known_keys: bool = False, **options: Any) -> dict[str, Any]:
+def resume(
+    setup: Setup,
+    folder: str,
+    tags: tuple[str, ...] = ("filled", "trained"),
+    more: int = 0,
+    same_dtype: bool = True,
+    plant: str | None = None,
+    known_keys: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """Loads each tag into a fresh engine and compares; trains on after the last one."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make_engine(setup)
@@ -49,7 +67,9 @@ def resume(setup: Setup, folder: str, tags: tuple[str, ...] = ("filled", "traine
         found["reports"][tag] = report
     if more:
         losses = train(engine, more, first=oracle["steps"])
-        found["loss"] = max(abs(a - b) for a, b in zip(losses, oracle["losses"][:more], strict=True))
+        found["loss"] = max(
+            abs(a - b) for a, b in zip(losses, oracle["losses"][:more], strict=True)
+        )
     engine.destroy()
     return found
 
@@ -57,6 +77,7 @@ def resume(setup: Setup, folder: str, tags: tuple[str, ...] = ("filled", "traine
 def plant_fault(engine: Any, fault: str) -> None:
     """One small wrong thing that a comparison has to see."""
     from tests.engines.canonical import _runs, base_of
+
     base = base_of(engine)
     _, _, count, master, offset, g = max(_runs(engine), key=lambda run: run[2])
     held = base.state[master]
@@ -77,9 +98,16 @@ def plant_fault(engine: Any, fault: str) -> None:
         raise ValueError(fault)
 
 
-def attempt(setup: Setup, folder: str, tag: str | None = None, through: str = "load", then: str | None = None,
-            **options: Any) -> dict[str, Any]:
-    """A load that should fail: the error, whether the engine is bit for bit as before, and whether it refuses to go on.
+def attempt(
+    setup: Setup,
+    folder: str,
+    tag: str | None = None,
+    through: str = "load",
+    then: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A load that should fail: the error, whether the engine is bit for bit as before, and whether
+    it refuses to go on.
 
     `then` loads another tag afterwards and steps.
     """
@@ -96,9 +124,13 @@ def attempt(setup: Setup, folder: str, tag: str | None = None, through: str = "l
         out |= {"error": type(error).__name__, "message": str(error)}
     out["unchanged"] = differences(before, canonical(engine)) == []
     refusals = []
-    marked = "_ucp_methods_before_load" in engine.__dict__  # a step without a backward pass is for an engine that refuses
-    for method in (engine.step if marked else lambda: train(engine, 1),
-                   lambda: engine.save_checkpoint(folder, tag="after", save_latest=False)):  # others may read the folder too
+    marked = (
+        "_ucp_methods_before_load" in engine.__dict__
+    )  # a step without a backward pass is for an engine that refuses
+    for method in (
+        engine.step if marked else lambda: train(engine, 1),
+        lambda: engine.save_checkpoint(folder, tag="after", save_latest=False),
+    ):  # others may read the folder too
         try:
             method()
         except ucp.UcpError as error:
@@ -122,16 +154,25 @@ def masters_are_equal(setup: Setup, folder: str) -> bool:
     ucp.load(engine, folder, tag="trained")
     have = canonical(engine)["full"]
     engine.destroy()
-    return bool(oracle) and have.keys() == oracle.keys() and all(torch.equal(have[k], oracle[k].float()) for k in oracle)
+    return (
+        bool(oracle)
+        and have.keys() == oracle.keys()
+        and all(torch.equal(have[k], oracle[k].float()) for k in oracle)
+    )
 
 
 def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
-    """What `load` and `attach` say to an engine with a feature, and whether the engine is unchanged after."""
+    """What `load` and `attach` say to an engine with a feature, and whether the engine is unchanged
+    after."""
     from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig as Optimizer
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig as Optimizer,
+    )
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as Param
 
-    engine = make_engine(Setup(3 if feature in ("partial offload", "SuperOffload") else 1, "bf16"), attach=False)
+    engine = make_engine(
+        Setup(3 if feature in ("partial offload", "SuperOffload") else 1, "bf16"), attach=False
+    )
     zero = engine._config.zero_config
     if feature == "NVMe":
         zero.offload_optimizer = Optimizer(device="nvme", nvme_path="/nvme")
@@ -151,6 +192,7 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         engine._config.use_node_local_storage = True
     elif feature == "offloaded states":
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
         engine.optimizer.offloaded_states = {OffloadStateTypeEnum.optim_states}
     elif feature == "MoE":
         engine.has_moe_layers = True
@@ -172,12 +214,27 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
 
 def writer_refusal(checkpoint: dict[str, Any]) -> str:
     """What `attach` says to an engine with another checkpoint writer."""
-    engine = make_engine(Setup(1, "bf16", config=(("checkpoint", {k: v for k, v in checkpoint.items() if k != "writer"}),)),
-                         attach=False)
-    if "writer" in checkpoint:  # these need libaio to be built: their own classes, without their set-up
-        from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+    engine = make_engine(
+        Setup(
+            1,
+            "bf16",
+            config=(("checkpoint", {k: v for k, v in checkpoint.items() if k != "writer"}),),
+        ),
+        attach=False,
+    )
+    if (
+        "writer" in checkpoint
+    ):  # these need libaio to be built: their own classes, without their set-up
+        from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+            DecoupledCheckpointEngine,
+        )
         from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
-        kind = DecoupledCheckpointEngine if checkpoint["writer"] == "decoupled" else FastCheckpointEngine
+
+        kind = (
+            DecoupledCheckpointEngine
+            if checkpoint["writer"] == "decoupled"
+            else FastCheckpointEngine
+        )
         stock, engine.checkpoint_engine = engine.checkpoint_engine, kind.__new__(kind)
     try:
         ucp.attach(engine)
@@ -196,7 +253,11 @@ def steps_after(setup: Setup, folder: str, steps: int) -> dict[str, Any]:
     ucp.load(engine, folder, tag="trained")
     train(engine, steps, first=3)
     counters = [s["step"] for s in engine.optimizer.optimizer.state.values()]
-    out = {"flats": len(counters), "objects": len({id(c) for c in counters}), "steps": [float(c) for c in counters]}
+    out = {
+        "flats": len(counters),
+        "objects": len({id(c) for c in counters}),
+        "steps": [float(c) for c in counters],
+    }
     engine.destroy()
     return out
 
@@ -204,13 +265,19 @@ def steps_after(setup: Setup, folder: str, steps: int) -> dict[str, Any]:
 def groups_after(setup: Setup, folder: str) -> dict[str, Any]:
     engine = make_engine(setup)
     ucp.load(engine, folder, tag="trained")
-    out = {"groups": [{k: g[k] for k in ("lr", "weight_decay", "initial_lr")} for g in engine.optimizer.param_groups]}
+    out = {
+        "groups": [
+            {k: g[k] for k in ("lr", "weight_decay", "initial_lr")}
+            for g in engine.optimizer.param_groups
+        ]
+    }
     engine.destroy()
     return out
 
 
 def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
-    """For a frozen parameter and two buffers: equal to the checkpoint's (before, after) the load."""
+    """For a frozen parameter and two buffers: equal to the checkpoint's (before, after) the
+    load."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     engine = make_engine(setup)
     out = []
@@ -218,8 +285,17 @@ def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
         if load:
             ucp.load(engine, folder, tag="trained")
         have = canonical(engine)
-        out.append({"frozen.weight": torch.equal(have["weights"]["frozen.weight"], oracle["weights"]["frozen.weight"]),
-                    **{n: torch.equal(have["values"][n], oracle["values"][n]) for n in ("scale", "calls")}})
+        out.append(
+            {
+                "frozen.weight": torch.equal(
+                    have["weights"]["frozen.weight"], oracle["weights"]["frozen.weight"]
+                ),
+                **{
+                    n: torch.equal(have["values"][n], oracle["values"][n])
+                    for n in ("scale", "calls")
+                },
+            }
+        )
     engine.destroy()
     return {name: (out[0][name], out[1][name]) for name in out[0]}
 
@@ -227,19 +303,32 @@ def unstepped_after(setup: Setup, folder: str) -> dict[str, tuple[bool, bool]]:
 def weights_only(setup: Setup, folder: str) -> dict[str, Any]:
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     out = {}
-    for option, options in (("load_module_only", {"load_module_only": True}),
-                            ("load_optimizer_states", {"load_optimizer_states": False})):
+    for option, options in (
+        ("load_module_only", {"load_module_only": True}),
+        ("load_optimizer_states", {"load_optimizer_states": False}),
+    ):
         engine = make_engine(setup)
         scheduled = ("lr", "_last_lr")
-        settings = {n: {k: v for k, v in h.items() if k not in scheduled} for n, h in canonical(engine)["hyper"].items()}
+        settings = {
+            n: {k: v for k, v in h.items() if k not in scheduled}
+            for n, h in canonical(engine)["hyper"].items()
+        }
         ucp.load(engine, folder, tag="trained", **options)
         have = canonical(engine)
         out[option] = {
-            "masters": all(torch.equal(have["full"][n, "fp32"], v) for (n, k), v in oracle["full"].items() if k == "fp32"),
+            "masters": all(
+                torch.equal(have["full"][n, "fp32"], v)
+                for (n, k), v in oracle["full"].items()
+                if k == "fp32"
+            ),
             "no states": {k for _, k in have["full"]} == {"fp32"} and not have["scalars"],
-            "own hyper-parameters": settings == {n: {k: v for k, v in h.items() if k not in scheduled}
-                                                 for n, h in have["hyper"].items()},
-            "steps": engine.global_steps}
+            "own hyper-parameters": settings
+            == {
+                n: {k: v for k, v in h.items() if k not in scheduled}
+                for n, h in have["hyper"].items()
+            },
+            "steps": engine.global_steps,
+        }
         engine.destroy()
     return out
 
@@ -256,7 +345,7 @@ def changed_settings(setup: Setup, folder: str, hyper: str) -> dict[str, Any]:
 
 def fails_on_rank(setup: Setup, folder: str, rank: int) -> dict[str, Any]:
     """A load in which one rank's disk fails while bytes move."""
-    from megatron_ucp.engines import load as loading
+    from megatron_ucp.engines.deepspeed import load as loading
     from megatron_ucp.errors import DamagedFileError
 
     engine = make_engine(setup)
@@ -265,6 +354,7 @@ def fails_on_rank(setup: Setup, folder: str, rank: int) -> dict[str, Any]:
     def execute(plan: Any, *args: Any, **kwargs: Any) -> Any:
         stock(plan.__class__(plan.wants, plan.ops[:3], ()), *args, **kwargs)
         raise DamagedFileError("only here")
+
     if dist.get_rank() == rank:
         loading.execute = execute
     out = {"error": None, "message": "", "refuses": False}
@@ -296,7 +386,11 @@ def stock_load(setup: Setup, folder: str) -> str:
 def engine_load(setup: Setup, folder: str) -> dict[str, Any]:
     engine = make_engine(setup)
     path, state = engine.load_checkpoint(folder, tag="trained")
-    out = {"path": path, "client_state": {**state, "data": state["data"].tolist()}, "steps": engine.global_steps}
+    out = {
+        "path": path,
+        "client_state": {**state, "data": state["data"].tolist()},
+        "steps": engine.global_steps,
+    }
     engine.destroy()
     return out
 

@@ -2,8 +2,8 @@
 
     python -m tests.engines.killed FOLDER --trials 10 --seed 1
 
-Prints a line of JSON for each trial. DeepSpeed is imported once: every rank is a fork of this process, so that a trial
-takes a second or two and not twenty.
+Prints a line of JSON for each trial. DeepSpeed is imported once: every rank is a fork of this
+process, so that a trial takes a second or two and not twenty.
 """
 
 import argparse
@@ -35,9 +35,21 @@ def start(rank: int, ranks: int, store: Path, work: Callable[..., None], *args: 
     try:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         import deepspeed
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": "0"}
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=LIMIT_S),
-                                   init_method=f"file://{store}", rank=rank, world_size=ranks)
+
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_PORT": "0",
+        }
+        deepspeed.init_distributed(
+            "gloo",
+            auto_mpi_discovery=False,
+            timeout=timedelta(seconds=LIMIT_S),
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+        )
         work(*args)
         code = 0
     except BaseException:
@@ -58,6 +70,7 @@ def together(ranks: int, store: Path, work: Callable[..., None], *args: Any) -> 
 
 def make(zero: int, seed: int) -> Any:
     from tests.engines.model import Setup, make_engine
+
     return make_engine(Setup(zero, "fp32", seed=seed))
 
 
@@ -68,6 +81,7 @@ def save_on_and_on(zero: int, folder: Path, steps: int, oracle: Path | None) -> 
 
     from tests.engines.canonical import canonical
     from tests.engines.model import train
+
     engine = make(zero, seed=1)
     states = {}
     for step in range(1, steps + 1):
@@ -75,7 +89,9 @@ def save_on_and_on(zero: int, folder: Path, steps: int, oracle: Path | None) -> 
         if oracle:
             states[step] = canonical(engine)
         else:
-            engine.save_checkpoint(folder, tag=f"step{step % 3}" if step > 6 else f"step{step}")  # new tags, then old ones again
+            engine.save_checkpoint(
+                folder, tag=f"step{step % 3}" if step > 6 else f"step{step}"
+            )  # new tags, then old ones again
     if oracle and dist.get_rank() == 0:
         torch.save(states, oracle)
 
@@ -87,6 +103,7 @@ def compare(zero: int, folder: Path, oracle: Path, result: Path) -> None:
 
     import megatron_ucp as ucp
     from tests.engines.canonical import canonical, differences
+
     states = torch.load(oracle, weights_only=False)
     engine = make(zero, seed=2)
     before = canonical(engine)
@@ -97,19 +114,35 @@ def compare(zero: int, folder: Path, oracle: Path, result: Path) -> None:
     differs = differences(states[step], after)
     ucp.load(engine, folder)
     if dist.get_rank() == 0:
-        result.write_text(json.dumps({
-            "step": step, "tag": found.folder.name, "latest": (folder / "latest").read_text(), "differences": differs,
-            "differed_before": len(differences(states[step], before)), "passed_over": found.passed_over,
-            "unfinished": [p.name for p in folder.iterdir() if p.name.endswith(".saving")]}))
+        result.write_text(
+            json.dumps(
+                {
+                    "step": step,
+                    "tag": found.folder.name,
+                    "latest": (folder / "latest").read_text(),
+                    "differences": differs,
+                    "differed_before": len(differences(states[step], before)),
+                    "passed_over": found.passed_over,
+                    "unfinished": [p.name for p in folder.iterdir() if p.name.endswith(".saving")],
+                }
+            )
+        )
 
 
 def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
     """One run that is killed, and what can be loaded after it."""
     (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
-    checkpoints, store, oracle = folder / f"trial{number}", folder / f"store{number}", folder / f"oracle_{zero}_{ranks}.pt"
+    checkpoints, store, oracle = (
+        folder / f"trial{number}",
+        folder / f"store{number}",
+        folder / f"oracle_{zero}_{ranks}.pt",
+    )
     if not oracle.exists():  # the same run, uninterrupted
         together(ranks, store, save_on_and_on, zero, checkpoints, STEPS, oracle)
-    pids = [start(rank, ranks, store, save_on_and_on, zero, checkpoints, STEPS, None) for rank in range(ranks)]
+    pids = [
+        start(rank, ranks, store, save_on_and_on, zero, checkpoints, STEPS, None)
+        for rank in range(ranks)
+    ]
     deadline = time.monotonic() + LIMIT_S
     while not (checkpoints / "latest").exists() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -122,8 +155,13 @@ def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
     store.unlink(missing_ok=True)
     result = folder / f"result{number}.json"
     together(others, folder / f"store{number}b", compare, target, checkpoints, oracle, result)
-    return {"killed_after_s": round(after_s, 3), "source": [zero, ranks], "target": [target, others], "codes": codes,
-            **json.loads(result.read_text())}
+    return {
+        "killed_after_s": round(after_s, 3),
+        "source": [zero, ranks],
+        "target": [target, others],
+        "codes": codes,
+        **json.loads(result.read_text()),
+    }
 
 
 def prepare() -> None:
@@ -131,8 +169,10 @@ def prepare() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     os.environ.pop("LOCAL_SIZE", None)
     import torch
+
     torch.set_num_threads(1)
     import deepspeed
+
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
     import tests.engines.canonical
@@ -140,7 +180,9 @@ def prepare() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill saves at random moments and load what is left.")
+    parser = argparse.ArgumentParser(
+        description="Kill saves at random moments and load what is left."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)

@@ -14,7 +14,8 @@ GLOBAL_BATCH, SEQUENCE = 4, 5
 
 
 class Net(torch.nn.Module):
-    """Tied head, odd sizes, a one-element parameter, a frozen layer, a float and an int buffer, one that is not saved."""
+    """Tied head, odd sizes, a one-element parameter, a frozen layer, a float and an int buffer, one
+    that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,9 @@ class Net(torch.nn.Module):
         x = self.embed(tokens[:, :-1])
         x = x + self.down(torch.tanh(self.up(x))) * self.gain + self.frozen(x)
         logits = self.head(self.norm(x) * self.scale.to(x.dtype)).float()
-        return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+        return torch.nn.functional.cross_entropy(
+            logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1)
+        )
 
 
 class Wider(Net):
@@ -78,23 +81,30 @@ class MoreBuffers(Net):
 
 
 class Tiny(Net):
-    """With three groups the last one has a single element: most ranks hold nothing but padding of it."""
+    """With three groups the last one has a single element: most ranks hold nothing but padding of
+    it."""
 
 
 class Noisy(Net):
     """Its loss needs the generators of torch, numpy and Python."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(()) + np.random.rand() + np.random.randn() + random.random() + random.gauss()
+        noise = (
+            torch.rand(()) + np.random.rand() + np.random.randn() + random.random() + random.gauss()
+        )
         return super().forward(tokens) * (1 + 0.1 * float(noise))
 
 
-NETS = {kind.__name__: kind for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny, Noisy)}
+NETS = {
+    kind.__name__: kind
+    for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny, Noisy)
+}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine is built. `groups` 2: biases and vectors have their own learning rate and weight decay."""
+    """How an engine is built. `groups` 2: biases and vectors have their own learning rate and
+    weight decay."""
 
     zero: int
     dtype: str = "fp32"
@@ -117,16 +127,30 @@ def param_groups(net: torch.nn.Module, groups: int) -> list[dict[str, Any]]:
     if groups == 3:
         single = [p for p in vectors if p.numel() == 1]
         rest = [p for p in vectors if p.numel() > 1]
-        return [{"params": matrices, "lr": 3e-3}, {"params": rest, "lr": 7e-3}, {"params": single, "lr": 1e-3}]
-    return [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 7e-3, "weight_decay": 0.0}]
+        return [
+            {"params": matrices, "lr": 3e-3},
+            {"params": rest, "lr": 7e-3},
+            {"params": single, "lr": 1e-3},
+        ]
+    return [
+        {"params": matrices, "lr": 3e-3, "weight_decay": 0.1},
+        {"params": vectors, "lr": 7e-3, "weight_decay": 0.0},
+    ]
 
 
-def make_optimizer(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str, groups: list[dict[str, Any]], options: dict[str, Any]
+) -> torch.optim.Optimizer:
     """By class name: DeepSpeed's own, else torch's."""
     import deepspeed.ops as ops
-    own = {"FusedAdam": (ops.adam, "FusedAdam"), "CPUAdam": (ops.adam, "DeepSpeedCPUAdam"),
-           "FusedLion": (ops.lion, "FusedLion"), "CPULion": (ops.lion, "DeepSpeedCPULion"),
-           "CPUAdagrad": (ops.adagrad, "DeepSpeedCPUAdagrad")}
+
+    own = {
+        "FusedAdam": (ops.adam, "FusedAdam"),
+        "CPUAdam": (ops.adam, "DeepSpeedCPUAdam"),
+        "FusedLion": (ops.lion, "FusedLion"),
+        "CPULion": (ops.lion, "DeepSpeedCPULion"),
+        "CPUAdagrad": (ops.adagrad, "DeepSpeedCPUAdagrad"),
+    }
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 
@@ -140,29 +164,53 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
     net: torch.nn.Module = NETS[setup.net]()
     if setup.extra.get("prepare"):
         setup.extra["prepare"](net)
-    optimizer = make_optimizer(setup.optimizer, param_groups(net, setup.groups), dict(setup.options))
+    optimizer = make_optimizer(
+        setup.optimizer, param_groups(net, setup.groups), dict(setup.options)
+    )
     dp = torch.distributed.get_world_size()
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp, "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0, **dict(setup.zero_config)},
-        "steps_per_print": 10**9, **dict(setup.config)}
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": setup.zero,
+            "stage3_param_persistence_threshold": 0,
+            **dict(setup.zero_config),
+        },
+        "steps_per_print": 10**9,
+        **dict(setup.config),
+    }
     if setup.dtype == "bf16":
         config["bf16"] = {"enabled": True, **config.get("bf16", {})}
     if setup.dtype == "fp16":
-        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, **config.get("fp16", {})}
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": 8,
+            "loss_scale_window": 3,
+            **config.get("fp16", {}),
+        }
         allow_fp16_on_cpu()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     make = ucp.initialize if attach else deepspeed.initialize
-    return make(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config, dist_init_required=False)[0]
+    return make(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=config,
+        dist_init_required=False,
+    )[0]
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Steps on batches that depend on the step number alone; the mean loss over all ranks, exact in float64."""
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks, exact in
+    float64."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     losses = []
     for step in range(first, first + steps):
-        tokens = torch.randint(VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1000 + step))
+        tokens = torch.randint(
+            VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1000 + step)
+        )
         loss = engine(tokens.chunk(world)[rank].contiguous())
         engine.backward(loss)
         engine.step()

@@ -10,14 +10,35 @@ import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines import models
+from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import UcpError
 
 GLOBAL_BATCH, SEQUENCE = 4, 16
-GPT = models.ModelConfig("gpt", layers=2, hidden=32, ffn=48, heads=4, groups=4, vocab=64, true_vocab=61, positions=SEQUENCE,
-                         tied=True, init_std=0.15)
-LLAMA = models.ModelConfig("llama", layers=2, hidden=32, ffn=48, heads=4, groups=2, vocab=64, true_vocab=61,
-                           positions=SEQUENCE, init_std=0.15)
+GPT = models.ModelConfig(
+    "gpt",
+    layers=2,
+    hidden=32,
+    ffn=48,
+    heads=4,
+    groups=4,
+    vocab=64,
+    true_vocab=61,
+    positions=SEQUENCE,
+    tied=True,
+    init_std=0.15,
+)
+LLAMA = models.ModelConfig(
+    "llama",
+    layers=2,
+    hidden=32,
+    ffn=48,
+    heads=4,
+    groups=2,
+    vocab=64,
+    true_vocab=61,
+    positions=SEQUENCE,
+    init_std=0.15,
+)
 
 
 @dataclass(frozen=True)
@@ -33,8 +54,11 @@ class Run:
 
 
 def batch(step: int) -> torch.Tensor:
-    """The step's global batch with one token more than a sequence, on every rank the same: something that can be learned."""
-    starts = torch.randint(61, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step))
+    """The step's global batch with one token more than a sequence, on every rank the same:
+    something that can be learned."""
+    starts = torch.randint(
+        61, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step)
+    )
     return (starts + 7 * torch.arange(SEQUENCE + 1)) % 61
 
 
@@ -49,33 +73,52 @@ def make_engine(run: Run) -> Any:
             param._backward_hooks = None
         if run.plant == "no attributes":
             param.tensor_model_parallel = False  # type: ignore[attr-defined]
-    # eps: an element whose gradient is 0 but for rounding would move by lr, either way: 1.3e-5 in the losses with Adam's 1e-8
+    # eps: an element whose gradient is 0 but for rounding would move by lr, either way: 1.3e-5 in
+    # the losses with Adam's 1e-8
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1), eps=1e-4)
     dp = dist.get_world_size() // run.tp
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // run.accumulate, "gradient_accumulation_steps": run.accumulate,
-        "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": run.zero, "stage3_param_persistence_threshold": 0}, "steps_per_print": 10**9}
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // run.accumulate,
+        "gradient_accumulation_steps": run.accumulate,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": run.zero, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
     if run.dtype == "bf16":
         settings["bf16"] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=models.mpu(),
-                                      dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=settings,
+        mpu=models.mpu(),
+        dist_init_required=False,
+    )
     if run.plant == "unpatched norm":
         from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params as stock
         from deepspeed.runtime.fp16 import unfused_optimizer
+
         unfused_optimizer.split_params_grads_into_shared_and_expert_params = stock
     return engine
 
 
 def record_norms(engine: Any) -> list[float]:
-    """Gradient norms before clipping, filled step by step. Without ZeRO in fp32 the engine throws its norm away."""
+    """Gradient norms before clipping, filled step by step. Without ZeRO in fp32 the engine throws
+    its norm away."""
     import deepspeed.runtime.engine as module
 
     norms: list[float] = []
     step = engine._take_model_step
 
     def clip_and_record() -> None:
-        norms.append(float(module.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu)))
+        norms.append(
+            float(
+                module.clip_grad_norm_(
+                    engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu
+                )
+            )
+        )
 
     def step_and_record(*args: Any, **kwargs: Any) -> None:
         step(*args, **kwargs)
@@ -96,7 +139,8 @@ def checksum_of_copies(engine: Any) -> int:
 
 
 def train(run: Run, steps: int = 20) -> dict[str, Any]:
-    """The global batch's mean loss and the gradient norm before clipping, by step; a checksum of the copies at the end."""
+    """The global batch's mean loss and the gradient norm before clipping, by step; a checksum of
+    the copies at the end."""
     engine = make_engine(run)
     mesh = models.mpu()
     norms = record_norms(engine)
@@ -120,12 +164,18 @@ def train(run: Run, steps: int = 20) -> dict[str, Any]:
 
 
 def live(configs: Sequence[models.ModelConfig], tp: int) -> list[dict[str, Any]]:
-    """Each model's parameters as megatron-core holds them on this rank: values and the attributes that are there."""
+    """Each model's parameters as megatron-core holds them on this rank: values and the attributes
+    that are there."""
     found = []
     models.start(tp, seed=1)
     for config in configs:
         model = models.build(config)
-        found.append({name: (param.detach().clone(), dict(param.__dict__)) for name, param in model.named_parameters()})
+        found.append(
+            {
+                name: (param.detach().clone(), dict(param.__dict__))
+                for name, param in model.named_parameters()
+            }
+        )
     models.stop()
     return found
 
@@ -138,19 +188,30 @@ def groups_and_steps(config: models.ModelConfig) -> dict[str, Any]:
     names = {id(param): name for name, param in model.named_parameters()}
     groups = models.param_groups(model, lr=0.5, weight_decay=0.25)
     models.stop()
-    return {"frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
-            "groups": [([names[id(p)] for p in g["params"]], g["lr"], g["weight_decay"]) for g in groups]}
+    return {
+        "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
+        "groups": [
+            ([names[id(p)] for p in g["params"]], g["lr"], g["weight_decay"]) for g in groups
+        ],
+    }
 
 
 def masked(config: models.ModelConfig, tp: int) -> dict[str, float]:
-    """Losses of one batch: of all tokens, of the first half, of the second half, of none; each part on its own."""
+    """Losses of one batch: of all tokens, of the first half, of the second half, of none; each part
+    on its own."""
     models.start(tp, seed=1)
     model = models.build(config)
     tokens = batch(0)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     first = torch.zeros(inputs.shape)
     first[:, : SEQUENCE // 2] = 1
-    masks = {"all": None, "ones": torch.ones(inputs.shape), "first": first, "second": 1 - first, "none": torch.zeros(inputs.shape)}
+    masks = {
+        "all": None,
+        "ones": torch.ones(inputs.shape),
+        "first": first,
+        "second": 1 - first,
+        "none": torch.zeros(inputs.shape),
+    }
     out = {name: float(models.loss(model, inputs, labels, mask)) for name, mask in masks.items()}
     out["short"] = float(models.loss(model, inputs[:, : SEQUENCE // 2], labels[:, : SEQUENCE // 2]))
     models.stop()
@@ -158,7 +219,8 @@ def masked(config: models.ModelConfig, tp: int) -> dict[str, float]:
 
 
 def generators(config: models.ModelConfig, tp: int) -> list[bytes]:
-    """After a step with dropout: the default generator, and the one of the tensor-parallel regions."""
+    """After a step with dropout: the default generator, and the one of the tensor-parallel
+    regions."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     models.start(tp, seed=3)
@@ -166,7 +228,11 @@ def generators(config: models.ModelConfig, tp: int) -> list[bytes]:
     before = torch.get_rng_state()
     tokens = batch(0)
     models.loss(model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
-    states = [before, torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]]
+    states = [
+        before,
+        torch.get_rng_state(),
+        get_cuda_rng_tracker().get_states()["model-parallel-rng"],
+    ]
     models.stop()
     return [state.numpy().tobytes() for state in states]
 
@@ -183,12 +249,14 @@ def restarts(times: int) -> list[tuple[int, int]]:
 
 def attempting(found: dict[str, str]) -> Callable[[str, Callable[[], Any]], None]:
     """A function that makes a call and notes under its name what it raised."""
+
     def attempt(name: str, call: Callable[[], Any]) -> None:
         try:
             call()
             found[name] = "nothing"
         except UcpError as error:
             found[name] = f"{type(error).__name__}: {error}"
+
     return attempt
 
 

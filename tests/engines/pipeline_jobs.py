@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of pipeline checkpoints: megatron-core models with and without pipeline stages."""
+"""What the ranks do in the tests of pipeline checkpoints: megatron-core models with and without
+pipeline stages."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import models, pipeline
+from megatron_ucp.engines.megatron import models, pipeline
 from tests.engines import tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences, named
 from tests.engines.tensor_jobs import BATCH, SEQUENCE, Mega
@@ -16,7 +17,8 @@ from tests.ranks import allow_fp16_on_cpu
 
 @dataclass(frozen=True)
 class Staged(Mega):
-    """A Mega in `pp` stages; 0 for an engine without a pipeline. `extras` adds a frozen parameter and a module buffer."""
+    """A Mega in `pp` stages; 0 for an engine without a pipeline. `extras` adds a frozen parameter
+    and a module buffer."""
 
     layers: int = 3
     pp: int = 0
@@ -30,28 +32,57 @@ def make(setup: Staged, attach: bool = True) -> Any:
     import deepspeed
 
     models.start(setup.tp, seed=7, pp=setup.pp or 1)
-    config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
-                                groups=setup.groups, vocab=setup.vocab, true_vocab=setup.true_vocab, positions=SEQUENCE,
-                                tied=setup.tied, init_std=0.15, dtype=setup.dtype, seed=setup.seed,
-                                sequence_parallel=setup.sequence_parallel)
-    model: Any = pipeline.build_pipeline(config, setup.pp, setup.partition) if setup.pp else models.build(config)
+    config = models.ModelConfig(
+        setup.family,
+        layers=setup.layers,
+        hidden=16,
+        head_dim=4,
+        ffn=setup.ffn,
+        heads=setup.heads,
+        groups=setup.groups,
+        vocab=setup.vocab,
+        true_vocab=setup.true_vocab,
+        positions=SEQUENCE,
+        tied=setup.tied,
+        init_std=0.15,
+        dtype=setup.dtype,
+        seed=setup.seed,
+        sequence_parallel=setup.sequence_parallel,
+    )
+    model: Any = (
+        pipeline.build_pipeline(config, setup.pp, setup.partition)
+        if setup.pp
+        else models.build(config)
+    )
     if setup.extras:
         add_extras(model, setup.seed)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dp, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0}}
+        "train_micro_batch_size_per_gpu": BATCH // dp,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
+    }
     if setup.fp32_sums:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if setup.dtype != "fp32":
-        settings[setup.dtype] = {"enabled": True} | ({"initial_scale_power": 8} if setup.dtype == "fp16" else {})
+        settings[setup.dtype] = {"enabled": True} | (
+            {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
+        )
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
-    made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings,
-                                mpu=None if setup.pp else models.mpu(), dist_init_required=False)[0]
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=settings,
+        mpu=None if setup.pp else models.mpu(),
+        dist_init_required=False,
+    )[0]
     return ucp.attach(made, family=setup.family) if attach else made
 
 
@@ -73,9 +104,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     mpu = models.mpu()
     losses = []
     for step in range(first, first + steps):
-        drawn = torch.randint(40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step))
+        drawn = torch.randint(
+            40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
+        )
         mine = drawn.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
-        losses.append(float(engine.train_batch(iter([(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())]))))
+        losses.append(
+            float(engine.train_batch(iter([(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())])))
+        )
     return losses
 
 
@@ -84,8 +119,14 @@ def save(setup: Staged, folder: str, steps: int = 2, attach: bool = True, more: 
     tensor_jobs.save(setup, folder, steps, attach, more, make, train)
 
 
-def resume(setup: Staged, folder: str, more: int = 0, plant: str = "", tags: tuple[str, ...] = ("filled", "trained"),
-           **options: Any) -> dict[str, Any]:
+def resume(
+    setup: Staged,
+    folder: str,
+    more: int = 0,
+    plant: str = "",
+    tags: tuple[str, ...] = ("filled", "trained"),
+    **options: Any,
+) -> dict[str, Any]:
     """As tensor_jobs.resume."""
     return tensor_jobs.resume(setup, folder, more, plant, tags, make, train, plant_fault, **options)
 
@@ -130,13 +171,14 @@ def reshard(setup: Staged, folder: str, out: str) -> None:
 
 def fails_on_rank(setup: Staged, folder: str, rank: int) -> dict[str, Any]:
     """A load in which one rank's disk fails while bytes move."""
-    from megatron_ucp.engines import load as loading
+    from megatron_ucp.engines.deepspeed import load as loading
     from megatron_ucp.errors import DamagedFileError
 
     engine, stock = make(setup), loading.execute
 
     def execute(*args: Any, **kwargs: Any) -> Any:
         raise DamagedFileError("only here")
+
     if dist.get_rank() == rank:
         loading.execute = execute
     out: dict[str, Any] = {"error": None, "refuses": []}

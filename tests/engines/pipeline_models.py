@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of pipelines: the same models, batches and optimizer as in `model_jobs`."""
+"""What the ranks do in the tests of pipelines: the same models, batches and optimizer as in
+`model_jobs`."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,17 @@ import megatron_ucp_patches as patches
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines import models, pipeline
+from megatron_ucp.engines.megatron import models, pipeline
 from megatron_ucp.families.pipe import names
-from tests.engines.model_jobs import GLOBAL_BATCH, GPT, LLAMA, SEQUENCE, attempting, batch, record_norms
+from tests.engines.model_jobs import (
+    GLOBAL_BATCH,
+    GPT,
+    LLAMA,
+    SEQUENCE,
+    attempting,
+    batch,
+    record_norms,
+)
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,22 @@ def make_engine(run: Staged) -> Any:
     optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1), eps=1e-4)
     dp = dist.get_world_size() // run.tp // run.pp
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // run.accumulate, "gradient_accumulation_steps": run.accumulate,
-        "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": run.zero}, "steps_per_print": 10**9,
-        "pipeline": {"pipe_partitioned": run.partitioned, "grad_partitioned": run.partitioned}}
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // run.accumulate,
+        "gradient_accumulation_steps": run.accumulate,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": run.zero},
+        "steps_per_print": 10**9,
+        "pipeline": {"pipe_partitioned": run.partitioned, "grad_partitioned": run.partitioned},
+    }
     if run.dtype == "bf16":
         settings["bf16"] = {"enabled": True}
     if run.fp32_sums:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )[0]
 
 
 def batches(run: Staged, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -64,15 +80,22 @@ def batches(run: Staged, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def train(run: Staged, steps: int = 6) -> dict[str, Any]:
-    """Loss and gradient norm by step, the evaluation of the first batch at the end, and the partition."""
+    """Loss and gradient norm by step, the evaluation of the first batch at the end, and the
+    partition."""
     engine = make_engine(run)
     norms = record_norms(engine)
     losses = [float(engine.train_batch(batches(run, step))) for step in range(steps)]
     evaluation = float(engine.eval_batch(batches(run, 0)))
     tied = [weight.detach().float() for weight, _ in engine.module.get_tied_weights_and_groups()]
-    found = {"losses": losses, "norms": norms, "evaluation": evaluation, "parts": [int(part) for part in engine.module.parts],
-             "optimizer": type(engine.optimizer).__name__, "groups": len(engine.optimizer.param_groups),
-             "tied": [weight.numpy().tobytes() for weight in tied]}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "evaluation": evaluation,
+        "parts": [int(part) for part in engine.module.parts],
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": len(engine.optimizer.param_groups),
+        "tied": [weight.numpy().tobytes() for weight in tied],
+    }
     engine.destroy()
     models.stop()
     return found
@@ -106,7 +129,8 @@ def empty_norm() -> tuple[str, float]:
 
 
 def norm_collectives(run: Staged) -> tuple[int, int]:
-    """How many collectives over all stages this rank's gradient norm takes: stock, and patched. None is carried out."""
+    """How many collectives over all stages this rank's gradient norm takes: stock, and patched.
+    None is carried out."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     engine = make_engine(run)
@@ -123,14 +147,22 @@ def norm_collectives(run: Staged) -> tuple[int, int]:
 
 
 def stages(configs: Sequence[models.ModelConfig], tp: int, pp: int) -> list[dict[str, Any]]:
-    """Each model's parameters on this rank by canonical name, with the attributes that are there; and all names."""
+    """Each model's parameters on this rank by canonical name, with the attributes that are there;
+    and all names."""
     found = []
     models.start(tp, 1, pp)
     for config in configs:
         model, canonical = pipeline.build_pipeline(config, pp), names(config.sizes())
-        found.append({canonical[name]: (param.detach().clone(), {key: value for key, value in param.__dict__.items()
-                                                                  if key != "_hp_mapping"}, name)
-                      for name, param in model.named_parameters()})
+        found.append(
+            {
+                canonical[name]: (
+                    param.detach().clone(),
+                    {key: value for key, value in param.__dict__.items() if key != "_hp_mapping"},
+                    name,
+                )
+                for name, param in model.named_parameters()
+            }
+        )
     models.stop()
     return found
 
@@ -149,10 +181,15 @@ def groups_match(tp: int, pp: int) -> dict[str, tuple[list[int], list[int]]]:
     """Ranks of each group in megatron-core and in DeepSpeed's grid."""
     models.start(tp, 1, pp)
     grid, mesh = pipeline.build_pipeline(GPT, pp).mpu(), models.mpu()
-    pairs = {"tensor": (mesh.get_tensor_model_parallel_group(), grid.get_slice_parallel_group()),
-             "data": (mesh.get_data_parallel_group(), grid.get_data_parallel_group()),
-             "pipe": (mesh.get_pipeline_model_parallel_group(), grid.get_pipe_parallel_group())}
-    found = {name: (dist.get_process_group_ranks(a), dist.get_process_group_ranks(b)) for name, (a, b) in pairs.items()}
+    pairs = {
+        "tensor": (mesh.get_tensor_model_parallel_group(), grid.get_slice_parallel_group()),
+        "data": (mesh.get_data_parallel_group(), grid.get_data_parallel_group()),
+        "pipe": (mesh.get_pipeline_model_parallel_group(), grid.get_pipe_parallel_group()),
+    }
+    found = {
+        name: (dist.get_process_group_ranks(a), dist.get_process_group_ranks(b))
+        for name, (a, b) in pairs.items()
+    }
     models.stop()
     return found
 
@@ -169,7 +206,8 @@ def restarts(times: int) -> list[tuple[int, int]]:
 
 
 def generators() -> tuple[int, int]:
-    """Draws of the default generator and of the tensor-parallel one after `start`, at tp=2 x pp=2."""
+    """Draws of the default generator and of the tensor-parallel one after `start`, at tp=2 x
+    pp=2."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     models.start(2, 3, 2)
@@ -190,9 +228,17 @@ def masked() -> dict[str, float]:
     tokens, labels = next(batches(run, 0))
     first = torch.zeros(tokens.shape)
     first[:, : SEQUENCE // 2] = 1
-    given = {"all": labels, "ones": (labels, torch.ones(tokens.shape)), "first": (labels, first), "second": (labels, 1 - first),
-             "none": (labels, torch.zeros(tokens.shape))}
-    out = {name: float(engine.eval_batch(itertools.repeat((tokens, label)))) for name, label in given.items()}
+    given = {
+        "all": labels,
+        "ones": (labels, torch.ones(tokens.shape)),
+        "first": (labels, first),
+        "second": (labels, 1 - first),
+        "none": (labels, torch.zeros(tokens.shape)),
+    }
+    out = {
+        name: float(engine.eval_batch(itertools.repeat((tokens, label))))
+        for name, label in given.items()
+    }
     engine.destroy()
     models.stop()
     return out
@@ -208,8 +254,14 @@ def refusals() -> dict[str, str]:
     models.start(1, 1, 2)
     attempt("whole model", lambda: models.build(GPT))
     attempt("other pp", lambda: pipeline.build_pipeline(GPT, 1))
-    for name, partition in {"sum": "2,2", "count": "1,1,3", "zero": [0, 5], "name": "best", "type": "type:attention",
-                            "regex": "type:("}.items():
+    for name, partition in {
+        "sum": "2,2",
+        "count": "1,1,3",
+        "zero": [0, 5],
+        "name": "best",
+        "type": "type:attention",
+        "regex": "type:(",
+    }.items():
         attempt(name, lambda partition=partition: pipeline.build_pipeline(GPT, 2, partition))
     attempt("many", lambda: many(replace(GPT, layers=1), 5))
     models.stop()

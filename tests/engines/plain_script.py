@@ -1,6 +1,7 @@
-"""A DeepSpeed script that knows nothing of megatron_ucp; its config has the section. Run by tests/engines/test_trainers.py.
+"""A DeepSpeed script that knows nothing of megatron_ucp; its config has the section. Run by
+tests/engines/test_trainers.py.
 
-    plain_script.py FOLDER save|resume ZERO
+plain_script.py FOLDER save|resume ZERO
 """
 
 import sys
@@ -22,10 +23,16 @@ def main() -> None:
     optimizer = torch.optim.AdamW(param_groups(net, 2))
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     engine, *_ = deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=scheduler,
-        config={"train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
-                "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": zero},
-                "universal_checkpoint": {"enabled": True}})
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config={
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": zero},
+            "universal_checkpoint": {"enabled": True},
+        },
+    )
     if verb == "save":
         train(engine, 3)
         engine.save_checkpoint(str(folder))

@@ -29,11 +29,18 @@ def listing(folder: str) -> list[str]:
     return sorted(p.name for p in Path(folder).iterdir() if p.is_dir() or p.name.startswith("."))
 
 
-# ---------------------------------------------------------------- random states
+# ------------------------------------------------ random states
+
 
 def draw() -> list[float]:
     """The next numbers of every generator."""
-    return [float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss(0, 1)]
+    return [
+        float(torch.rand(())),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        random.random(),
+        random.gauss(0, 1),
+    ]
 
 
 def disturb() -> None:
@@ -68,7 +75,8 @@ def resume_noisy(setup: Setup, folder: str, steps: int = 3, rng: bool = True) ->
     return out
 
 
-# ---------------------------------------------------------------- data
+# ------------------------------------------------ data
+
 
 def make_loader() -> Any:
     sampler = DistributedSampler(range(SAMPLES), seed=3)  # type: ignore[arg-type]
@@ -89,7 +97,9 @@ def read_and_save(setup: Setup, folder: str, batches: int) -> list[int]:
     return got
 
 
-def resume_and_read(setup: Setup, folder: str, given: bool = True) -> tuple[list[int], tuple[str, ...]]:
+def resume_and_read(
+    setup: Setup, folder: str, given: bool = True
+) -> tuple[list[int], tuple[str, ...]]:
     """The samples that this rank gets after the load."""
     loader = make_loader()
     engine = engine_of(setup, loader=loader if given else None)
@@ -112,7 +122,8 @@ def another_data_order(setup: Setup, folder: str) -> dict[str, Any]:
         engine.destroy()
 
 
-# ---------------------------------------------------------------- saves that fail
+# ------------------------------------------------ saves that fail
+
 
 @contextmanager
 def refusing(how: str, folder: str) -> Iterator[dict[str, Any]]:
@@ -139,7 +150,8 @@ def refusing(how: str, folder: str) -> Iterator[dict[str, Any]]:
 
 
 def failing_save(setup: Setup, folder: str, how: str) -> dict[str, Any]:
-    """A good save, one that fails, a good one: the error, and what lies in the folder after each."""
+    """A good save, one that fails, a good one: the error, and what lies in the folder after
+    each."""
     engine = engine_of(setup)
     train(engine, 1)
     engine.save_checkpoint(folder)
@@ -153,8 +165,12 @@ def failing_save(setup: Setup, folder: str, how: str) -> dict[str, Any]:
         except ucp.UcpError as failure:
             error = failure
         dist.barrier()
-    out = {"error": type(error).__name__, "message": str(error), "left": listing(folder),
-           "latest": (Path(folder) / "latest").read_text()}
+    out = {
+        "error": type(error).__name__,
+        "message": str(error),
+        "left": listing(folder),
+        "latest": (Path(folder) / "latest").read_text(),
+    }
     dist.barrier()
     engine.save_checkpoint(folder)
     want = canonical(engine)
@@ -178,9 +194,12 @@ def die_in_save(setup: Setup, folder: str) -> None:
     engine.save_checkpoint(folder)
 
 
-# ---------------------------------------------------------------- several saves
+# ------------------------------------------------ several saves
 
-def save_many(setup: Setup, folder: str, steps: int, milestone: int = 0, **options: Any) -> tuple[str, ...]:
+
+def save_many(
+    setup: Setup, folder: str, steps: int, milestone: int = 0, **options: Any
+) -> tuple[str, ...]:
     """Saves after every step, provenance values in the last one; the notes of the last report."""
     engine = engine_of(setup, **options)
     for step in range(steps):

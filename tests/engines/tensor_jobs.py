@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import models
+from megatron_ucp.engines.megatron import models
 from tests.engines.canonical import canonical, differences, fill
 from tests.ranks import allow_fp16_on_cpu
 
@@ -17,7 +17,8 @@ SEQUENCE, BATCH, VOCAB = 8, 4, 48
 
 @dataclass(frozen=True)
 class Mega:
-    """A tiny megatron-core model on a mesh. Weights are drawn large: small ones hide a wrong cut."""
+    """A tiny megatron-core model on a mesh. Weights are drawn large: small ones hide a wrong
+    cut."""
 
     family: str
     tp: int
@@ -39,24 +40,49 @@ def make(setup: Mega, attach: bool = True) -> Any:
     import deepspeed
 
     models.start(setup.tp, seed=7)
-    config = models.ModelConfig(setup.family, layers=setup.layers, hidden=16, head_dim=4, ffn=setup.ffn, heads=setup.heads,
-                                groups=setup.groups, vocab=setup.vocab, true_vocab=min(setup.true_vocab, setup.vocab),
-                                positions=SEQUENCE, tied=setup.tied, init_std=0.15, dtype=setup.dtype, seed=setup.seed,
-                                sequence_parallel=setup.sequence_parallel)
+    config = models.ModelConfig(
+        setup.family,
+        layers=setup.layers,
+        hidden=16,
+        head_dim=4,
+        ffn=setup.ffn,
+        heads=setup.heads,
+        groups=setup.groups,
+        vocab=setup.vocab,
+        true_vocab=min(setup.true_vocab, setup.vocab),
+        positions=SEQUENCE,
+        tied=setup.tied,
+        init_std=0.15,
+        dtype=setup.dtype,
+        seed=setup.seed,
+        sequence_parallel=setup.sequence_parallel,
+    )
     model = models.build(config)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     dp = dist.get_world_size() // setup.tp
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dp, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0}}
+        "train_micro_batch_size_per_gpu": BATCH // dp,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
+    }
     if setup.dtype != "fp32":
-        settings[setup.dtype] = {"enabled": True} | ({"initial_scale_power": 8} if setup.dtype == "fp16" else {})
+        settings[setup.dtype] = {"enabled": True} | (
+            {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
+        )
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
-    made = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings, mpu=models.mpu(),
-                                dist_init_required=False)[0]
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=settings,
+        mpu=models.mpu(),
+        dist_init_required=False,
+    )[0]
     return ucp.attach(made, family=setup.family) if attach else made
 
 
@@ -71,7 +97,9 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     losses = []
     for step in range(first, first + steps):
-        drawn = torch.randint(40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step))
+        drawn = torch.randint(
+            40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
+        )
         mine = drawn.chunk(world)[rank]
         loss = models.loss(engine, mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
         engine.backward(loss)
@@ -82,9 +110,17 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def save(setup: Any, folder: str, steps: int = 3, attach: bool = True, more: int = 20, making: Any = make,
-         training: Any = train) -> None:
-    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical states beside them.
+def save(
+    setup: Any,
+    folder: str,
+    steps: int = 3,
+    attach: bool = True,
+    more: int = 20,
+    making: Any = make,
+    training: Any = train,
+) -> None:
+    """Trains, saves the tag `trained`, fills with provenance values, saves `filled`; canonical
+    states beside them.
 
     `making` and `training` are for engines of another kind, as in pipeline_jobs."""
     engine = making(setup, attach)
@@ -105,8 +141,17 @@ def save(setup: Any, folder: str, steps: int = 3, attach: bool = True, more: int
         torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
 
 
-def resume(setup: Any, folder: str, more: int = 0, plant: str | None = None, tags: tuple[str, ...] = ("filled", "trained"),
-           making: Any = make, training: Any = train, planting: Any = None, **options: Any) -> dict[str, Any]:
+def resume(
+    setup: Any,
+    folder: str,
+    more: int = 0,
+    plant: str | None = None,
+    tags: tuple[str, ...] = ("filled", "trained"),
+    making: Any = make,
+    training: Any = train,
+    planting: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Loads each tag into a fresh engine and compares; trains on after the last one."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = making(setup)
@@ -119,15 +164,21 @@ def resume(setup: Any, folder: str, more: int = 0, plant: str | None = None, tag
         found["before"][tag] = differences(oracle["states"][tag], before)
         found["differences"][tag] = differences(oracle["states"][tag], canonical(engine))
     if more:
-        found["loss"] = max(abs(a - b) for a, b in zip(training(engine, more, first=oracle["steps"]), oracle["losses"][:more],
-                                                       strict=True))
+        found["loss"] = max(
+            abs(a - b)
+            for a, b in zip(
+                training(engine, more, first=oracle["steps"]), oracle["losses"][:more], strict=True
+            )
+        )
     close(engine)
     return found
 
 
 def plant_fault(engine: Any, fault: str) -> None:
-    """A fault of the kind that a wrong layout makes, at ZeRO-0 on one rank, in weights that are large."""
+    """A fault of the kind that a wrong layout makes, at ZeRO-0 on one rank, in weights that are
+    large."""
     from tests.engines.canonical import base_of
+
     base, params = base_of(engine), dict(engine.module.named_parameters())
     weight = params["decoder.layers.1.mlp.linear_fc1.weight"].data
     qkv = params["decoder.layers.0.self_attention.linear_qkv.weight"].data
@@ -171,7 +222,8 @@ def attempt(setup: Mega, folder: str, change: str = "", **options: Any) -> dict[
 
 
 def stock_universal(setup: Mega, folder: str) -> list[str]:
-    """Loads a universal folder with stock DeepSpeed alone and compares with the canonical state of the run."""
+    """Loads a universal folder with stock DeepSpeed alone and compares with the canonical state of
+    the run."""
     import deepspeed
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
@@ -179,13 +231,18 @@ def stock_universal(setup: Mega, folder: str) -> list[str]:
 
     def initialize(config: dict[str, Any], **kwargs: Any) -> Any:
         return plain(config={**config, "checkpoint": {"load_universal": True}}, **kwargs)
+
     deepspeed.initialize = initialize
     try:
         engine = make(setup, attach=False)
     finally:
         deepspeed.initialize = plain
     engine.load_checkpoint(folder + "/universal", tag="trained_universal")
-    found = [d for d in differences(oracle, canonical(engine)) if not d.startswith(("counters", "scheduler"))]
+    found = [
+        d
+        for d in differences(oracle, canonical(engine))
+        if not d.startswith(("counters", "scheduler"))
+    ]
     close(engine)
     return found
 
@@ -201,7 +258,8 @@ def resume_plain(setup: Mega, folder: str) -> dict[str, Any]:
 
 
 def resize_vocabulary(setup: Mega, folder: str) -> dict[str, Any]:
-    """Refused without the argument; with it, the rows that both sides have are equal and new ones are zero."""
+    """Refused without the argument; with it, the rows that both sides have are equal and new ones
+    are zero."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]["full"]
     engine = make(setup)
     out: dict[str, Any] = {"refusal": ""}
@@ -214,7 +272,9 @@ def resize_vocabulary(setup: Mega, folder: str) -> dict[str, Any]:
     wrong = []
     for key, want in oracle.items():
         rows = min(len(want), len(have[key])) if want.dim() else None
-        if not torch.equal(want[:rows], have[key][:rows]) or (rows is not None and have[key][rows:].count_nonzero()):
+        if not torch.equal(want[:rows], have[key][:rows]) or (
+            rows is not None and have[key][rows:].count_nonzero()
+        ):
             wrong.append(key)
     out |= {"wrong": wrong, "compared": len(oracle)}
     close(engine)

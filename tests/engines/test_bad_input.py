@@ -1,4 +1,5 @@
-"""What a user does wrong, and what a disk does: a named error on every rank, and an engine that is unchanged or refuses."""
+"""What a user does wrong, and what a disk does: a named error on every rank, and an engine that is
+unchanged or refuses."""
 
 import os
 import pickle
@@ -19,14 +20,19 @@ MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
-def attempt(sources: Sources, folder: Path, dp: int = 2, setup: Setup = TARGET, **kwargs: Any) -> list[dict]:
+def attempt(
+    sources: Sources, folder: Path, dp: int = 2, setup: Setup = TARGET, **kwargs: Any
+) -> list[dict]:
     found = sources.ranks.run(dp, "tests.engines.jobs:attempt", setup, str(folder), **kwargs)
-    assert len({rank["message"].split(" (on rank")[0] for rank in found}) == 1 or all(rank["error"] for rank in found)
+    assert len({rank["message"].split(" (on rank")[0] for rank in found}) == 1 or all(
+        rank["error"] for rank in found
+    )
     return found
 
 
 def expect(found: list[dict], kind: str, *words: str, unchanged: bool = True) -> None:
-    """Every rank raised the same kind of error that says these words, and the engine is as it was or refuses."""
+    """Every rank raised the same kind of error that says these words, and the engine is as it was
+    or refuses."""
     for rank in found:
         assert rank["error"] == kind, rank["message"]
         for word in words:
@@ -41,7 +47,12 @@ def test_a_path_that_is_not_there(sources: Sources, tmp_path: Path) -> None:
 
 
 def test_a_tag_that_is_not_there(sources: Sources, broken: Any) -> None:
-    expect(attempt(sources, broken(), tag="global_step7"), "NotFoundError", "global_step7", "tags: filled, trained")
+    expect(
+        attempt(sources, broken(), tag="global_step7"),
+        "NotFoundError",
+        "global_step7",
+        "tags: filled, trained",
+    )
 
 
 def test_latest_names_a_tag_that_is_not_there(sources: Sources, broken: Any) -> None:
@@ -66,7 +77,9 @@ def test_a_missing_file(sources: Sources, broken: Any, name: str, with_manifest:
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize("keep", [0.5, 0.999, 0.0])
 @pytest.mark.parametrize("name", [OPTIM.format(1), MODEL])
-def test_a_truncated_file(sources: Sources, broken: Any, name: str, keep: float, with_manifest: bool) -> None:
+def test_a_truncated_file(
+    sources: Sources, broken: Any, name: str, keep: float, with_manifest: bool
+) -> None:
     folder = broken() if with_manifest else without_manifest(broken())
     path = folder / "filled" / name
     os.truncate(path, int(path.stat().st_size * keep))
@@ -76,15 +89,21 @@ def test_a_truncated_file(sources: Sources, broken: Any, name: str, keep: float,
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize("other", ["another run", "another step"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_file_of_another_save(sources: Sources, broken: Any, other: str, zero: int, with_manifest: bool) -> None:
+def test_a_file_of_another_save(
+    sources: Sources, broken: Any, other: str, zero: int, with_manifest: bool
+) -> None:
     setup = Setup(zero, "bf16")
     folder = broken(setup=setup) if with_manifest else without_manifest(broken(setup=setup))
     steps = {"steps": 3} if other == "another run" else {"steps": 4}
     origin = Path(sources.get(2, Setup(zero, "bf16", seed=5), more=0, **steps)) / "trained"
     shutil.copy(origin / OPTIM.format(1), folder / "trained")
     if zero == 3 and other == "another run" and not with_manifest:
-        # Such a file holds no weights, no names and the same steps: nothing in it shows where it comes from.
-        pytest.skip("ZeRO-3 files of stock DeepSpeed carry no evidence of their run beside the step; the manifest does")
+        # Such a file holds no weights, no names and the same steps: nothing in it shows where it
+        # comes from.
+        pytest.skip(
+            "ZeRO-3 files of stock DeepSpeed carry no evidence of their run beside the step; the "
+            "manifest does"
+        )
     expect(attempt(sources, folder, tag="trained"), "ForeignFileError", OPTIM.format(1))
 
 
@@ -97,11 +116,23 @@ def test_one_partition_more_than_the_run_had(sources: Sources, broken: Any) -> N
 def test_a_file_that_the_manifest_does_not_know(sources: Sources, broken: Any) -> None:
     folder = broken()
     shutil.copy(folder / "filled" / OPTIM.format(1), folder / "filled" / OPTIM.format(2))
-    expect(attempt(sources, folder, tag="filled"), "ForeignFileError", OPTIM.format(2), "not part of the save")
+    expect(
+        attempt(sources, folder, tag="filled"),
+        "ForeignFileError",
+        OPTIM.format(2),
+        "not part of the save",
+    )
 
 
-@pytest.mark.parametrize(("text", "word"), [("{", "can't be read"), ('{"format": "megatron_ucp", "version": 99}', "version"),
-                                            ('[1]', "can't be read"), ('{"format": "megatron_ucp", "version": 1}', "read")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "can't be read"),
+        ('{"format": "megatron_ucp", "version": 99}', "version"),
+        ("[1]", "can't be read"),
+        ('{"format": "megatron_ucp", "version": 1}', "read"),
+    ],
+)
 def test_a_manifest_that_is_none(sources: Sources, broken: Any, text: str, word: str) -> None:
     folder = broken()
     (folder / "filled" / "ucp_manifest.json").write_text(text)
@@ -114,11 +145,21 @@ def test_a_manifest_of_another_tag(sources: Sources, broken: Any) -> None:
     expect(attempt(sources, folder, tag="filled"), "ForeignFileError")
 
 
-@pytest.mark.parametrize(("net", "word"), [("Wider", "another shape"), ("Longer", "checkpoint lacks"),
-                                           ("Shorter", "model lacks"), ("Untied", "checkpoint lacks"),
-                                           ("Thawed", "frozen in the checkpoint"), ("MoreBuffers", "buffer")])
+@pytest.mark.parametrize(
+    ("net", "word"),
+    [
+        ("Wider", "another shape"),
+        ("Longer", "checkpoint lacks"),
+        ("Shorter", "model lacks"),
+        ("Untied", "checkpoint lacks"),
+        ("Thawed", "frozen in the checkpoint"),
+        ("MoreBuffers", "buffer"),
+    ],
+)
 @pytest.mark.parametrize("zero", [2, 3])
-def test_a_model_that_does_not_fit(sources: Sources, broken: Any, net: str, word: str, zero: int) -> None:
+def test_a_model_that_does_not_fit(
+    sources: Sources, broken: Any, net: str, word: str, zero: int
+) -> None:
     found = attempt(sources, broken(), setup=Setup(zero, "bf16", seed=9, net=net))
     expect(found, "ModelMismatchError", word, "parameter:")
 
@@ -129,14 +170,20 @@ def test_an_optimizer_that_does_not_fit(sources: Sources, broken: Any) -> None:
 
 
 def test_groups_that_do_not_fit(sources: Sources, broken: Any) -> None:
-    """One group where the checkpoint has two with other settings: averaging or picking one would be silent."""
+    """One group where the checkpoint has two with other settings: averaging or picking one would be
+    silent."""
     found = attempt(sources, broken(), setup=Setup(3, "bf16", groups=1, seed=9))
     expect(found, "StateMismatchError", "different hyper-parameters", "weight_decay: 0.0 and 0.1")
 
 
 def test_a_buffer_that_would_be_rounded(sources: Sources) -> None:
     folder = Path(sources.get(2, Setup(0, "fp32")))
-    expect(attempt(sources, folder, setup=Setup(1, "bf16", seed=9)), "InexactError", "rounded", 'allow={"narrow"}')
+    expect(
+        attempt(sources, folder, setup=Setup(1, "bf16", seed=9)),
+        "InexactError",
+        "rounded",
+        'allow={"narrow"}',
+    )
 
 
 class Hostile:
@@ -146,16 +193,21 @@ class Hostile:
 
 @pytest.mark.parametrize("name", [MODEL, OPTIM.format(0), OPTIM.format(1)])
 @pytest.mark.parametrize(("dp", "through"), [(2, "load"), (2, "engine"), (1, "load")])
-def test_a_pickle_that_wants_to_run_code(sources: Sources, broken: Any, tmp_path: Path, name: str, dp: int,
-                                         through: str) -> None:
+def test_a_pickle_that_wants_to_run_code(
+    sources: Sources, broken: Any, tmp_path: Path, name: str, dp: int, through: str
+) -> None:
     folder = without_manifest(broken())
     plant_pickle(folder / "filled" / name, Hostile())
     found = attempt(sources, folder, dp, tag="filled", through=through)
     expect(found, "UnsafePickleError", name, "system")
-    assert not list(Path.cwd().glob("hostile_was_here")) and not list(tmp_path.rglob("hostile_was_here"))
+    assert not list(Path.cwd().glob("hostile_was_here")) and not list(
+        tmp_path.rglob("hostile_was_here")
+    )
 
 
-def test_the_planted_pickle_does_run_elsewhere(broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planted_pickle_does_run_elsewhere(
+    broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: the file is a working attack."""
     monkeypatch.chdir(tmp_path)
     path = broken() / "filled" / MODEL
@@ -169,8 +221,10 @@ def plant_pickle(path: Path, value: object) -> None:
     with zipfile.ZipFile(path) as old:
         records = {info.filename: old.read(info) for info in old.infolist()}
     name = next(n for n in records if n.endswith("/data.pkl"))
-    body = pickle.dumps({"planted": value}, protocol=2)  # \x80\x02 } q\x00 X...: keep key, value and SETITEM
-    inside = body[2 + 3:-2]
+    body = pickle.dumps(
+        {"planted": value}, protocol=2
+    )  # \x80\x02 } q\x00 X...: keep key, value and SETITEM
+    inside = body[2 + 3 : -2]
     records[name] = records[name][:-1] + inside + b"s."
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
         for record, data in records.items():
@@ -179,17 +233,21 @@ def plant_pickle(path: Path, value: object) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_flipped_bit_in_a_tensor(sources: Sources, broken: Any, zero: int) -> None:
-    """Bytes moved before it showed: the engine refuses to step and to save, until a whole checkpoint is loaded."""
+    """Bytes moved before it showed: the engine refuses to step and to save, until a whole
+    checkpoint is loaded."""
     folder = broken()
     path = folder / "filled" / OPTIM.format(1)
     with zipfile.ZipFile(path) as file:
-        biggest = max((i for i in file.infolist() if "/data/" in i.filename), key=lambda info: info.file_size)
+        biggest = max(
+            (i for i in file.infolist() if "/data/" in i.filename), key=lambda info: info.file_size
+        )
         content = file.read(biggest)
     data = bytearray(path.read_bytes())
     at = data.index(content) + biggest.file_size // 2
     data[at] ^= 4
     path.write_bytes(data)
-    found = attempt(sources, folder, setup=Setup(zero, "bf16", seed=9), tag="filled", then="trained")
+    found = attempt(
+        sources, folder, setup=Setup(zero, "bf16", seed=9), tag="filled", then="trained"
+    )
     expect(found, "DamagedFileError", path.name, "CRC-32", unchanged=False)
     assert all(rank["steps_after_a_good_load"] for rank in found)
-

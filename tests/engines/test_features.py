@@ -1,4 +1,5 @@
-"""Optimizers, buffer layouts and settings of DeepSpeed: each carried over bit for bit, or refused by name."""
+"""Optimizers, buffer layouts and settings of DeepSpeed: each carried over bit for bit, or refused
+by name."""
 
 from typing import Any
 
@@ -17,9 +18,18 @@ BF16_MASTERS = (("bf16", {"bf16_master_weights_and_grads": True, "bf16_optimizer
 NO_FP32_STATES = (("fp32_optimizer_states", False),)
 
 
-def zero(stage: int, dtype: str = "bf16", optimizer: str = "AdamW", options: tuple = (), groups: int = 2,
-         config: tuple = (), **zero_config: Any) -> Setup:
-    return Setup(stage, dtype, optimizer, options, config, tuple(sorted(zero_config.items())), groups)
+def zero(
+    stage: int,
+    dtype: str = "bf16",
+    optimizer: str = "AdamW",
+    options: tuple = (),
+    groups: int = 2,
+    config: tuple = (),
+    **zero_config: Any,
+) -> Setup:
+    return Setup(
+        stage, dtype, optimizer, options, config, tuple(sorted(zero_config.items())), groups
+    )
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -30,18 +40,42 @@ CASES: dict[str, tuple[int, Setup, int, Setup]] = {
     "AMSGrad": (2, zero(1, options=(("amsgrad", True),)), 2, zero(3, options=(("amsgrad", True),))),
     "SGD": (2, zero(3, "fp32", "SGD"), 4, zero(1, "fp32", "SGD")),
     "SGD with momentum": (2, zero(2, "fp32", "SGD", MOMENTUM), 4, zero(3, "fp32", "SGD", MOMENTUM)),
-    "SGD with momentum, back": (4, zero(3, "fp32", "SGD", MOMENTUM), 1, zero(0, "fp32", "SGD", MOMENTUM)),
+    "SGD with momentum, back": (
+        4,
+        zero(3, "fp32", "SGD", MOMENTUM),
+        1,
+        zero(0, "fp32", "SGD", MOMENTUM),
+    ),
     "Adagrad": (2, zero(3, "fp32", "Adagrad", groups=1), 4, zero(1, "fp32", "Adagrad", groups=1)),
-    "RMSprop": (2, zero(0, "fp32", "RMSprop", (("momentum", 0.9), ("centered", True))), 4,
-                zero(1, "fp32", "RMSprop", (("momentum", 0.9), ("centered", True)))),
+    "RMSprop": (
+        2,
+        zero(0, "fp32", "RMSprop", (("momentum", 0.9), ("centered", True))),
+        4,
+        zero(1, "fp32", "RMSprop", (("momentum", 0.9), ("centered", True))),
+    ),
     "NAdam": (2, zero(0, "fp32", "NAdam"), 4, zero(3, "fp32", "NAdam")),
     "Adamax": (2, zero(0, "fp32", "Adamax"), 4, zero(3, "fp32", "Adamax")),
-    "CPUAdam": (2, zero(1, optimizer="CPUAdam", **OFFLOAD), 4, zero(3, optimizer="CPUAdam", **OFFLOAD)),
+    "CPUAdam": (
+        2,
+        zero(1, optimizer="CPUAdam", **OFFLOAD),
+        4,
+        zero(3, optimizer="CPUAdam", **OFFLOAD),
+    ),
     "CPUAdam from AdamW": (2, zero(3), 2, zero(1, optimizer="CPUAdam", **OFFLOAD)),
-    "CPULion": (2, zero(1, optimizer="CPULion", **OFFLOAD), 4, zero(3, optimizer="CPULion", **OFFLOAD)),
+    "CPULion": (
+        2,
+        zero(1, optimizer="CPULion", **OFFLOAD),
+        4,
+        zero(3, optimizer="CPULion", **OFFLOAD),
+    ),
     "FusedAdam": (2, zero(1, optimizer="FusedAdam"), 4, zero(3, optimizer="FusedAdam")),
     "FusedAdam at stage 0": (2, zero(0, optimizer="FusedAdam"), 2, zero(1, optimizer="FusedAdam")),
-    "FusedAdam into stage 0": (2, zero(3, optimizer="FusedAdam"), 1, zero(0, optimizer="FusedAdam")),
+    "FusedAdam into stage 0": (
+        2,
+        zero(3, optimizer="FusedAdam"),
+        1,
+        zero(0, optimizer="FusedAdam"),
+    ),
     "AdamW from FusedAdam": (2, zero(1, optimizer="FusedAdam"), 2, zero(3)),
     "round robin source": (4, zero(1, **ROUND), 2, zero(3)),
     "round robin source, stage 2": (2, zero(2, **ROUND), 4, zero(1)),
@@ -54,16 +88,43 @@ CASES: dict[str, tuple[int, Setup, int, Setup]] = {
     "BF16_Optimizer": (2, zero(1, config=BF16_OPTIMIZER), 4, zero(3)),
     "into BF16_Optimizer": (2, zero(3), 4, zero(1, config=BF16_OPTIMIZER)),
     "offloaded optimizer": (2, zero(1, **OFFLOAD), 4, zero(3, **OFFLOAD)),
-    "offloaded parameters": (2, zero(3, **OFFLOAD, offload_param={"device": "cpu"}), 4,
-                             zero(3, **OFFLOAD, offload_param={"device": "cpu"})),
-    "persistent parameters": (2, zero(3, stage3_param_persistence_threshold=10**5), 4,
-                              zero(3, stage3_param_persistence_threshold=10**5)),
+    "offloaded parameters": (
+        2,
+        zero(3, **OFFLOAD, offload_param={"device": "cpu"}),
+        4,
+        zero(3, **OFFLOAD, offload_param={"device": "cpu"}),
+    ),
+    "persistent parameters": (
+        2,
+        zero(3, stage3_param_persistence_threshold=10**5),
+        4,
+        zero(3, stage3_param_persistence_threshold=10**5),
+    ),
     "elastic checkpoint": (2, zero(1, elastic_checkpoint=True), 4, zero(3)),
-    "elastic checkpoint, stage 2": (4, zero(2, elastic_checkpoint=True), 2, zero(1, elastic_checkpoint=True)),
-    "bf16 masters": (2, zero(1, optimizer="CPUAdam", options=NO_FP32_STATES, config=BF16_MASTERS, **OFFLOAD), 2,
-                     zero(2, optimizer="CPUAdam", options=NO_FP32_STATES, config=BF16_MASTERS, **OFFLOAD)),
-    "groups of one element": (4, Setup(1, "bf16", net="Tiny", groups=3), 4, Setup(3, "bf16", net="Tiny", groups=3)),
-    "groups of one element, back": (4, Setup(3, "bf16", net="Tiny", groups=3), 4, Setup(2, "bf16", net="Tiny", groups=3)),
+    "elastic checkpoint, stage 2": (
+        4,
+        zero(2, elastic_checkpoint=True),
+        2,
+        zero(1, elastic_checkpoint=True),
+    ),
+    "bf16 masters": (
+        2,
+        zero(1, optimizer="CPUAdam", options=NO_FP32_STATES, config=BF16_MASTERS, **OFFLOAD),
+        2,
+        zero(2, optimizer="CPUAdam", options=NO_FP32_STATES, config=BF16_MASTERS, **OFFLOAD),
+    ),
+    "groups of one element": (
+        4,
+        Setup(1, "bf16", net="Tiny", groups=3),
+        4,
+        Setup(3, "bf16", net="Tiny", groups=3),
+    ),
+    "groups of one element, back": (
+        4,
+        Setup(3, "bf16", net="Tiny", groups=3),
+        4,
+        Setup(2, "bf16", net="Tiny", groups=3),
+    ),
 }
 OTHER_OPTIMIZER = {"CPUAdam from AdamW", "AdamW from FusedAdam"}
 
@@ -72,8 +133,15 @@ OTHER_OPTIMIZER = {"CPUAdam from AdamW", "AdamW from FusedAdam"}
 def test_carried_over_bit_for_bit(sources: Sources, case: str) -> None:
     source_ranks, source, ranks, target = CASES[case]
     target = Setup(**{**{k: getattr(target, k) for k in target.__dataclass_fields__}, "seed": 9})
-    found = sources.ranks.run(ranks, "tests.engines.jobs:resume", target, sources.get(source_ranks, source, more=0), more=0,
-                              timeout_s=240, known_keys=case in OTHER_OPTIMIZER)
+    found = sources.ranks.run(
+        ranks,
+        "tests.engines.jobs:resume",
+        target,
+        sources.get(source_ranks, source, more=0),
+        more=0,
+        timeout_s=240,
+        known_keys=case in OTHER_OPTIMIZER,
+    )
     check(found)
 
 
@@ -84,29 +152,46 @@ def test_bf16_masters_become_fp32_without_loss_and_not_the_other_way(sources: So
     assert all(found)
     high = sources.get(2, Setup(1, "bf16"))
     for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", low, high):
-        assert rank["error"] == "InexactError" and "rounded" in rank["message"] and rank["unchanged"]
+        assert (
+            rank["error"] == "InexactError" and "rounded" in rank["message"] and rank["unchanged"]
+        )
 
 
 REFUSED = {
-    "NVMe": "optimizer states offloaded to NVMe", "NVMe parameters": "parameters offloaded to NVMe",
-    "partial offload": "partial offload", "SuperOffload": "SuperOffload", "ZenFlow": "ZenFlow", "hpZ": "hpZ",
-    "ZeRO++ weights": "quantized weights", "node-local storage": "node-local storage", "offloaded states": "offload_states",
-    "MoE": "DeepSpeed-MoE", "tensor parallelism": "tensor parallelism",
+    "NVMe": "optimizer states offloaded to NVMe",
+    "NVMe parameters": "parameters offloaded to NVMe",
+    "partial offload": "partial offload",
+    "SuperOffload": "SuperOffload",
+    "ZenFlow": "ZenFlow",
+    "hpZ": "hpZ",
+    "ZeRO++ weights": "quantized weights",
+    "node-local storage": "node-local storage",
+    "offloaded states": "offload_states",
+    "MoE": "DeepSpeed-MoE",
+    "tensor parallelism": "tensor parallelism",
 }
 
 
 @pytest.mark.parametrize("feature", REFUSED)
 def test_refused_by_name(sources: Sources, feature: str) -> None:
-    """A real engine with the feature's own config object: most of these can't be built without a GPU or libaio."""
-    for rank in sources.ranks.run(2, "tests.engines.jobs:refusal", feature, sources.get(2, Setup(1, "bf16"))):
+    """A real engine with the feature's own config object: most of these can't be built without a
+    GPU or libaio."""
+    for rank in sources.ranks.run(
+        2, "tests.engines.jobs:refusal", feature, sources.get(2, Setup(1, "bf16"))
+    ):
         for message, unchanged in rank:
             assert REFUSED[feature] in message and "what to do:" in message
             assert unchanged
 
 
-@pytest.mark.parametrize(("writer", "words"), [
-    ({"checkpoint_serialization": False}, "legacy file format"), ({"writer": "decoupled"}, "decoupled"),
-    ({"writer": "fast"}, "writer other than torch's")])
+@pytest.mark.parametrize(
+    ("writer", "words"),
+    [
+        ({"checkpoint_serialization": False}, "legacy file format"),
+        ({"writer": "decoupled"}, "decoupled"),
+        ({"writer": "fast"}, "writer other than torch's"),
+    ],
+)
 def test_writers_refused_by_name(sources: Sources, writer: dict, words: str) -> None:
     for message in sources.ranks.run(2, "tests.engines.jobs:writer_refusal", writer):
         assert words in message and "what to do:" in message
@@ -116,14 +201,21 @@ def test_a_legacy_file_is_refused_by_name(sources: Sources, tmp_path: Any) -> No
     setup = Setup(1, "bf16", config=(("checkpoint", {"checkpoint_serialization": False}),))
     sources.ranks.run(2, "tests.engines.jobs:save", setup, str(tmp_path), attach=False, more=0)
     for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", Setup(1, "bf16"), str(tmp_path)):
-        assert rank["error"] == "DamagedFileError" and "zip" in rank["message"] and rank["unchanged"]
+        assert (
+            rank["error"] == "DamagedFileError" and "zip" in rank["message"] and rank["unchanged"]
+        )
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 3), (3, 0), (2, 0)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_from_before_the_first_step(sources: Sources, source: int, target: int, dtype: str) -> None:
-    """No optimizer state is a state too. (In low precision stage 0 steps once while it is built.)"""
+def test_a_checkpoint_from_before_the_first_step(
+    sources: Sources, source: int, target: int, dtype: str
+) -> None:
+    """No optimizer state is a state too. (In low precision stage 0 steps once while it is
+    built.)"""
     folder = sources.get(2, Setup(source, dtype), steps=0, more=0, filled=False)
-    found = sources.ranks.run(2, "tests.engines.jobs:resume", Setup(target, dtype, seed=9), folder, tags=("trained",))
+    found = sources.ranks.run(
+        2, "tests.engines.jobs:resume", Setup(target, dtype, seed=9), folder, tags=("trained",)
+    )
     for rank in found:
         assert rank["differences"] == {"trained": []} and len(rank["before"]["trained"]) >= 8

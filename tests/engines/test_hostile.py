@@ -1,5 +1,5 @@
-"""Every hostile checkpoint through `engine.load_checkpoint` on the mesh that wrote it: a named error on every rank, nothing run,
-and an engine that is bit for bit as it was."""
+"""Every hostile checkpoint through `engine.load_checkpoint` on the mesh that wrote it: a named
+error on every rank, nothing run, and an engine that is bit for bit as it was."""
 
 import shutil
 from pathlib import Path
@@ -17,21 +17,35 @@ LOADED = [name for name, row in ROWS.items() if "load" in row.sees]
 
 
 @pytest.fixture(scope="module")
-def results(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def results(
+    sources: Sources, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
     """What every rank found, from one job, and the mark that nothing may make."""
     root, good = tmp_path_factory.mktemp("hostile"), Path(sources.get(2, PLAIN))
     mark = root / "mark"
-    folders = [str(make(name, good, root / str(number), f"touch {mark}")) for number, name in enumerate(LOADED)]
+    folders = [
+        str(make(name, good, root / str(number), f"touch {mark}"))
+        for number, name in enumerate(LOADED)
+    ]
     try:
-        return sources.ranks.run(2, "tests.engines.hostile_jobs:load_all", Setup(1, "bf16", seed=9), folders, str(good),
-                                 MEMORY_BYTES, timeout_s=300), mark
+        return sources.ranks.run(
+            2,
+            "tests.engines.hostile_jobs:load_all",
+            Setup(1, "bf16", seed=9),
+            folders,
+            str(good),
+            MEMORY_BYTES,
+            timeout_s=300,
+        ), mark
     finally:
         for folder in folders:
             shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("number", range(len(LOADED)), ids=LOADED)
-def test_a_hostile_checkpoint_is_refused(results: tuple[list[dict[str, Any]], Path], number: int) -> None:
+def test_a_hostile_checkpoint_is_refused(
+    results: tuple[list[dict[str, Any]], Path], number: int
+) -> None:
     ranks, mark = results
     row = ROWS[LOADED[number]]
     for rank in ranks:

@@ -13,11 +13,22 @@ from megatron_ucp.errors import StateMismatchError, UnsupportedError
 EPOCHS = 3
 
 
-def loaders(ranks: int, size: int, batch: int = 1, drop_last: bool = False, workers: int = 0, **sampler: Any) -> list[Any]:
+def loaders(
+    ranks: int, size: int, batch: int = 1, drop_last: bool = False, workers: int = 0, **sampler: Any
+) -> list[Any]:
     """One loader per rank over the numbers below `size`."""
-    return [ucp.ResumableLoader(DataLoader(
-        range(size), batch_size=batch, num_workers=workers, drop_last=drop_last,  # type: ignore[arg-type]
-        sampler=DistributedSampler(range(size), ranks, rank, **{"seed": 7, **sampler}))) for rank in range(ranks)]  # type: ignore[arg-type]
+    return [
+        ucp.ResumableLoader(
+            DataLoader(
+                range(size),
+                batch_size=batch,
+                num_workers=workers,
+                drop_last=drop_last,  # type: ignore[arg-type]
+                sampler=DistributedSampler(range(size), ranks, rank, **{"seed": 7, **sampler}),
+            )
+        )
+        for rank in range(ranks)
+    ]  # type: ignore[arg-type]
 
 
 def run(ranks: list[Any], epochs: int = EPOCHS) -> Iterator[tuple[int, list[int], dict[str, Any]]]:
@@ -41,13 +52,17 @@ def by_epoch(steps: Any) -> dict[int, list[int]]:
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations((1, 2, 3, 4, 8), 2)))
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_nothing_is_repeated_and_nothing_skipped(before: int, after: int, stop: int) -> None:
-    size = 48 if 3 not in (before, after) else 72  # divides by all: DistributedSampler pads an epoch that does not
+    size = (
+        48 if 3 not in (before, after) else 72
+    )  # divides by all: DistributedSampler pads an epoch that does not
     first = list(itertools.islice(run(loaders(before, size)), stop * after))
     resumed = loaders(after, size)
     for loader in resumed:
         loader.load_state_dict(first[-1][2])
     found = by_epoch([*first, *run(resumed)])
-    assert {epoch: sorted(samples) for epoch, samples in found.items()} == {epoch: list(range(size)) for epoch in range(EPOCHS)}
+    assert {epoch: sorted(samples) for epoch, samples in found.items()} == {
+        epoch: list(range(size)) for epoch in range(EPOCHS)
+    }
     assert found[0] != found[1], "the epochs should be shuffled in another order"
 
 
@@ -61,7 +76,9 @@ def test_without_the_position_samples_are_repeated() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_same_mesh_goes_on_with_the_same_batches(workers: int) -> None:
     whole = [step[:2] for step in run(loaders(2, 50, batch=3))]
-    first = list(itertools.islice(run(loaders(2, 50, batch=3, workers=workers)), 6))  # workers fetch ahead
+    first = list(
+        itertools.islice(run(loaders(2, 50, batch=3, workers=workers)), 6)
+    )  # workers fetch ahead
     resumed = loaders(2, 50, batch=3)
     for loader in resumed:
         loader.load_state_dict(first[-1][2])
@@ -71,13 +88,23 @@ def test_the_same_mesh_goes_on_with_the_same_batches(workers: int) -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_from_the_beginning_it_is_distributed_samplers_own_order(ranks: int, shuffle: bool, drop_last: bool) -> None:
-    for rank, loader in enumerate(loaders(ranks, 10, batch=2, drop_last=drop_last, shuffle=shuffle)):
-        plain = DataLoader(range(10), 2, drop_last=drop_last,  # type: ignore[arg-type]
-                           sampler=DistributedSampler(range(10), ranks, rank, shuffle, 7))  # type: ignore[arg-type]
+def test_from_the_beginning_it_is_distributed_samplers_own_order(
+    ranks: int, shuffle: bool, drop_last: bool
+) -> None:
+    for rank, loader in enumerate(
+        loaders(ranks, 10, batch=2, drop_last=drop_last, shuffle=shuffle)
+    ):
+        plain = DataLoader(
+            range(10),
+            2,
+            drop_last=drop_last,  # type: ignore[arg-type]
+            sampler=DistributedSampler(range(10), ranks, rank, shuffle, 7),
+        )  # type: ignore[arg-type]
         assert len(loader) == len(plain)
         assert [b.tolist() for b in loader] == [b.tolist() for b in plain]
-        assert [b.tolist() for b in loader] == [b.tolist() for b in plain], "and so it is the second time"
+        assert [b.tolist() for b in loader] == [b.tolist() for b in plain], (
+            "and so it is the second time"
+        )
 
 
 def test_an_epoch_that_does_not_divide_skips_nothing() -> None:
@@ -95,7 +122,9 @@ def test_where_the_rest_does_not_divide_it_is_padded_as_distributed_sampler_does
     resumed = loaders(4, 50)
     for loader in resumed:
         loader.load_state_dict(first[-1][2])
-    assert list(by_epoch([*first, *run(resumed)]).values()) == list(by_epoch(run(loaders(4, 50))).values())
+    assert list(by_epoch([*first, *run(resumed)]).values()) == list(
+        by_epoch(run(loaders(4, 50))).values()
+    )
 
 
 def test_the_end_of_an_epoch_is_not_the_epoch_again() -> None:
@@ -108,7 +137,7 @@ def test_the_end_of_an_epoch_is_not_the_epoch_again() -> None:
 
 
 def test_a_loop_that_breaks_starts_again_at_the_beginning() -> None:
-    loader, = loaders(1, 6, shuffle=False)
+    (loader,) = loaders(1, 6, shuffle=False)
     loader.load_state_dict({**loader.state_dict(), "samples": 2})
     assert [int(b) for b in itertools.islice(loader, 2)] == [2, 3]
     assert [int(b) for b in loader] == [0, 1, 2, 3, 4, 5]

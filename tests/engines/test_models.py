@@ -1,4 +1,5 @@
-"""megatron-core's GPTModel under DeepSpeed: every tensor-parallel size and ZeRO stage trains the same model."""
+"""megatron-core's GPTModel under DeepSpeed: every tensor-parallel size and ZeRO stage trains the
+same model."""
 
 import re
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ucp.core.box import Box
-from megatron_ucp.engines.models import ModelConfig
+from megatron_ucp.engines.megatron.models import ModelConfig
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from tests.engines.model_jobs import GPT, LLAMA, Run
@@ -17,9 +18,14 @@ from tests.ranks import RankPool
 TOLERANCE = 1e-5
 JOBS = "tests.engines.model_jobs"
 MODELS = {
-    "gpt-tied": GPT, "gpt-untied": replace(GPT, tied=False), "gpt-groups-1": replace(GPT, groups=1),
-    "gpt-groups-2": replace(GPT, groups=2), "llama-groups-1": replace(LLAMA, groups=1), "llama-groups-2": LLAMA,
-    "llama-groups-4": replace(LLAMA, groups=4), "llama-tied": replace(LLAMA, tied=True),
+    "gpt-tied": GPT,
+    "gpt-untied": replace(GPT, tied=False),
+    "gpt-groups-1": replace(GPT, groups=1),
+    "gpt-groups-2": replace(GPT, groups=2),
+    "llama-groups-1": replace(LLAMA, groups=1),
+    "llama-groups-2": LLAMA,
+    "llama-groups-4": replace(LLAMA, groups=4),
+    "llama-tied": replace(LLAMA, tied=True),
     "llama-wide-heads": replace(LLAMA, head_dim=16),  # heads * head_dim is not hidden
 }
 Truth = dict[str, Any]
@@ -32,12 +38,25 @@ def truth(ranks: RankPool) -> dict[ModelConfig, Truth]:
 
 
 def differences(found: list[Truth], want: Truth, may_drift: bool = False) -> tuple[float, float]:
-    """Largest difference of losses, and of gradient norms in relation to the norm, over all ranks and steps."""
-    assert len({rank["copies"] for rank in found}) == 1 or may_drift, "copies of one parameter came apart"
+    """Largest difference of losses, and of gradient norms in relation to the norm, over all ranks
+    and steps."""
+    assert len({rank["copies"] for rank in found}) == 1 or may_drift, (
+        "copies of one parameter came apart"
+    )
     for rank in found:
         assert len(rank["losses"]) == len(rank["norms"]) == len(want["norms"]) == 20
-    return (max(abs(a - b) for rank in found for a, b in zip(rank["losses"], want["losses"], strict=True)),
-            max(abs(a - b) / b for rank in found for a, b in zip(rank["norms"], want["norms"], strict=True)))
+    return (
+        max(
+            abs(a - b)
+            for rank in found
+            for a, b in zip(rank["losses"], want["losses"], strict=True)
+        ),
+        max(
+            abs(a - b) / b
+            for rank in found
+            for a, b in zip(rank["norms"], want["norms"], strict=True)
+        ),
+    )
 
 
 def test_the_truth_is_worth_comparing_with(truth: dict[ModelConfig, Truth]) -> None:
@@ -47,29 +66,72 @@ def test_the_truth_is_worth_comparing_with(truth: dict[ModelConfig, Truth]) -> N
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize(("world", "tp", "zero", "accumulate"), [
-    (2, 2, 0, 1), (2, 2, 1, 2), (4, 2, 1, 1), (2, 2, 2, 1), (4, 2, 3, 1), (4, 4, 0, 1), (4, 4, 2, 1), (4, 4, 3, 1), (4, 1, 2, 1)])
-def test_any_cut_trains_the_same_model(ranks: RankPool, truth: dict[ModelConfig, Truth], model: ModelConfig, world: int, tp: int,
-                                       zero: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "tp", "zero", "accumulate"),
+    [
+        (2, 2, 0, 1),
+        (2, 2, 1, 2),
+        (4, 2, 1, 1),
+        (2, 2, 2, 1),
+        (4, 2, 3, 1),
+        (4, 4, 0, 1),
+        (4, 4, 2, 1),
+        (4, 4, 3, 1),
+        (4, 1, 2, 1),
+    ],
+)
+def test_any_cut_trains_the_same_model(
+    ranks: RankPool,
+    truth: dict[ModelConfig, Truth],
+    model: ModelConfig,
+    world: int,
+    tp: int,
+    zero: int,
+    accumulate: int,
+) -> None:
     found = ranks.run(world, f"{JOBS}:train", Run(model, tp, zero, accumulate=accumulate))
     losses, norms = differences(found, truth[model])
     assert losses < TOLERANCE and norms < TOLERANCE
 
 
-@pytest.mark.parametrize(("model", "world", "zero", "accumulate"), [
-    (GPT, 2, 0, 1), (GPT, 2, 1, 1), (GPT, 2, 2, 2), (GPT, 2, 3, 1), (GPT, 4, 0, 1), (GPT, 4, 1, 1), (GPT, 4, 2, 1), (GPT, 4, 3, 1),
-    (LLAMA, 2, 0, 2), (LLAMA, 4, 1, 1), (LLAMA, 2, 2, 1), (LLAMA, 4, 3, 1)],
-    ids=lambda value: getattr(value, "family", None))
-def test_sequence_parallelism_trains_the_same(ranks: RankPool, truth: dict[ModelConfig, Truth], model: ModelConfig, world: int,
-                                              zero: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "world", "zero", "accumulate"),
+    [
+        (GPT, 2, 0, 1),
+        (GPT, 2, 1, 1),
+        (GPT, 2, 2, 2),
+        (GPT, 2, 3, 1),
+        (GPT, 4, 0, 1),
+        (GPT, 4, 1, 1),
+        (GPT, 4, 2, 1),
+        (GPT, 4, 3, 1),
+        (LLAMA, 2, 0, 2),
+        (LLAMA, 4, 1, 1),
+        (LLAMA, 2, 2, 1),
+        (LLAMA, 4, 3, 1),
+    ],
+    ids=lambda value: getattr(value, "family", None),
+)
+def test_sequence_parallelism_trains_the_same(
+    ranks: RankPool,
+    truth: dict[ModelConfig, Truth],
+    model: ModelConfig,
+    world: int,
+    zero: int,
+    accumulate: int,
+) -> None:
     run = Run(replace(model, sequence_parallel=True), tp=2, zero=zero, accumulate=accumulate)
     losses, norms = differences(ranks.run(world, f"{JOBS}:train", run), truth[model])
     assert losses < TOLERANCE and norms < TOLERANCE
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_without_the_sums_sequence_parallelism_is_wrong(ranks: RankPool, truth: dict[ModelConfig, Truth], zero: int) -> None:
-    run = Run(replace(GPT, sequence_parallel=True), tp=2, zero=zero, plant="no sums over the sequence")
+def test_without_the_sums_sequence_parallelism_is_wrong(
+    ranks: RankPool, truth: dict[ModelConfig, Truth], zero: int
+) -> None:
+    run = Run(
+        replace(GPT, sequence_parallel=True), tp=2, zero=zero, plant="no sums over the sequence"
+    )
     found = ranks.run(2, f"{JOBS}:train", run)
     losses, _ = differences(found, truth[GPT], may_drift=True)
     assert losses > 1e-3 and found[0]["copies"] != found[1]["copies"]
@@ -84,7 +146,9 @@ def test_sequence_parallelism_in_bf16(ranks: RankPool, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_without_the_attributes_the_gradient_norm_is_wrong(ranks: RankPool, truth: dict[ModelConfig, Truth], zero: int) -> None:
+def test_without_the_attributes_the_gradient_norm_is_wrong(
+    ranks: RankPool, truth: dict[ModelConfig, Truth], zero: int
+) -> None:
     run = Run(LLAMA, tp=2, zero=zero, plant="no attributes")
     _, norms = differences(ranks.run(2, f"{JOBS}:train", run), truth[LLAMA], may_drift=True)
     assert norms > 0.05
@@ -97,8 +161,11 @@ def whole(ranks: RankPool) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_families_describe_what_megatron_builds(ranks: RankPool, whole: dict[str, dict[str, Any]], tp: int) -> None:
-    """Names, shapes, attributes, and which elements: each rank holds what its layout takes out of the whole tensor."""
+def test_the_families_describe_what_megatron_builds(
+    ranks: RankPool, whole: dict[str, dict[str, Any]], tp: int
+) -> None:
+    """Names, shapes, attributes, and which elements: each rank holds what its layout takes out of
+    the whole tensor."""
     by_rank = ranks.run(tp, f"{JOBS}:live", list(MODELS.values()), tp)
     for index, (label, config) in enumerate(MODELS.items()):
         table = find_family(config.family).table(config.sizes())
@@ -106,12 +173,20 @@ def test_the_families_describe_what_megatron_builds(ranks: RankPool, whole: dict
             assert set(found[index]) == set(table), label
             for name, (value, attributes) in found[index].items():
                 declared, place = table[name], {"tp": (tp, rank)}
-                assert tuple(value.shape) == declared.layout.local_shape(name, declared.shape, place), (label, name)
-                assert {key: attributes.get(key) for key in declared.attributes} == declared.attributes, (label, name)
+                assert tuple(value.shape) == declared.layout.local_shape(
+                    name, declared.shape, place
+                ), (label, name)
+                assert {
+                    key: attributes.get(key) for key in declared.attributes
+                } == declared.attributes, (label, name)
                 full = whole[label][name][0]
                 assert tuple(full.shape) == declared.shape, (label, name)
                 for piece in declared.layout.pieces(name, declared.shape, place):
-                    assert torch.equal(value[slices(piece.local)], full[slices(piece.full)]), (label, name, rank)
+                    assert torch.equal(value[slices(piece.local)], full[slices(piece.full)]), (
+                        label,
+                        name,
+                        rank,
+                    )
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -123,14 +198,20 @@ def test_the_initial_weights_are_megatrons(whole: dict[str, dict[str, Any]]) -> 
         drawn = set()
         for name, (value, _) in whole[label].items():
             if value.dim() == 1:
-                assert torch.equal(value, torch.full_like(value, float(name.endswith("layernorm.weight")))), name
+                assert torch.equal(
+                    value, torch.full_like(value, float(name.endswith("layernorm.weight")))
+                ), name
                 continue
             residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             std = config.init_std / (2 * config.layers) ** 0.5 if residual else config.init_std
             few = 5 / value.numel() ** 0.5  # five standard errors of a mean
-            assert abs(float(value.std()) / std - 1) < few and abs(float(value.mean())) < few * std, name
+            assert (
+                abs(float(value.std()) / std - 1) < few and abs(float(value.mean())) < few * std
+            ), name
             drawn.add(float(value[0, 0]))
-        assert len(drawn) == sum(value.dim() > 1 for value, _ in whole[label].values()), "two tensors start alike"
+        assert len(drawn) == sum(value.dim() > 1 for value, _ in whole[label].values()), (
+            "two tensors start alike"
+        )
 
 
 def test_seeds_differ(ranks: RankPool, whole: dict[str, dict[str, Any]]) -> None:
@@ -155,38 +236,62 @@ def test_masked_loss(ranks: RankPool, tp: int) -> None:
     for found in ranks.run(tp, f"{JOBS}:masked", LLAMA, tp):
         assert found["all"] == pytest.approx(found["ones"], abs=1e-6)
         assert found["all"] == pytest.approx((found["first"] + found["second"]) / 2, abs=1e-6)
-        assert found["first"] == pytest.approx(found["short"], abs=1e-6), "a token was seen by an earlier one"
+        assert found["first"] == pytest.approx(found["short"], abs=1e-6), (
+            "a token was seen by an earlier one"
+        )
         assert found["none"] == 0.0 and abs(found["first"] - found["second"]) > 1e-3
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_draws_alike_outside_and_apart_inside(ranks: RankPool, sequence_parallel: bool) -> None:
-    config = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1, sequence_parallel=sequence_parallel)
-    (before, default, inside), (_, other_default, other_inside) = ranks.run(2, f"{JOBS}:generators", config, 2)
+def test_dropout_draws_alike_outside_and_apart_inside(
+    ranks: RankPool, sequence_parallel: bool
+) -> None:
+    config = replace(
+        GPT, hidden_dropout=0.1, attention_dropout=0.1, sequence_parallel=sequence_parallel
+    )
+    (before, default, inside), (_, other_default, other_inside) = ranks.run(
+        2, f"{JOBS}:generators", config, 2
+    )
     assert default == other_default and inside != other_inside
-    assert (before == default) is sequence_parallel, "there, all dropout is in tensor-parallel regions"
+    assert (before == default) is sequence_parallel, (
+        "there, all dropout is in tensor-parallel regions"
+    )
 
 
 def test_start_and_stop_leave_nothing_open(ranks: RankPool) -> None:
     for (files, threads), *_, (last_files, last_threads) in ranks.run(2, f"{JOBS}:restarts", 8):
-        assert last_files < files + 10 and last_threads < threads + 5, "megatron-core leaves dozens open each time"
+        assert last_files < files + 10 and last_threads < threads + 5, (
+            "megatron-core leaves dozens open each time"
+        )
 
 
 def test_refusals(ranks: RankPool) -> None:
     expected = {
-        "not started": "UsageError: megatron-core's process groups are not there", "world": "UsageError: the tensor-parallel size",
-        "twice": "UsageError: megatron-core's process groups are there already", "heads": "LayoutError: .* attention heads",
-        "vocabulary": "LayoutError: .* padded vocabulary", "groups": "LayoutError: key-value groups",
-        "odd": "UsageError: the sequence length.*multiple of 2", "long": "UsageError: the sequence length.*at most 16"}
+        "not started": "UsageError: megatron-core's process groups are not there",
+        "world": "UsageError: the tensor-parallel size",
+        "twice": "UsageError: megatron-core's process groups are there already",
+        "heads": "LayoutError: .* attention heads",
+        "vocabulary": "LayoutError: .* padded vocabulary",
+        "groups": "LayoutError: key-value groups",
+        "odd": "UsageError: the sequence length.*multiple of 2",
+        "long": "UsageError: the sequence length.*at most 16",
+    }
     for found in ranks.run(2, f"{JOBS}:refusals"):
         assert set(found) == set(expected)
         for name, text in found.items():
             assert re.match(expected[name], text, re.S), (name, text)
 
 
-@pytest.mark.parametrize(("changes", "match"), [
-    ({"family": "bert"}, "no builder"), ({"dtype": "fp8"}, "another dtype"), ({"groups": 3}, "key-value groups"),
-    ({"hidden": 34}, "attention heads"), ({"vocab": 60}, "smaller than the tokenizer's")])
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"family": "bert"}, "no builder"),
+        ({"dtype": "fp8"}, "another dtype"),
+        ({"groups": 3}, "key-value groups"),
+        ({"hidden": 34}, "attention heads"),
+        ({"vocab": 60}, "smaller than the tokenizer's"),
+    ],
+)
 def test_sizes_that_make_no_model(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
         replace(GPT, **changes)

@@ -1,4 +1,5 @@
-"""A real engine saves, a real engine on another mesh loads: every master, state, step and hyper-parameter, bit by bit."""
+"""A real engine saves, a real engine on another mesh loads: every master, state, step and
+hyper-parameter, bit by bit."""
 
 import itertools
 import random
@@ -9,15 +10,31 @@ import pytest
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 
-MESHES = [(dp, zero, dtype) for dtype in ("fp32", "bf16", "fp16") for dp in (1, 2, 4) for zero in (0, 1, 2, 3)]
+MESHES = [
+    (dp, zero, dtype)
+    for dtype in ("fp32", "bf16", "fp16")
+    for dp in (1, 2, 4)
+    for zero in (0, 1, 2, 3)
+]
 Mesh = tuple[int, int, str]
 
 
 def sampled(count: int) -> list[tuple[Mesh, Mesh]]:
-    """Pairs such that every mesh is a target at least once and every (stage, stage) crossing occurs; always the same."""
+    """Pairs such that every mesh is a target at least once and every (stage, stage) crossing
+    occurs; always the same."""
     rng = random.Random(2)
-    chosen = [(2, 0, "fp32"), (4, 1, "fp32"), (2, 1, "bf16"), (2, 2, "fp16"), (4, 3, "bf16"), (1, 3, "fp32"),
-              (2, 3, "fp16"), (4, 2, "fp32"), (1, 0, "bf16"), (2, 0, "fp16")]
+    chosen = [
+        (2, 0, "fp32"),
+        (4, 1, "fp32"),
+        (2, 1, "bf16"),
+        (2, 2, "fp16"),
+        (4, 3, "bf16"),
+        (1, 3, "fp32"),
+        (2, 3, "fp16"),
+        (4, 2, "fp32"),
+        (1, 0, "bf16"),
+        (2, 0, "fp16"),
+    ]
     pairs: list[tuple[Mesh, Mesh]] = []
     for index, target in enumerate(rng.sample(MESHES, len(MESHES))):
         same = [s for s in chosen if s[2] == target[2] and s[:2] != target[:2]]
@@ -27,7 +44,7 @@ def sampled(count: int) -> list[tuple[Mesh, Mesh]]:
         if (a, b) not in crossed:
             source = next(s for s in chosen if s[1] == a)
             pairs.append((source, (rng.choice([1, 2, 4]), b, source[2])))
-    return pairs[:max(count, len(pairs))]
+    return pairs[: max(count, len(pairs))]
 
 
 PAIRS = sampled(36)
@@ -40,14 +57,22 @@ def test_the_sample_is_what_it_says() -> None:
 
 
 def show(value: object) -> str:
-    return "dp{}z{}".format(*value) + "".join(f"-{v}" for v in value[2:]) if isinstance(value, tuple) else str(value)
+    return (
+        "dp{}z{}".format(*value) + "".join(f"-{v}" for v in value[2:])
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def check(found: list[dict]) -> None:
     """Every rank saw equal bits, and saw that they were different before."""
     for rank in found:
-        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank["differences"]
-        assert all(len(d) > 10 for d in rank["before"].values()), "the engine was equal before the load"
+        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank[
+            "differences"
+        ]
+        assert all(len(d) > 10 for d in rank["before"].values()), (
+            "the engine was equal before the load"
+        )
 
 
 @pytest.mark.ranks
@@ -55,8 +80,13 @@ def check(found: list[dict]) -> None:
 def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]))
     losses = target[2] == "fp32"
-    found = sources.ranks.run(target[0], "tests.engines.jobs:resume", Setup(target[1], target[2], seed=9), folder,
-                              more=20 if losses else 0)
+    found = sources.ranks.run(
+        target[0],
+        "tests.engines.jobs:resume",
+        Setup(target[1], target[2], seed=9),
+        folder,
+        more=20 if losses else 0,
+    )
     check(found)
     if losses:
         assert found[0]["loss"] <= 1e-5
@@ -67,52 +97,110 @@ def test_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
 @pytest.mark.parametrize(("source", "target"), [(a, b) for a in MESHES for b in MESHES], ids=show)
 def test_every_pair(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder, same = sources.get(source[0], Setup(source[1], source[2])), source[2] == target[2]
-    found = sources.ranks.run(target[0], "tests.engines.jobs:resume", Setup(target[1], target[2], seed=9), folder,
-                              same_dtype=same, allow=() if same else ("narrow",))
+    found = sources.ranks.run(
+        target[0],
+        "tests.engines.jobs:resume",
+        Setup(target[1], target[2], seed=9),
+        folder,
+        same_dtype=same,
+        allow=() if same else ("narrow",),
+    )
     if same:
         check(found)
     for rank in found:
-        assert [d for tag in rank["differences"].values() for d in tag if not d.startswith("values ")] == []
+        assert [
+            d for tag in rank["differences"].values() for d in tag if not d.startswith("values ")
+        ] == []
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("dp", "zero"), [(4, 0), (2, 1), (2, 2), (4, 3)])
 def test_the_same_mesh_goes_on_with_identical_losses(sources: Sources, dp: int, zero: int) -> None:
     setup = Setup(zero, "fp32")
-    found = sources.ranks.run(dp, "tests.engines.jobs:resume", Setup(zero, "fp32", seed=9), sources.get(dp, setup), more=20)
+    found = sources.ranks.run(
+        dp,
+        "tests.engines.jobs:resume",
+        Setup(zero, "fp32", seed=9),
+        sources.get(dp, setup),
+        more=20,
+    )
     check(found)
     assert found[0]["loss"] == 0.0
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("source", "target"), [
-    ((2, 1, "bf16"), (4, 3, "fp32")), ((2, 2, "fp16"), (1, 1, "fp32")), ((2, 1, "bf16"), (2, 0, "fp16")),
-    ((2, 3, "fp16"), (2, 2, "bf16"))], ids=show)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((2, 1, "bf16"), (4, 3, "fp32")),
+        ((2, 2, "fp16"), (1, 1, "fp32")),
+        ((2, 1, "bf16"), (2, 0, "fp16")),
+        ((2, 3, "fp16"), (2, 2, "bf16")),
+    ],
+    ids=show,
+)
 def test_masters_and_states_cross_dtypes(sources: Sources, source: Mesh, target: Mesh) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]))
-    found = sources.ranks.run(target[0], "tests.engines.jobs:resume", Setup(target[1], target[2], seed=9), folder,
-                              same_dtype=False, allow=("narrow",))
+    found = sources.ranks.run(
+        target[0],
+        "tests.engines.jobs:resume",
+        Setup(target[1], target[2], seed=9),
+        folder,
+        same_dtype=False,
+        allow=("narrow",),
+    )
     for rank in found:
-        wrong = [d for tag in rank["differences"].values() for d in tag if not d.startswith("values ")]
+        wrong = [
+            d for tag in rank["differences"].values() for d in tag if not d.startswith("values ")
+        ]
         assert wrong == []
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("fault", ["one bit", "two elements swapped", "one moment", "one step",
-                                   "one group's weight decay", "a buffer"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "one bit",
+        "two elements swapped",
+        "one moment",
+        "one step",
+        "one group's weight decay",
+        "a buffer",
+    ],
+)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_comparison_sees_a_planted_fault(sources: Sources, zero: int, fault: str) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
-    found = sources.ranks.run(1, "tests.engines.jobs:resume", Setup(zero, "bf16", seed=9), folder, tags=("filled",),
-                              plant=fault)
+    found = sources.ranks.run(
+        1,
+        "tests.engines.jobs:resume",
+        Setup(zero, "bf16", seed=9),
+        folder,
+        tags=("filled",),
+        plant=fault,
+    )
     assert found[0]["differences"]["filled"] != []
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("source", "target"), [
-    ((2, 1, "bf16"), (4, 3)), ((2, 3, "fp32"), (2, 1)), ((2, 0, "fp32"), (2, 3)), ((2, 0, "bf16"), (1, 2)),
-    ((4, 2, "fp16"), (2, 0))], ids=show)
-def test_a_checkpoint_that_stock_deepspeed_wrote(sources: Sources, source: Mesh, target: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((2, 1, "bf16"), (4, 3)),
+        ((2, 3, "fp32"), (2, 1)),
+        ((2, 0, "fp32"), (2, 3)),
+        ((2, 0, "bf16"), (1, 2)),
+        ((4, 2, "fp16"), (2, 0)),
+    ],
+    ids=show,
+)
+def test_a_checkpoint_that_stock_deepspeed_wrote(
+    sources: Sources, source: Mesh, target: tuple[int, int]
+) -> None:
     folder = sources.get(source[0], Setup(source[1], source[2]), attach=False, more=0)
     assert not list(Path(folder).rglob("ucp_manifest.json"))
-    check(sources.ranks.run(target[0], "tests.engines.jobs:resume", Setup(target[1], source[2], seed=9), folder))
+    check(
+        sources.ranks.run(
+            target[0], "tests.engines.jobs:resume", Setup(target[1], source[2], seed=9), folder
+        )
+    )

@@ -1,4 +1,5 @@
-"""The models in stages, under DeepSpeed's PipelineEngine: every cut starts from and trains the same model as no cut."""
+"""The models in stages, under DeepSpeed's PipelineEngine: every cut starts from and trains the same
+model as no cut."""
 
 import re
 from dataclasses import replace
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.engines.models import ModelConfig
-from megatron_ucp.engines.pipeline import stage_method
+from megatron_ucp.engines.megatron.models import ModelConfig
+from megatron_ucp.engines.megatron.pipeline import stage_method
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.pipe import names
@@ -46,67 +47,132 @@ def truth(ranks: RankPool) -> Truth:
 
 
 def differences(found: list[Found], want: Found) -> tuple[float, float]:
-    """Largest difference of losses, and of gradient norms in relation to the norm, over all ranks and steps."""
+    """Largest difference of losses, and of gradient norms in relation to the norm, over all ranks
+    and steps."""
     for rank in found:
         assert len(rank["losses"]) == len(rank["norms"]) == len(want["norms"]) == STEPS
     assert max(want["norms"]) > 1.0, "nothing was clipped"
-    return (max(abs(a - b) for rank in found for a, b in zip(rank["losses"], want["losses"], strict=True)),
-            max(abs(a - b) / b for rank in found for a, b in zip(rank["norms"], want["norms"], strict=True)))
+    return (
+        max(
+            abs(a - b)
+            for rank in found
+            for a, b in zip(rank["losses"], want["losses"], strict=True)
+        ),
+        max(
+            abs(a - b) / b
+            for rank in found
+            for a, b in zip(rank["norms"], want["norms"], strict=True)
+        ),
+    )
 
 
 def check(ranks: RankPool, truth: Truth, world: int, run: Staged) -> list[Found]:
     found = ranks.run(world, f"{JOBS}:train", run)
     losses, norms = differences(found, truth.get(run.model))
     assert losses < TOLERANCE and norms < TOLERANCE
-    assert len({copy for rank in found for copy in rank["tied"]}) <= run.tp, "the copies of a tied weight came apart"
+    assert len({copy for rank in found for copy in rank["tied"]}) <= run.tp, (
+        "the copies of a tied weight came apart"
+    )
     assert len({rank["evaluation"] for rank in found}) == 1
     return found
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize(("world", "pp", "tp", "zero", "accumulate"), [
-    (2, 2, 1, 0, 2), (4, 4, 1, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 0, 1), (4, 2, 1, 1, 2)])
-def test_any_cut_trains_the_same_model(ranks: RankPool, truth: Truth, model: ModelConfig, world: int, pp: int, tp: int, zero: int,
-                                       accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "pp", "tp", "zero", "accumulate"),
+    [(2, 2, 1, 0, 2), (4, 4, 1, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 0, 1), (4, 2, 1, 1, 2)],
+)
+def test_any_cut_trains_the_same_model(
+    ranks: RankPool,
+    truth: Truth,
+    model: ModelConfig,
+    world: int,
+    pp: int,
+    tp: int,
+    zero: int,
+    accumulate: int,
+) -> None:
     check(ranks, truth, world, Staged(model, pp, tp, zero, accumulate=accumulate))
 
 
-@pytest.mark.parametrize(("model", "zero", "partitioned"), [(GPT, 0, True), (LLAMA, 1, True), (GPT, 1, False)],
-                         ids=["gpt-0", "llama-1", "gpt-1-whole"])
-def test_sequence_parallelism(ranks: RankPool, truth: Truth, model: ModelConfig, zero: int, partitioned: bool) -> None:
-    """Also where DeepSpeed sends parts of what it takes for the same on all tensor-parallel ranks, which is its default."""
-    run = Staged(replace(model, sequence_parallel=True), pp=2, tp=2, zero=zero, partitioned=partitioned, accumulate=2)
+@pytest.mark.parametrize(
+    ("model", "zero", "partitioned"),
+    [(GPT, 0, True), (LLAMA, 1, True), (GPT, 1, False)],
+    ids=["gpt-0", "llama-1", "gpt-1-whole"],
+)
+def test_sequence_parallelism(
+    ranks: RankPool, truth: Truth, model: ModelConfig, zero: int, partitioned: bool
+) -> None:
+    """Also where DeepSpeed sends parts of what it takes for the same on all tensor-parallel ranks,
+    which is its default."""
+    run = Staged(
+        replace(model, sequence_parallel=True),
+        pp=2,
+        tp=2,
+        zero=zero,
+        partitioned=partitioned,
+        accumulate=2,
+    )
     check(ranks, truth, 4, run)
 
 
 def test_without_the_sums_sequence_parallelism_is_wrong(ranks: RankPool, truth: Truth) -> None:
-    run = Staged(replace(GPT, sequence_parallel=True), pp=2, tp=2, plant="no sums over the sequence")
+    run = Staged(
+        replace(GPT, sequence_parallel=True), pp=2, tp=2, plant="no sums over the sequence"
+    )
     assert differences(ranks.run(4, f"{JOBS}:train", run), truth.get(GPT))[0] > 1e-4
 
 
 def test_tied_copies_that_start_apart_are_seen(ranks: RankPool, truth: Truth) -> None:
     found = ranks.run(2, f"{JOBS}:train", Staged(GPT, pp=2, plant="tied copies apart"))
-    assert differences(found, truth.get(GPT))[0] > 1e-4 and len({copy for rank in found for copy in rank["tied"]}) == 2
+    assert (
+        differences(found, truth.get(GPT))[0] > 1e-4
+        and len({copy for rank in found for copy in rank["tied"]}) == 2
+    )
 
 
-@pytest.mark.parametrize(("model", "world", "pp", "partition", "parts"), [
-    (GPT, 2, 2, "uniform", [0, 3, 5]), (LLAMA, 2, 2, "parameters", [0, 2, 5]), (LLAMA, 2, 2, "type:norm", [0, 4, 5]),
-    (GPT, 2, 2, "type:transformer", [0, 2, 5]), (GPT, 2, 2, "1, 4", [0, 1, 5]), (LLAMA, 4, 4, [1, 2, 1, 1], [0, 1, 3, 4, 5]),
-    (ONE, 4, 4, "1,1,1,1", [0, 1, 2, 3, 4]), (replace(ONE, tied=False), 4, 4, "uniform", [0, 1, 2, 3, 4])],
-    ids=lambda value: str(getattr(value, "family", value)))
-def test_partitions(ranks: RankPool, truth: Truth, model: ModelConfig, world: int, pp: int, partition: Any,
-                    parts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("model", "world", "pp", "partition", "parts"),
+    [
+        (GPT, 2, 2, "uniform", [0, 3, 5]),
+        (LLAMA, 2, 2, "parameters", [0, 2, 5]),
+        (LLAMA, 2, 2, "type:norm", [0, 4, 5]),
+        (GPT, 2, 2, "type:transformer", [0, 2, 5]),
+        (GPT, 2, 2, "1, 4", [0, 1, 5]),
+        (LLAMA, 4, 4, [1, 2, 1, 1], [0, 1, 3, 4, 5]),
+        (ONE, 4, 4, "1,1,1,1", [0, 1, 2, 3, 4]),
+        (replace(ONE, tied=False), 4, 4, "uniform", [0, 1, 2, 3, 4]),
+    ],
+    ids=lambda value: str(getattr(value, "family", value)),
+)
+def test_partitions(
+    ranks: RankPool,
+    truth: Truth,
+    model: ModelConfig,
+    world: int,
+    pp: int,
+    partition: Any,
+    parts: list[int],
+) -> None:
     for rank in check(ranks, truth, world, Staged(model, pp, partition=partition, zero=1)):
         assert rank["parts"] == parts
 
 
-@pytest.mark.parametrize(("world", "run", "optimizer"), [
-    (2, Staged(GPT, 2, zero=0, dtype="bf16"), "BF16_Optimizer"),
-    (2, Staged(GPT, 2, zero=1, dtype="bf16"), "DeepSpeedZeroOptimizer"),
-    (4, Staged(GPT, 2, zero=1, dtype="bf16", fp32_sums=True, accumulate=2), "BF16_Optimizer"),
-    (4, Staged(LLAMA, 2, tp=2, zero=1, dtype="bf16", fp32_sums=True), "BF16_Optimizer"),
-    (4, Staged(ONE, 4, zero=1, dtype="bf16", fp32_sums=True, partition=[1, 1, 1, 1]), "BF16_Optimizer")],
-    ids=["gpt-0", "gpt-1", "gpt-fp32-sums", "llama-tp", "one-layer-stages"])
+@pytest.mark.parametrize(
+    ("world", "run", "optimizer"),
+    [
+        (2, Staged(GPT, 2, zero=0, dtype="bf16"), "BF16_Optimizer"),
+        (2, Staged(GPT, 2, zero=1, dtype="bf16"), "DeepSpeedZeroOptimizer"),
+        (4, Staged(GPT, 2, zero=1, dtype="bf16", fp32_sums=True, accumulate=2), "BF16_Optimizer"),
+        (4, Staged(LLAMA, 2, tp=2, zero=1, dtype="bf16", fp32_sums=True), "BF16_Optimizer"),
+        (
+            4,
+            Staged(ONE, 4, zero=1, dtype="bf16", fp32_sums=True, partition=[1, 1, 1, 1]),
+            "BF16_Optimizer",
+        ),
+    ],
+    ids=["gpt-0", "gpt-1", "gpt-fp32-sums", "llama-tp", "one-layer-stages"],
+)
 def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Staged, optimizer: str) -> None:
     found = ranks.run(world, f"{JOBS}:train", run)
     losses, norms = differences(found, truth.get(run.model, zero=1, dtype="bf16"))
@@ -117,7 +183,8 @@ def test_bf16(ranks: RankPool, truth: Truth, world: int, run: Staged, optimizer:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 4)])
 def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: int) -> None:
-    """Every parameter bit by bit and with its attributes; a tied one on both stages, positions on the first alone."""
+    """Every parameter bit by bit and with its attributes; a tied one on both stages, positions on
+    the first alone."""
     whole = ranks.run(tp, f"{WHOLE}:live", list(MODELS.values()), tp)
     staged = ranks.run(tp * pp, f"{JOBS}:stages", list(MODELS.values()), tp, pp)
     for index, config in enumerate(MODELS.values()):
@@ -125,31 +192,54 @@ def test_the_stages_start_as_the_whole_model_does(ranks: RankPool, tp: int, pp: 
         for rank, found in enumerate(staged):
             for name, (value, attributes, _) in found[index].items():
                 want, wanted = whole[rank % tp][index][name]
-                assert torch.equal(value, want) and (value.count_nonzero() or name.endswith(".bias")), name
-                keys = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
-                assert [attributes.get(key) for key in keys] == [wanted.get(key) for key in keys], name
+                assert torch.equal(value, want) and (
+                    value.count_nonzero() or name.endswith(".bias")
+                ), name
+                keys = (
+                    "tensor_model_parallel",
+                    "partition_dim",
+                    "partition_stride",
+                    "sequence_parallel",
+                )
+                assert [attributes.get(key) for key in keys] == [wanted.get(key) for key in keys], (
+                    name
+                )
                 if not rank % tp:
                     seen.setdefault(name, []).append(rank // tp)
         assert set(seen) == set(find_family(config.family).table(config.sizes()))
         for name, held in seen.items():
-            assert held == ([0, pp - 1] if config.tied and name == "embedding.word_embeddings.weight" else held[:1]), name
+            assert held == (
+                [0, pp - 1]
+                if config.tied and name == "embedding.word_embeddings.weight"
+                else held[:1]
+            ), name
 
 
 def test_names_are_those_of_the_family(ranks: RankPool) -> None:
     staged = ranks.run(2, f"{JOBS}:stages", list(MODELS.values()), 1, 2)
     for index, config in enumerate(MODELS.values()):
-        held = {name: canonical for found in staged for canonical, (_, _, name) in found[index].items()}
+        held = {
+            name: canonical for found in staged for canonical, (_, _, name) in found[index].items()
+        }
         assert held == names(config.sizes())
 
 
 def test_files_of_a_save_by_deepspeed(ranks: RankPool, tmp_path: Path) -> None:
     files = ranks.run(4, f"{JOBS}:layer_files", Staged(GPT, pp=2, tp=2, zero=1), str(tmp_path))[0]
-    layers = [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(4) for tp in range(2)]
-    ranks_files = [f"{prefix}mp_rank_{rank:02d}_{what}.pt" for rank in range(4)
-                   for prefix, what in (("", "model_states"), ("zero_pp_rank_0_", "optim_states"))]
+    layers = [
+        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in range(4) for tp in range(2)
+    ]
+    ranks_files = [
+        f"{prefix}mp_rank_{rank:02d}_{what}.pt"
+        for rank in range(4)
+        for prefix, what in (("", "model_states"), ("zero_pp_rank_0_", "optim_states"))
+    ]
     assert files == sorted([*layers, *ranks_files])
     first = torch.load(tmp_path / "one" / layers[0], weights_only=False)
-    assert [key for key, value in first.items() if value is not None] == ["word_embeddings.weight", "position_embeddings.weight"]
+    assert [key for key, value in first.items() if value is not None] == [
+        "word_embeddings.weight",
+        "position_embeddings.weight",
+    ]
 
 
 def test_groups_are_the_same_ranks(ranks: RankPool) -> None:
@@ -180,21 +270,27 @@ def test_masked_loss(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("model", [GPT, UNTIED], ids=["tied", "untied"])
 def test_pipeline_clip(ranks: RankPool, truth: Truth, model: ModelConfig) -> None:
-    """The patch: DeepSpeed's own norm leaves out vectors of later stages, and counts a tied matrix twice."""
+    """The patch: DeepSpeed's own norm leaves out vectors of later stages, and counts a tied matrix
+    twice."""
     stock = ranks.run(2, f"{JOBS}:stock_clip", Staged(model, pp=2))[0]
     want = truth.get(model)["norms"][0]
     assert abs(stock - want) / want > 1e-3, "the defect is gone: drop the patch"
 
 
 def test_pipeline_group_norms(ranks: RankPool) -> None:
-    """The patch: by itself DeepSpeed waits on the first stage for a collective that the last one never enters."""
-    stock, patched = zip(*ranks.run(2, f"{JOBS}:norm_collectives", Staged(LLAMA, pp=2, zero=1, partition="4,1")), strict=True)
+    """The patch: by itself DeepSpeed waits on the first stage for a collective that the last one
+    never enters."""
+    stock, patched = zip(
+        *ranks.run(2, f"{JOBS}:norm_collectives", Staged(LLAMA, pp=2, zero=1, partition="4,1")),
+        strict=True,
+    )
     assert stock == (2, 1), "the defect is gone: drop the patch"
     assert patched == (2, 2)
 
 
 def test_pipeline_empty_norm(ranks: RankPool) -> None:
-    """The patch: a last stage that holds the tied head alone counts nothing. `test_bf16` trains one."""
+    """The patch: a last stage that holds the tied head alone counts nothing. `test_bf16` trains
+    one."""
     said, norm = ranks.run(1, f"{JOBS}:empty_norm")[0]
     assert "non-empty TensorList" in said, "the defect is gone: drop the patch"
     assert norm == 0.0
@@ -202,15 +298,26 @@ def test_pipeline_empty_norm(ranks: RankPool) -> None:
 
 def test_refusals(ranks: RankPool) -> None:
     expected = {
-        "not started": "process groups are not there", "world": "pipeline stages does not divide.*a divisor of 2",
-        "with tp": "a divisor of 1", "whole model": "engines.pipeline.build_pipeline", "other pp": "another number of pipeline",
-        "sum": "do not add up.*2 numbers.*sum 5", "count": "do not add up", "zero": "do not add up", "name": "uniform, parameters",
-        "type": "EmbeddingPipe, TransformerLayerPipe, LayerNorm, TiedHeadPipe", "regex": "no regular expression",
-        "many": "at most 4: 1 transformer layers"}
+        "not started": "process groups are not there",
+        "world": "pipeline stages does not divide.*a divisor of 2",
+        "with tp": "a divisor of 1",
+        "whole model": "engines.pipeline.build_pipeline",
+        "other pp": "another number of pipeline",
+        "sum": "do not add up.*2 numbers.*sum 5",
+        "count": "do not add up",
+        "zero": "do not add up",
+        "name": "uniform, parameters",
+        "type": "EmbeddingPipe, TransformerLayerPipe, LayerNorm, TiedHeadPipe",
+        "regex": "no regular expression",
+        "many": "at most 4: 1 transformer layers",
+    }
     for found in ranks.run(2, f"{JOBS}:refusals"):
         assert set(found) == set(expected)
         for name, text in found.items():
-            assert text.startswith("UsageError") and re.search(expected[name], text, re.S), (name, text)
+            assert text.startswith("UsageError") and re.search(expected[name], text, re.S), (
+                name,
+                text,
+            )
 
 
 def test_what_a_partition_may_be() -> None:

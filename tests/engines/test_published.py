@@ -1,7 +1,8 @@
-"""The published evaluation of Universal Checkpointing, bit for bit: the meshes of `examples/evaluation.py`, in four ranks.
+"""The published evaluation of Universal Checkpointing, bit for bit: the meshes of
+`examples/evaluation.py`, in four ranks.
 
-`bash examples/evaluation.sh` runs the same tables as training runs of up to eight ranks, with losses; the marked test here
-starts it.
+`bash examples/evaluation.sh` runs the same tables as training runs of up to eight ranks, with
+losses; the marked test here starts it.
 """
 
 import subprocess
@@ -29,12 +30,23 @@ SCENARIOS = {  # the fourth, a mixture of experts, needs experts
 
 
 def setup(mesh: Mesh, seed: int = 1) -> Staged:
-    return Staged("gpt", mesh.tp, mesh.zero, pp=mesh.pp if mesh.pp > 1 else 0, seed=seed, sequence_parallel=mesh.sp)
+    return Staged(
+        "gpt",
+        mesh.tp,
+        mesh.zero,
+        pp=mesh.pp if mesh.pp > 1 else 0,
+        seed=seed,
+        sequence_parallel=mesh.sp,
+    )
 
 
 def reshard(sources: Sources, origin: Mesh, target: Mesh) -> None:
     folder = sources.get(origin.ranks, setup(origin), JOBS + "save", more=0)
-    check(sources.ranks.run(target.ranks, JOBS + "resume", setup(target, 9), folder, 0, "", timeout_s=180))
+    check(
+        sources.ranks.run(
+            target.ranks, JOBS + "resume", setup(target, 9), folder, 0, "", timeout_s=180
+        )
+    )
 
 
 def test_the_tables_are_the_published_ones() -> None:
@@ -59,8 +71,12 @@ def test_the_scenarios_of_flexibility(sources: Sources, scenario: str) -> None:
 
 @pytest.mark.slow
 def test_the_whole_evaluation_as_training_runs(tmp_path: Path) -> None:
-    done = subprocess.run(["bash", str(ROOT / "examples" / "evaluation.sh"), "--out", str(tmp_path)], capture_output=True,
-                          text=True, timeout=2400)
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "evaluation.sh"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=2400,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| yes (") == 17
     assert (tmp_path / "one_to_ten.png").stat().st_size > 50_000

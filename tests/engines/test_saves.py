@@ -1,4 +1,5 @@
-"""Saves that can be trusted: random states, data position, failures, retention, the newest whole tag."""
+"""Saves that can be trusted: random states, data position, failures, retention, the newest whole
+tag."""
 
 import itertools
 import json
@@ -25,7 +26,8 @@ SETUP = Setup(1, "bf16")
 NOISY = Setup(1, "fp32", net="Noisy")
 
 
-# ---------------------------------------------------------------- random states
+# ------------------------------------------------ random states
+
 
 @pytest.fixture(scope="module")
 def noisy(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, list[list[float]]]:
@@ -37,7 +39,9 @@ def noisy(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, list[list[float]
 def test_the_same_mesh_repeats_every_random_number(ranks: RankPool, noisy: Any, zero: int) -> None:
     folder, losses = noisy
     target = Setup(zero, "fp32", net="Noisy", seed=9)  # ZeRO does not decide where a rank is
-    for found, want in zip(ranks.run(2, JOBS + "resume_noisy", target, folder), losses, strict=True):
+    for found, want in zip(
+        ranks.run(2, JOBS + "resume_noisy", target, folder), losses, strict=True
+    ):
         assert found["losses"] == want
         assert not [note for note in found["notes"] if "random" in note]
 
@@ -50,16 +54,27 @@ def test_without_them_the_losses_differ(ranks: RankPool, noisy: Any) -> None:
 
 def test_another_mesh_derives_them(ranks: RankPool, noisy: Any) -> None:
     folder, _ = noisy
-    first, second = (ranks.run(4, JOBS + "resume_noisy", Setup(1, "fp32", net="Noisy", seed=s), folder) for s in (3, 4))
+    first, second = (
+        ranks.run(4, JOBS + "resume_noisy", Setup(1, "fp32", net="Noisy", seed=s), folder)
+        for s in (3, 4)
+    )
     draws = [tuple(found["draws"]) for found in first]
-    assert draws == [tuple(found["draws"]) for found in second], "nothing of the process decides, the checkpoint does"
-    assert all(a != b for x, y in itertools.combinations(draws, 2) for a, b in zip(x, y, strict=True)), "each rank has its own"
-    assert all(any("derived from the seed, the step" in note for note in found["notes"]) for found in first)
+    assert draws == [tuple(found["draws"]) for found in second], (
+        "nothing of the process decides, the checkpoint does"
+    )
+    assert all(
+        a != b for x, y in itertools.combinations(draws, 2) for a, b in zip(x, y, strict=True)
+    ), "each rank has its own"
+    assert all(
+        any("derived from the seed, the step" in note for note in found["notes"]) for found in first
+    )
 
 
-def test_a_damaged_file_of_random_states_is_found_before_anything_is_loaded(ranks: RankPool, noisy: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_of_random_states_is_found_before_anything_is_loaded(
+    ranks: RankPool, noisy: Any, tmp_path: Path
+) -> None:
     folder = shutil.copytree(noisy[0], tmp_path / "copy")
-    path, = folder.glob("*/ucp_rng_00001.safetensors")
+    (path,) = folder.glob("*/ucp_rng_00001.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     for said in ranks.run(2, JOBS + "try_load", NOISY, str(folder)):
         assert said.startswith("ForeignFileError") and "ucp_rng_00001" in said
@@ -68,18 +83,26 @@ def test_a_damaged_file_of_random_states_is_found_before_anything_is_loaded(rank
         assert said.startswith("NotFoundError") and "ucp_rng_00001" in said
 
 
-# ---------------------------------------------------------------- data
+# ------------------------------------------------ data
+
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (4, 1)])
-def test_the_data_goes_on_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+def test_the_data_goes_on_on_another_number_of_ranks(
+    ranks: RankPool, tmp_path: Path, before: int, after: int
+) -> None:
     first = ranks.run(before, JOBS + "read_and_save", SETUP, str(tmp_path), 4)
     then = ranks.run(after, JOBS + "resume_and_read", Setup(2, "bf16"), str(tmp_path))
     assert not [note for _, notes in then for note in notes if "data position" in note]
-    got, rest = (sorted(sample for rank in part for sample in rank) for part in (first, [samples for samples, _ in then]))
+    got, rest = (
+        sorted(sample for rank in part for sample in rank)
+        for part in (first, [samples for samples, _ in then])
+    )
     assert sorted(got + rest) == list(range(48)) and len(got) == 8 * before
     lost = ranks.run(after, JOBS + "resume_and_read", SETUP, str(tmp_path), given=False)
     assert sum(len(samples) for samples, _ in lost) == 48
-    assert all("the data position was not restored: no loader was given" in notes for _, notes in lost)
+    assert all(
+        "the data position was not restored: no loader was given" in notes for _, notes in lost
+    )
 
 
 def test_a_loader_of_another_order_is_refused(ranks: RankPool, tmp_path: Path) -> None:
@@ -88,19 +111,29 @@ def test_a_loader_of_another_order_is_refused(ranks: RankPool, tmp_path: Path) -
         assert "the data position belongs to another order" in found["error"] and found["unchanged"]
 
 
-# ---------------------------------------------------------------- failures
+# ------------------------------------------------ failures
 
 FAILURES = {
-    "a file that can't grow": ("SaveError", "a file could not be written", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "a file that can't grow": (
+        "SaveError",
+        "a file could not be written",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ),
     "a read-only folder": ("SaveError", "the checkpoint was not saved", "Permission denied"),
-    "a client state that can't be pickled": ("SaveError", "a file could not be written", "mp_rank_00_model_states.pt"),
+    "a client state that can't be pickled": (
+        "SaveError",
+        "a file could not be written",
+        "mp_rank_00_model_states.pt",
+    ),
     "another tag on one rank": ("UsageError", "the ranks don't save into one tag", "tag1"),
     "a path below a file": ("SaveError", "the checkpoint was not saved", "Not a directory"),
 }
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks: RankPool, tmp_path: Path, how: str) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
+    ranks: RankPool, tmp_path: Path, how: str
+) -> None:
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)  # for the rank that is not root any more
@@ -109,7 +142,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks: Ra
         assert found["error"] == kind, found["message"]
         assert all(word in found["message"] for word in words), found["message"]
         assert (found["left"], found["latest"]) == (["global_step1"], "global_step1")
-        assert (found["then"], found["then_left"]) == ([], ["global_step1", "global_step2"]), "the engine can save again"
+        assert (found["then"], found["then_left"]) == ([], ["global_step1", "global_step2"]), (
+            "the engine can save again"
+        )
 
 
 def test_a_rank_that_dies_during_the_save(ranks: RankPool, tmp_path: Path) -> None:
@@ -118,15 +153,20 @@ def test_a_rank_that_dies_during_the_save(ranks: RankPool, tmp_path: Path) -> No
     assert "status 7" in failed.value.by_rank[1]
     assert "RankError: the save did not finish" in failed.value.by_rank[0]
     assert (tmp_path / "latest").read_text() == "global_step1"
-    assert [p.name for p in tmp_path.iterdir() if p.is_dir() and not p.name.startswith(".")] == ["global_step1"]
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir() and not p.name.startswith(".")] == [
+        "global_step1"
+    ]
     found = ucp.newest_whole(tmp_path)
     assert found.folder.name == "global_step1"
     assert [ranks.run(4, JOBS + "try_load", SETUP, str(tmp_path))] == [[""] * 4]
 
 
-# ---------------------------------------------------------------- several saves
+# ------------------------------------------------ several saves
 
-def test_a_second_save_replaces_the_tag_and_keeps_what_is_not_ours(ranks: RankPool, tmp_path: Path) -> None:
+
+def test_a_second_save_replaces_the_tag_and_keeps_what_is_not_ours(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     assert ranks.run(2, JOBS + "save_twice_into", SETUP, str(tmp_path), "here") == [[], []]
     assert (tmp_path / "here" / "mine.txt").read_text() == "kept"
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["here"]
@@ -134,13 +174,18 @@ def test_a_second_save_replaces_the_tag_and_keeps_what_is_not_ours(ranks: RankPo
 
 def test_keep_latest(ranks: RankPool, tmp_path: Path) -> None:
     notes = ranks.run(2, JOBS + "save_many", SETUP, str(tmp_path), 5, milestone=2, keep_latest=2)[0]
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["global_step2", "global_step4", "global_step5"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [
+        "global_step2",
+        "global_step4",
+        "global_step5",
+    ]
     assert notes == ("removed global_step3",)
 
 
 @pytest.mark.parametrize("value", [0, -1, True])
 def test_keep_latest_is_a_number_of_tags(value: int) -> None:
-    from megatron_ucp.engines.save import Saving
+    from megatron_ucp.engines.deepspeed.save import Saving
+
     with pytest.raises(UsageError, match="at least 1"):
         Saving(keep_latest=value)
 
@@ -149,21 +194,33 @@ def test_a_later_stock_save_into_the_tag_is_noticed(ranks: RankPool, tmp_path: P
     ranks.run(2, JOBS + "save_many", SETUP, str(tmp_path), 2)
     ranks.run(2, JOBS + "stock_save_into", SETUP, str(tmp_path), "global_step2")
     for said in ranks.run(2, JOBS + "try_load", SETUP, str(tmp_path)):
-        assert said.startswith("ForeignFileError: a file is not the one that was saved with the manifest")
+        assert said.startswith(
+            "ForeignFileError: a file is not the one that was saved with the manifest"
+        )
     (tmp_path / "global_step2" / FILE_NAME).unlink()  # it is a good stock checkpoint
     assert ranks.run(2, JOBS + "try_load", SETUP, str(tmp_path)) == ["", ""]
 
 
-# ---------------------------------------------------------------- the newest whole tag
+# ------------------------------------------------ the newest whole tag
 
 DAMAGES: dict[str, Any] = {
     "a missing file": lambda tag: (tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
     "a truncated file": lambda tag: (tag / "mp_rank_00_model_states.pt").write_bytes(
-        (tag / "mp_rank_00_model_states.pt").read_bytes()[:-100]),
-    "a lost record": lambda tag: drop_record(tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", 0),
-    "another save's file": lambda tag: shutil.copy(tag.parent / "global_step1" / "mp_rank_00_model_states.pt", tag),
-    "no manifest and no model": lambda tag: [(tag / FILE_NAME).unlink(), (tag / "mp_rank_00_model_states.pt").unlink()],
-    "a manifest that is cut": lambda tag: (tag / FILE_NAME).write_text((tag / FILE_NAME).read_text()[:-5]),
+        (tag / "mp_rank_00_model_states.pt").read_bytes()[:-100]
+    ),
+    "a lost record": lambda tag: drop_record(
+        tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", 0
+    ),
+    "another save's file": lambda tag: shutil.copy(
+        tag.parent / "global_step1" / "mp_rank_00_model_states.pt", tag
+    ),
+    "no manifest and no model": lambda tag: [
+        (tag / FILE_NAME).unlink(),
+        (tag / "mp_rank_00_model_states.pt").unlink(),
+    ],
+    "a manifest that is cut": lambda tag: (tag / FILE_NAME).write_text(
+        (tag / FILE_NAME).read_text()[:-5]
+    ),
     "random states": lambda tag: (tag / "ucp_rng_00000.safetensors").write_bytes(b""),
 }
 
@@ -176,13 +233,17 @@ def three(ranks: RankPool, tmp_checkpoints: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_tag_that_is_not_whole_is_passed_over_and_named(three: Path, tmp_path: Path, damage: str) -> None:
+def test_a_tag_that_is_not_whole_is_passed_over_and_named(
+    three: Path, tmp_path: Path, damage: str
+) -> None:
     folder = shutil.copytree(three, tmp_path / "copy")
     assert ucp.newest_whole(folder) == type(ucp.newest_whole(folder))(folder / "global_step3", ())
     DAMAGES[damage](folder / "global_step3")
     found = ucp.newest_whole(folder)
     assert found.folder.name == "global_step2"
-    assert len(found.passed_over) == 1 and re.fullmatch(r"global_step3: .+ \(.+\)", found.passed_over[0])
+    assert len(found.passed_over) == 1 and re.fullmatch(
+        r"global_step3: .+ \(.+\)", found.passed_over[0]
+    )
 
 
 def test_latest_is_followed_where_its_tag_is_whole(three: Path, tmp_path: Path) -> None:
@@ -191,9 +252,11 @@ def test_latest_is_followed_where_its_tag_is_whole(three: Path, tmp_path: Path) 
     (folder / ".global_step4.saving").mkdir()
     found = ucp.newest_whole(folder)
     assert found.folder.name == "global_step1"
-    assert found.passed_over == ("global_step2: newer, but `latest` names global_step1",
-                                 "global_step3: newer, but `latest` names global_step1",
-                                 ".global_step4.saving: a save that was not finished")
+    assert found.passed_over == (
+        "global_step2: newer, but `latest` names global_step1",
+        "global_step3: newer, but `latest` names global_step1",
+        ".global_step4.saving: a save that was not finished",
+    )
     (folder / "latest").write_text("gone")
     assert ucp.newest_whole(folder).passed_over[0] == "gone: `latest` names it, and it is not there"
     assert ucp.newest_whole(folder).folder.name == "global_step3"
@@ -212,17 +275,42 @@ def test_no_tag_is_whole(three: Path, tmp_path: Path) -> None:
 def test_what_the_manifest_says_about_the_save(three: Path) -> None:
     said = json.loads((three / "global_step3" / FILE_NAME).read_text())
     files = {name: size for name, size, _ in said["files"]}
-    assert files == {p.name: p.stat().st_size for p in (three / "global_step3").iterdir() if p.name != FILE_NAME}
-    assert said["run"]["global_steps"] == 3 and said["run"]["moved_latest"] is True and len(said["save_id"]) == 32
+    assert files == {
+        p.name: p.stat().st_size for p in (three / "global_step3").iterdir() if p.name != FILE_NAME
+    }
+    assert (
+        said["run"]["global_steps"] == 3
+        and said["run"]["moved_latest"] is True
+        and len(said["save_id"]) == 32
+    )
 
 
-# ---------------------------------------------------------------- kill -9
+# ------------------------------------------------ kill -9
+
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("trials", [pytest.param(10, id="10"), pytest.param(50, id="50", marks=pytest.mark.slow)])
-def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(tmp_path: Path, trials: int) -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.engines.killed", str(tmp_path), "--trials", str(trials), "--seed",
-                           str(trials)], cwd=ROOT, capture_output=True, text=True, timeout=100 + 15 * trials)
+@pytest.mark.parametrize(
+    "trials", [pytest.param(10, id="10"), pytest.param(50, id="50", marks=pytest.mark.slow)]
+)
+def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
+    tmp_path: Path, trials: int
+) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.engines.killed",
+            str(tmp_path),
+            "--trials",
+            str(trials),
+            "--seed",
+            str(trials),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100 + 15 * trials,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == trials
@@ -234,7 +322,7 @@ def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(tmp_pat
     assert any(each["unfinished"] for each in found), "no save was hit"
 
 
-# ---------------------------------------------------------------- on disk before it counts
+# ------------------------------------------------ on disk before it counts
 
 SAVE_ONCE = """
 from pathlib import Path
@@ -242,8 +330,11 @@ from tests.engines import killed
 killed.prepare()
 killed.together(2, Path("{0}.store"), killed.save_on_and_on, 1, Path("{0}"), 1, None)
 """
+
+
 def whole_lines(trace: str) -> Iterator[str]:
-    """Each call on one line, where it returned: strace splits those during which another process makes one."""
+    """Each call on one line, where it returned: strace splits those during which another process
+    makes one."""
     begun: dict[str, str] = {}
     for line in trace.splitlines():
         pid = line.split()[0]
@@ -263,13 +354,41 @@ def test_strace_sees_every_file_synced_before_the_names_move(tmp_path: Path) -> 
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed: nobody looks from outside")
     folder, trace = tmp_path / "checkpoint", tmp_path / "trace"
-    done = subprocess.run(["strace", "-f", "-y", "-e", "trace=fsync,rename,renameat,renameat2", "-o", str(trace), sys.executable,
-                           "-c", SAVE_ONCE.format(folder)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [
+            "strace",
+            "-f",
+            "-y",
+            "-e",
+            "trace=fsync,rename,renameat,renameat2",
+            "-o",
+            str(trace),
+            sys.executable,
+            "-c",
+            SAVE_ONCE.format(folder),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    calls = [call for line in whole_lines(trace.read_text()) if (call := CALL.match(line)) and str(folder) in line]
+    calls = [
+        call
+        for line in whole_lines(trace.read_text())
+        if (call := CALL.match(line)) and str(folder) in line
+    ]
     numbered = list(enumerate(calls))
-    synced = {re.sub(r".*<(.*)>", r"\1", call["arguments"]): number for number, call in numbered if call["what"] == "fsync"}
-    renamed = {re.findall(r'"([^"]*)"', call["arguments"])[1]: number for number, call in numbered if call["what"] != "fsync"}
+    synced = {
+        re.sub(r".*<(.*)>", r"\1", call["arguments"]): number
+        for number, call in numbered
+        if call["what"] == "fsync"
+    }
+    renamed = {
+        re.findall(r'"([^"]*)"', call["arguments"])[1]: number
+        for number, call in numbered
+        if call["what"] != "fsync"
+    }
     aside, tag = folder / ".step1.saving", folder / "step1"
     files = [p.name for p in tag.iterdir() if p.name != FILE_NAME]
     assert len(files) == 5  # of the model, two of the optimizer, two of random states
@@ -277,11 +396,19 @@ def test_strace_sees_every_file_synced_before_the_names_move(tmp_path: Path) -> 
         assert synced[str(aside / name)] < renamed[str(aside / FILE_NAME)] < renamed[str(tag)]
     assert synced[str(aside / f".{FILE_NAME}.saving")] < renamed[str(aside / FILE_NAME)]
     latest = renamed[str(folder / "latest")]
-    assert synced[str(aside)] < renamed[str(tag)] < latest and synced[str(folder / ".latest.saving")] < latest < synced[str(folder)]
-    of_rank_1, = {call["pid"] for call in calls if "ucp_rng_00001" in call["arguments"]}
+    assert (
+        synced[str(aside)] < renamed[str(tag)] < latest
+        and synced[str(folder / ".latest.saving")] < latest < synced[str(folder)]
+    )
+    (of_rank_1,) = {call["pid"] for call in calls if "ucp_rng_00001" in call["arguments"]}
     own = [call for call in calls if call["pid"] == of_rank_1]
-    assert {"bf16" in c["arguments"] or "zero_pp_rank_1" in c["arguments"] or "rng_00001" in c["arguments"] or
-            c["arguments"].endswith(".saving>") for c in own} == {True}, "each rank syncs its own files, and the folder"
+    assert {
+        "bf16" in c["arguments"]
+        or "zero_pp_rank_1" in c["arguments"]
+        or "rng_00001" in c["arguments"]
+        or c["arguments"].endswith(".saving>")
+        for c in own
+    } == {True}, "each rank syncs its own files, and the folder"
 
 
 def test_without_durable_nothing_is_synced(ranks: RankPool, tmp_path: Path) -> None:

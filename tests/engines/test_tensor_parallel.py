@@ -1,4 +1,5 @@
-"""GPT and LLaMA of megatron-core under DeepSpeed: any tensor-parallel size, number of ranks and ZeRO stage to any other.
+"""GPT and LLaMA of megatron-core under DeepSpeed: any tensor-parallel size, number of ranks and
+ZeRO stage to any other.
 
 The oracle joins and cuts by megatron-core's own parameter attributes, not by the package's tables.
 """
@@ -15,30 +16,48 @@ from tests.engines.tensor_jobs import Mega
 
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.tensor_jobs:"
-MESHES = [(tp, dp, zero) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4 for zero in (0, 1, 2, 3)]
+MESHES = [
+    (tp, dp, zero) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4 for zero in (0, 1, 2, 3)
+]
 Mesh = tuple[int, int, int]
 SOURCES: list[Mesh] = [(2, 2, 1), (1, 2, 3), (4, 1, 2), (2, 1, 0), (2, 2, 3), (1, 4, 1)]
 
 
 def source(sources: Sources, mesh: Mesh, family: str, **kwargs: Any) -> str:
     more = {key: kwargs.pop(key) for key in ("attach", "more") if key in kwargs}
-    return sources.get(mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), JOBS + "save", **more)
+    return sources.get(
+        mesh[0] * mesh[1], Mega(family, mesh[0], mesh[2], **kwargs), JOBS + "save", **more
+    )
 
 
-def resume(sources: Sources, mesh: Mesh, family: str, folder: str, more: int = 0, **kwargs: Any) -> list[dict]:
+def resume(
+    sources: Sources, mesh: Mesh, family: str, folder: str, more: int = 0, **kwargs: Any
+) -> list[dict]:
     options = {"plant": kwargs.pop("plant"), "tags": ("filled",)} if "plant" in kwargs else {}
-    return sources.ranks.run(mesh[0] * mesh[1], JOBS + "resume", Mega(family, mesh[0], mesh[2], seed=9, **kwargs), folder, more,
-                             timeout_s=180, **options)
+    return sources.ranks.run(
+        mesh[0] * mesh[1],
+        JOBS + "resume",
+        Mega(family, mesh[0], mesh[2], seed=9, **kwargs),
+        folder,
+        more,
+        timeout_s=180,
+        **options,
+    )
 
 
 def check(found: list[dict]) -> None:
     for rank in found:
-        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank["differences"]
-        assert all(len(d) > 20 for d in rank["before"].values()), "the engine was equal before the load"
+        assert rank["differences"] and all(d == [] for d in rank["differences"].values()), rank[
+            "differences"
+        ]
+        assert all(len(d) > 20 for d in rank["before"].values()), (
+            "the engine was equal before the load"
+        )
 
 
 def sampled() -> list[tuple[str, Mesh, Mesh]]:
-    """Every mesh is a target once, alternating between the families; every crossing of tensor-parallel sizes occurs."""
+    """Every mesh is a target once, alternating between the families; every crossing of
+    tensor-parallel sizes occurs."""
     rng = random.Random(3)
     pairs = []
     for index, target in enumerate(rng.sample(MESHES, len(MESHES))):
@@ -47,7 +66,13 @@ def sampled() -> list[tuple[str, Mesh, Mesh]]:
     crossed = {(a[0], b[0]) for _, a, b in pairs}
     for a, b in itertools.product((1, 2, 4), repeat=2):
         if (a, b) not in crossed:
-            pairs.append(("llama", next(s for s in SOURCES if s[0] == a), next(m for m in MESHES if m[0] == b)))
+            pairs.append(
+                (
+                    "llama",
+                    next(s for s in SOURCES if s[0] == a),
+                    next(m for m in MESHES if m[0] == b),
+                )
+            )
     return pairs
 
 
@@ -67,66 +92,113 @@ def test_the_sample_is_what_it_says() -> None:
 def test_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
     tied = family == "gpt"
     losses = 20 if target[0] * target[1] <= 2 else 5
-    found = resume(sources, target, family, source(sources, origin, family, tied=tied), more=losses, tied=tied)
+    found = resume(
+        sources, target, family, source(sources, origin, family, tied=tied), more=losses, tied=tied
+    )
     check(found)
     assert found[0]["loss"] <= 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "origin", "target"),
-                         [(f, a, b) for f in ("gpt", "llama") for a in MESHES for b in MESHES], ids=show)
+@pytest.mark.parametrize(
+    ("family", "origin", "target"),
+    [(f, a, b) for f in ("gpt", "llama") for a in MESHES for b in MESHES],
+    ids=show,
+)
 def test_every_pair(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
     tied = family == "gpt"
-    check(resume(sources, target, family, source(sources, origin, family, tied=tied, more=0), tied=tied))
+    check(
+        resume(
+            sources, target, family, source(sources, origin, family, tied=tied, more=0), tied=tied
+        )
+    )
 
 
 @pytest.mark.parametrize(("groups", "heads"), [(1, 4), (2, 4), (4, 4), (2, 8)])
-@pytest.mark.parametrize(("origin", "target"), [((4, 1, 1), (1, 1, 0)), ((1, 1, 0), (4, 1, 3))], ids=show)
-def test_key_value_groups_fewer_than_equal_to_and_more_than_tp(sources: Sources, groups: int, heads: int, origin: Mesh,
-                                                               target: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("origin", "target"), [((4, 1, 1), (1, 1, 0)), ((1, 1, 0), (4, 1, 3))], ids=show
+)
+def test_key_value_groups_fewer_than_equal_to_and_more_than_tp(
+    sources: Sources, groups: int, heads: int, origin: Mesh, target: Mesh
+) -> None:
     folder = source(sources, origin, "llama", groups=groups, heads=heads, more=0)
     check(resume(sources, target, "llama", folder, groups=groups, heads=heads))
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt", False)])
 def test_tied_and_untied(sources: Sources, family: str, tied: bool) -> None:
-    check(resume(sources, (1, 2, 2), family, source(sources, (2, 2, 3), family, tied=tied, more=0), tied=tied))
+    check(
+        resume(
+            sources,
+            (1, 2, 2),
+            family,
+            source(sources, (2, 2, 3), family, tied=tied, more=0),
+            tied=tied,
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("origin", "target"), [((2, 2, 1), (4, 1, 3)), ((2, 2, 3), (1, 2, 0))], ids=show)
+@pytest.mark.parametrize(
+    ("origin", "target"), [((2, 2, 1), (4, 1, 3)), ((2, 2, 3), (1, 2, 0))], ids=show
+)
 def test_low_precision(sources: Sources, dtype: str, origin: Mesh, target: Mesh) -> None:
-    check(resume(sources, target, "llama", source(sources, origin, "llama", dtype=dtype, more=0), dtype=dtype))
+    check(
+        resume(
+            sources,
+            target,
+            "llama",
+            source(sources, origin, "llama", dtype=dtype, more=0),
+            dtype=dtype,
+        )
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sequence_parallelism(sources: Sources, zero: int) -> None:
-    """Saved with it, resumed without it, and the losses of the run go on: its norm gradients were right."""
+    """Saved with it, resumed without it, and the losses of the run go on: its norm gradients were
+    right."""
     folder = source(sources, (2, 2, zero), "llama", sequence_parallel=True)
     found = resume(sources, (1, 2, 1), "llama", folder, more=20)
     check(found)
     assert found[0]["loss"] <= 1e-5
 
 
-@pytest.mark.parametrize("fault", ["gate and up swapped", "two key-value groups swapped", "one group's weight decay", "one step"])
+@pytest.mark.parametrize(
+    "fault",
+    ["gate and up swapped", "two key-value groups swapped", "one group's weight decay", "one step"],
+)
 def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> None:
     found = resume(sources, (1, 1, 0), "llama", source(sources, (2, 2, 1), "llama"), plant=fault)
     assert found[0]["differences"]["filled"] != []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-@pytest.mark.parametrize(("origin", "target"), [((2, 2, 1), (1, 2, 3)), ((2, 2, 3), (4, 1, 1)), ((2, 1, 0), (1, 1, 2)),
-                                                ((1, 2, 1), (2, 1, 1))], ids=show)
-def test_s6_s7_stock_checkpoints_with_a_family(sources: Sources, family: str, origin: Mesh, target: Mesh) -> None:
-    """S6: a forgotten row-parallel pattern joins on the wrong dim. S7, and the fork: a tp=1 source without patterns is cut
-    wrongly at tp=2. Here layouts come from the family on both sides, whatever the source wrote."""
+@pytest.mark.parametrize(
+    ("origin", "target"),
+    [
+        ((2, 2, 1), (1, 2, 3)),
+        ((2, 2, 3), (4, 1, 1)),
+        ((2, 1, 0), (1, 1, 2)),
+        ((1, 2, 1), (2, 1, 1)),
+    ],
+    ids=show,
+)
+def test_s6_s7_stock_checkpoints_with_a_family(
+    sources: Sources, family: str, origin: Mesh, target: Mesh
+) -> None:
+    """S6: a forgotten row-parallel pattern joins on the wrong dim. S7, and the fork: a tp=1 source
+    without patterns is cut wrongly at tp=2. Here layouts come from the family on both sides,
+    whatever the source wrote."""
     folder = source(sources, origin, family, attach=False, more=0)
     assert not list(Path(folder).rglob("ucp_manifest.json"))
     check(resume(sources, target, family, folder))
 
 
 def attempt(sources: Sources, mesh: Mesh, setup: Mega, folder: str, **kwargs: Any) -> list[dict]:
-    return sources.ranks.run(mesh[0] * mesh[1], JOBS + "attempt", setup, folder, timeout_s=120, **kwargs)
+    return sources.ranks.run(
+        mesh[0] * mesh[1], JOBS + "attempt", setup, folder, timeout_s=120, **kwargs
+    )
 
 
 def expect(found: list[dict], kind: str, *words: str) -> None:
@@ -138,30 +210,73 @@ def expect(found: list[dict], kind: str, *words: str) -> None:
 
 def test_tensor_parallel_files_without_family_and_manifest(sources: Sources) -> None:
     folder = source(sources, (2, 2, 1), "llama", attach=False, more=0)
-    expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family=None), "UnsupportedError", "family")
+    expect(
+        attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family=None),
+        "UnsupportedError",
+        "family",
+    )
 
 
 def test_a_family_that_does_not_fit(sources: Sources) -> None:
     folder = source(sources, (2, 2, 1), "llama")
-    expect(attempt(sources, (2, 1, 1), Mega("gpt", 2, 1), folder, family="llama"), "UsageError", "no LLaMA")
-    expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family="mamba"), "UsageError", "no such family", "gpt, llama")
+    expect(
+        attempt(sources, (2, 1, 1), Mega("gpt", 2, 1), folder, family="llama"),
+        "UsageError",
+        "no LLaMA",
+    )
+    expect(
+        attempt(sources, (2, 1, 1), Mega("llama", 2, 1), folder, family="mamba"),
+        "UsageError",
+        "no such family",
+        "gpt, llama",
+    )
 
 
 def test_a_parameter_that_no_rule_matches(sources: Sources) -> None:
-    found = attempt(sources, (2, 1, 1), Mega("llama", 2, 1), source(sources, (2, 2, 1), "llama"), change="unknown parameter")
+    found = attempt(
+        sources,
+        (2, 1, 1),
+        Mega("llama", 2, 1),
+        source(sources, (2, 2, 1), "llama"),
+        change="unknown parameter",
+    )
     expect(found, "RuleError", "surprise", "nearest", "families/llama.py")
 
 
 def test_attributes_that_disagree(sources: Sources) -> None:
-    found = attempt(sources, (2, 1, 1), Mega("llama", 2, 1), source(sources, (2, 2, 1), "llama"), change="attribute")
-    expect(found, "LayoutError", "partition_dim", "decoder.layers.0.mlp.linear_fc2.weight", "expected: 1", "found: 0")
+    found = attempt(
+        sources,
+        (2, 1, 1),
+        Mega("llama", 2, 1),
+        source(sources, (2, 2, 1), "llama"),
+        change="attribute",
+    )
+    expect(
+        found,
+        "LayoutError",
+        "partition_dim",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "expected: 1",
+        "found: 0",
+    )
 
 
-@pytest.mark.parametrize(("change", "word"), [({"heads": 6, "groups": 6}, "attention heads"), ({"ffn": 26}, "ffn_hidden_size"),
-                                              ({"heads": 12, "groups": 3}, "key-value groups")])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"heads": 6, "groups": 6}, "attention heads"),
+        ({"ffn": 26}, "ffn_hidden_size"),
+        ({"heads": 12, "groups": 3}, "key-value groups"),
+    ],
+)
 def test_a_tp_that_does_not_divide(sources: Sources, change: dict, word: str) -> None:
     folder = source(sources, (2, 2, 1), "llama")
-    expect(attempt(sources, (4, 1, 1), Mega("llama", 4, 1, **change), folder), "LayoutError", word, "use a tensor-parallel size")
+    expect(
+        attempt(sources, (4, 1, 1), Mega("llama", 4, 1, **change), folder),
+        "LayoutError",
+        word,
+        "use a tensor-parallel size",
+    )
 
 
 def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
@@ -171,7 +286,11 @@ def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
         kept = path.read_bytes()
         path.unlink()
         try:
-            expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1), str(folder)), "NotFoundError", "missing")
+            expect(
+                attempt(sources, (2, 1, 1), Mega("llama", 2, 1), str(folder)),
+                "NotFoundError",
+                "missing",
+            )
         finally:
             path.write_bytes(kept)
 
@@ -179,27 +298,44 @@ def test_a_missing_tensor_parallel_rank(sources: Sources, broken: Any) -> None:
 def test_another_model_size(sources: Sources) -> None:
     folder = source(sources, (2, 2, 1), "llama")
     for change in ({"ffn": 32}, {"layers": 3}, {"layers": 1}, {"tied": True}):
-        expect(attempt(sources, (2, 1, 1), Mega("llama", 2, 1, **change), folder), "ModelMismatchError", "parameter:")
+        expect(
+            attempt(sources, (2, 1, 1), Mega("llama", 2, 1, **change), folder),
+            "ModelMismatchError",
+            "parameter:",
+        )
 
 
 def test_the_manifest_names_family_layouts_and_padding(sources: Sources) -> None:
     from megatron_ucp import describe
     from megatron_ucp.core.layout import Shard, ShardNC
+
     found = describe(Path(source(sources, (2, 2, 1), "llama", true_vocab=45, more=0)) / "trained")
     assert found.family == "llama" and (found.mesh.tp, found.mesh.dp, found.mesh.zero) == (2, 2, 1)
     spec = found.by_name["embedding.word_embeddings.weight"]
     assert spec.extent is not None and (spec.extent.true, spec.extent.stored) == (45, 48)
     assert spec.shape == (48, 16) and spec.layout == Shard("tp", 0)
-    assert found.by_name["decoder.layers.1.mlp.linear_fc1.weight"].layout == ShardNC("tp", 0, (24, 24))
+    assert found.by_name["decoder.layers.1.mlp.linear_fc1.weight"].layout == ShardNC(
+        "tp", 0, (24, 24)
+    )
 
 
 def convert_with_stock(folder: str) -> None:
     """Runs stock DeepSpeed's converter on the tag `trained`."""
     from deepspeed.checkpoint import ds_to_universal
-    args = ["--input_folder", f"{folder}/trained", "--output_folder", f"{folder}/universal/trained_universal",
-            "--num_extract_workers", "1", "--num_merge_workers", "1"]
+
+    args = [
+        "--input_folder",
+        f"{folder}/trained",
+        "--output_folder",
+        f"{folder}/universal/trained_universal",
+        "--num_extract_workers",
+        "1",
+        "--num_merge_workers",
+        "1",
+    ]
     import sys
     from unittest import mock
+
     with mock.patch.object(sys, "argv", ["ds_to_universal", *args]):
         ds_to_universal.main(ds_to_universal.parse_arguments())
 
@@ -207,12 +343,15 @@ def convert_with_stock(folder: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("keep", ["affine map", "patterns"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_stock_tools_keep_working_on_our_saves(sources: Sources, tmp_path: Path, family: str, keep: str, before: int,
-                                               after: int) -> None:
-    """Stock converter and stock load at other tensor-parallel sizes: bit-equal, by the affine map and by the patterns alone."""
+def test_stock_tools_keep_working_on_our_saves(
+    sources: Sources, tmp_path: Path, family: str, keep: str, before: int, after: int
+) -> None:
+    """Stock converter and stock load at other tensor-parallel sizes: bit-equal, by the affine map
+    and by the patterns alone."""
     import shutil
 
     import torch
+
     folder = tmp_path / "save"
     shutil.copytree(source(sources, (before, 1, 1), family), folder)
     if keep == "patterns":
@@ -221,13 +360,22 @@ def test_stock_tools_keep_working_on_our_saves(sources: Sources, tmp_path: Path,
             del state["universal_checkpoint_info"]["affine_map"]
             torch.save(state, path)
     convert_with_stock(str(folder))
-    assert sources.ranks.run(after, JOBS + "stock_universal", Mega(family, after, 1, seed=9), str(folder)) == [[]] * after
+    assert (
+        sources.ranks.run(
+            after, JOBS + "stock_universal", Mega(family, after, 1, seed=9), str(folder)
+        )
+        == [[]] * after
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_a_stock_checkpoint_with_patterns_and_no_family(sources: Sources, tmp_path: Path, family: str) -> None:
-    """Our own save without its manifest is what a stock run with universal_checkpoint_info writes."""
+def test_a_stock_checkpoint_with_patterns_and_no_family(
+    sources: Sources, tmp_path: Path, family: str
+) -> None:
+    """Our own save without its manifest is what a stock run with universal_checkpoint_info
+    writes."""
     import shutil
+
     folder = tmp_path / "save"
     shutil.copytree(source(sources, (2, 2, 3), family), folder)
     for path in folder.rglob("ucp_manifest.json"):
@@ -235,15 +383,22 @@ def test_a_stock_checkpoint_with_patterns_and_no_family(sources: Sources, tmp_pa
     found = sources.ranks.run(2, JOBS + "resume_plain", Mega(family, 1, 1, seed=9), str(folder))
     for rank in found:
         assert rank["differences"] == []
-        assert any("stock DeepSpeed's default" in note and "linear_qkv" in note for note in rank["notes"])
+        assert any(
+            "stock DeepSpeed's default" in note and "linear_qkv" in note for note in rank["notes"]
+        )
 
 
 @pytest.mark.parametrize(("rows", "note"), [(52, "4 rows added as zeros"), (44, "4 rows dropped")])
 @pytest.mark.parametrize("target", [(2, 1, 1), (1, 2, 3), (1, 1, 0)], ids=show)
-def test_another_padding_of_the_vocabulary(sources: Sources, target: Mesh, rows: int, note: str) -> None:
+def test_another_padding_of_the_vocabulary(
+    sources: Sources, target: Mesh, rows: int, note: str
+) -> None:
     folder = source(sources, (2, 2, 1), "llama", true_vocab=41, more=0)
     setup = Mega("llama", target[0], target[2], seed=9, true_vocab=41, vocab=rows)
     for rank in sources.ranks.run(target[0] * target[1], JOBS + "resize_vocabulary", setup, folder):
-        assert "ModelMismatchError" in rank["refusal"] and "tensor-parallel size of 1, 2, 3, 4" in rank["refusal"]
+        assert (
+            "ModelMismatchError" in rank["refusal"]
+            and "tensor-parallel size of 1, 2, 3, 4" in rank["refusal"]
+        )
         assert rank["wrong"] == [] and rank["compared"] > 30
         assert any("vocabulary resized" in n and note in n for n in rank["notes"])

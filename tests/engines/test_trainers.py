@@ -1,4 +1,5 @@
-"""Trainers that call `deepspeed.initialize` themselves: HF Trainer, Accelerate, and scripts under the module runner."""
+"""Trainers that call `deepspeed.initialize` themselves: HF Trainer, Accelerate, and scripts under
+the module runner."""
 
 import base64
 import json
@@ -37,48 +38,89 @@ def check_losses(want: dict[int, float], have: dict[int, float]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, dict[str, Any]]:
-    """The checkpoint of an HF Trainer run at ZeRO-2 on two ranks that went on to its end, and what rank 0 saw."""
+    """The checkpoint of an HF Trainer run at ZeRO-2 on two ranks that went on to its end, and what
+    rank 0 saw."""
     folder = tmp_checkpoints / "trainer"
-    found = ranks.run(2, "tests.engines.trainer_jobs:trainer", str(folder), zero=2, steps=STEPS, save_at=SAVED_AT)
+    found = ranks.run(
+        2, "tests.engines.trainer_jobs:trainer", str(folder), zero=2, steps=STEPS, save_at=SAVED_AT
+    )
     return str(folder / f"checkpoint-{SAVED_AT}"), found[0]
 
 
 @pytest.mark.parametrize(("dp", "zero"), [(1, 3), (4, 1), (2, 0)])
-def test_hf_trainer_resumes_on_another_mesh(ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path, dp: int,
-                                            zero: int) -> None:
+def test_hf_trainer_resumes_on_another_mesh(
+    ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path, dp: int, zero: int
+) -> None:
     checkpoint, reference = trained
-    found = ranks.run(dp, "tests.engines.trainer_jobs:trainer", str(tmp_path), zero=zero, steps=STEPS, resume=checkpoint,
-                      seed=5)
+    found = ranks.run(
+        dp,
+        "tests.engines.trainer_jobs:trainer",
+        str(tmp_path),
+        zero=zero,
+        steps=STEPS,
+        resume=checkpoint,
+        seed=5,
+    )
     check_equal(reference["saved"], reference["begin"], found)
     check_losses(reference["losses"], found[0]["losses"])
 
 
 def test_the_trainer_comparison_sees_another_step(trained: tuple[str, dict[str, Any]]) -> None:
     saved = trained[1]["saved"]
-    scalars = {key: value + 1 if key[1] == "step" else value for key, value in saved["scalars"].items()}
+    scalars = {
+        key: value + 1 if key[1] == "step" else value for key, value in saved["scalars"].items()
+    }
     assert len(differences(saved, {**saved, "scalars": scalars})) == 1
 
 
-@pytest.mark.parametrize(("installed", "config"), [(False, {"universal_checkpoint": {"enabled": True}}), (True, {}),
-                                                   (True, {"universal_checkpoint": {"enabled": False}})],
-                         ids=["not installed", "no section", "not enabled"])
-def test_stock_deepspeed_refuses_the_same_resume(ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path,
-                                                 installed: bool, config: dict[str, Any]) -> None:
-    said = ranks.run(1, "tests.engines.trainer_jobs:refused", installed, config, folder=str(tmp_path), zero=2, steps=STEPS,
-                     resume=trained[0])
+@pytest.mark.parametrize(
+    ("installed", "config"),
+    [
+        (False, {"universal_checkpoint": {"enabled": True}}),
+        (True, {}),
+        (True, {"universal_checkpoint": {"enabled": False}}),
+    ],
+    ids=["not installed", "no section", "not enabled"],
+)
+def test_stock_deepspeed_refuses_the_same_resume(
+    ranks: RankPool,
+    trained: tuple[str, dict[str, Any]],
+    tmp_path: Path,
+    installed: bool,
+    config: dict[str, Any],
+) -> None:
+    said = ranks.run(
+        1,
+        "tests.engines.trainer_jobs:refused",
+        installed,
+        config,
+        folder=str(tmp_path),
+        zero=2,
+        steps=STEPS,
+        resume=trained[0],
+    )
     assert said[0].startswith("ZeRORuntimeException"), said[0]
 
 
-def test_the_stock_key_needs_no_converted_folder_and_follows_latest(ranks: RankPool, trained: tuple[str, dict[str, Any]],
-                                                                    tmp_path: Path) -> None:
+def test_the_stock_key_needs_no_converted_folder_and_follows_latest(
+    ranks: RankPool, trained: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     """Defect S14: with the key left on, stock DeepSpeed goes on loading an old converted folder."""
     checkpoint, reference = trained
     stale = Path(checkpoint) / "latest_universal"
     stale.write_text("global_step2_universal")
     (Path(checkpoint) / "global_step2_universal" / "zero").mkdir(parents=True)
     try:
-        found = ranks.run(1, "tests.engines.trainer_jobs:trainer", str(tmp_path), zero=1, steps=STEPS, resume=checkpoint,
-                          seed=5, config=STOCK_KEY)
+        found = ranks.run(
+            1,
+            "tests.engines.trainer_jobs:trainer",
+            str(tmp_path),
+            zero=1,
+            steps=STEPS,
+            resume=checkpoint,
+            seed=5,
+            config=STOCK_KEY,
+        )
     finally:
         stale.unlink()
     check_equal(reference["saved"], reference["begin"], found)
@@ -86,8 +128,9 @@ def test_the_stock_key_needs_no_converted_folder_and_follows_latest(ranks: RankP
 
 
 @pytest.mark.parametrize(("dp", "zero"), [(4, 3), (1, 1)])
-def test_accelerate_resumes_on_another_mesh(ranks: RankPool, tmp_checkpoints: Path, tmp_path: Path, dp: int,
-                                            zero: int) -> None:
+def test_accelerate_resumes_on_another_mesh(
+    ranks: RankPool, tmp_checkpoints: Path, tmp_path: Path, dp: int, zero: int
+) -> None:
     folder = str(tmp_path / "state")
     job = "tests.engines.trainer_jobs:accelerator"
     reference = ranks.run(2, job, folder, zero=2, steps=STEPS, save_at=SAVED_AT)[0]
@@ -97,8 +140,13 @@ def test_accelerate_resumes_on_another_mesh(ranks: RankPool, tmp_checkpoints: Pa
 
 
 @pytest.mark.parametrize("form", ["dict", "file with comments", "base64"])
-def test_the_section_is_found_wherever_deepspeed_finds_its_config(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    config: Any = {"train_batch_size": 1, "universal_checkpoint": {"enabled": True, "hyper": "config"}}
+def test_the_section_is_found_wherever_deepspeed_finds_its_config(
+    ranks: RankPool, tmp_path: Path, form: str
+) -> None:
+    config: Any = {
+        "train_batch_size": 1,
+        "universal_checkpoint": {"enabled": True, "hyper": "config"},
+    }
     if form == "file with comments":
         (tmp_path / "ds.json").write_text("{\n  // mine\n" + json.dumps(config)[1:-1] + ",\n}")
         config = str(tmp_path / "ds.json")
@@ -107,10 +155,20 @@ def test_the_section_is_found_wherever_deepspeed_finds_its_config(ranks: RankPoo
     assert ranks.run(1, "tests.engines.trainer_jobs:installed", config) == [True]
 
 
-@pytest.mark.parametrize(("section", "found"), [
-    ({"enable": True}, "enable"), ({"enabled": "yes"}, "enabled"), ({"enabled": True, "checksum": False}, "checksum"),
-    (True, "True"), ({"enabled": True, "hyper": "both"}, "both"), ({"enabled": True, "allow": ["all"]}, "all")])
-def test_an_unknown_key_or_value_in_the_section_is_a_named_error(ranks: RankPool, section: Any, found: str) -> None:
+@pytest.mark.parametrize(
+    ("section", "found"),
+    [
+        ({"enable": True}, "enable"),
+        ({"enabled": "yes"}, "enabled"),
+        ({"enabled": True, "checksum": False}, "checksum"),
+        (True, "True"),
+        ({"enabled": True, "hyper": "both"}, "both"),
+        ({"enabled": True, "allow": ["all"]}, "all"),
+    ],
+)
+def test_an_unknown_key_or_value_in_the_section_is_a_named_error(
+    ranks: RankPool, section: Any, found: str
+) -> None:
     with pytest.raises(UsageError, match=f"found: .*{found}"):
         options_of({"train_batch_size": 1, "universal_checkpoint": section})
     config = {"train_batch_size": 1, "universal_checkpoint": section}
@@ -123,17 +181,35 @@ def test_an_unknown_option_of_attach_is_a_named_error() -> None:
 
 
 def test_a_folder_without_any_checkpoint_is_a_fresh_start(ranks: RankPool, tmp_path: Path) -> None:
-    """As in DeepSpeed, through the engine's own method and without a tag; a tag that is not there is an error."""
+    """As in DeepSpeed, through the engine's own method and without a tag; a tag that is not there
+    is an error."""
     found = ranks.run(1, "tests.engines.trainer_jobs:first_start", str(tmp_path))[0]
     assert found == [(None, None), (None, None), "NotFoundError", "NotFoundError"]
 
 
 def torchrun(world: int, *command: str) -> "subprocess.CompletedProcess[str]":
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_addr", "127.0.0.1",
-              "--master_port", str(free_port()), *command]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(world),
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+        *command,
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu",
+    }
+    process = subprocess.Popen(
+        launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         said, _ = process.communicate(timeout=200)
     finally:
@@ -151,7 +227,9 @@ def test_the_module_runner_resumes_a_script_that_knows_nothing(tmp_path: Path) -
     assert refused.returncode != 0 and "ZeRORuntimeException" in refused.stdout
     resumed = torchrun(1, "-m", "megatron_ucp.run", *script, "resume", "3")
     assert resumed.returncode == 0, resumed.stdout
-    want, have = (torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume"))
+    want, have = (
+        torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume")
+    )
     assert differences(want, have) == []
 
 
@@ -159,11 +237,18 @@ def test_the_module_runner_resumes_a_script_that_knows_nothing(tmp_path: Path) -
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_the_module_runner_is_what_python_is_to_a_script(tmp_path: Path, as_module: bool) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 7")
-    (tmp_path / "job.py").write_text("import sys, beside, deepspeed\n"
-                                     "wrapped = hasattr(deepspeed.initialize, '__wrapped__')\n"
-                                     "print(__name__, sys.argv[1:], beside.VALUE, wrapped)")
+    (tmp_path / "job.py").write_text(
+        "import sys, beside, deepspeed\n"
+        "wrapped = hasattr(deepspeed.initialize, '__wrapped__')\n"
+        "print(__name__, sys.argv[1:], beside.VALUE, wrapped)"
+    )
     what = ["-m", "job"] if as_module else [str(tmp_path / "job.py")]
-    done = subprocess.run([sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ucp.run", *what, "--lr", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '1'] 7 True"

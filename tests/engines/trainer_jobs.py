@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of HF Trainer and Accelerate: both call `deepspeed.initialize` themselves."""
+"""What the ranks do in the tests of HF Trainer and Accelerate: both call `deepspeed.initialize`
+themselves."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,10 +17,21 @@ ON: Mapping[str, Any] = {"universal_checkpoint": {"enabled": True}}
 
 def make_model(seed: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=SEQUENCE, tie_word_embeddings=True, use_cache=False))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=SEQUENCE,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )
     model.register_buffer("mark", torch.full((3,), float(seed)))
     return model
 
@@ -30,9 +42,14 @@ def make_data() -> list[dict[str, torch.Tensor]]:
 
 
 def ds_config(zero: int, **extra: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
-            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
-            "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0}, **extra}
+    return {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        **extra,
+    }
 
 
 def states(engine: Any, scheduler: Any) -> dict[str, Any]:
@@ -52,9 +69,11 @@ def as_in_a_new_process(installed: bool) -> Iterator[None]:
     import deepspeed
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
     stock = deepspeed.initialize
     try:
-        # Accelerate finds no backend by itself for DeepSpeed on several CPU ranks, and takes each for the only one.
+        # Accelerate finds no backend by itself for DeepSpeed on several CPU ranks, and takes each
+        # for the only one.
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
         if installed:
@@ -67,19 +86,36 @@ def as_in_a_new_process(installed: bool) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
-def trainer(folder: str, zero: int, steps: int, save_at: int | None = None, resume: str | None = None, seed: int = 1,
-            installed: bool = True, config: Mapping[str, Any] = ON) -> dict[str, Any]:
+def trainer(
+    folder: str,
+    zero: int,
+    steps: int,
+    save_at: int | None = None,
+    resume: str | None = None,
+    seed: int = 1,
+    installed: bool = True,
+    config: Mapping[str, Any] = ON,
+) -> dict[str, Any]:
     """Trains up to step `steps` under `transformers.Trainer`.
 
-    Returns the losses by step, the states when it saved (`save_at`), and those on_train_begin, after a resume.
+    Returns the losses by step, the states when it saved (`save_at`), and those on_train_begin,
+    after a resume.
     """
     with as_in_a_new_process(installed):
         return _trainer(folder, zero, steps, save_at, resume, seed, config)
 
 
-def _trainer(folder: str, zero: int, steps: int, save_at: int | None, resume: str | None, seed: int,
-             config: Mapping[str, Any]) -> dict[str, Any]:
+def _trainer(
+    folder: str,
+    zero: int,
+    steps: int,
+    save_at: int | None,
+    resume: str | None,
+    seed: int,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
     found: dict[str, Any] = {}
 
     class Watch(TrainerCallback):
@@ -92,31 +128,68 @@ def _trainer(folder: str, zero: int, steps: int, save_at: int | None, resume: st
                 found["saved"] = states(run.deepspeed, run.lr_scheduler)
 
     arguments = TrainingArguments(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
-        deepspeed=ds_config(zero, **config), learning_rate=1e-2, weight_decay=0.1, lr_scheduler_type="linear",
-        max_grad_norm=1.0, warmup_steps=2, save_strategy="steps" if save_at else "no", save_steps=save_at or 500,
-        logging_steps=1, report_to=[], disable_tqdm=True, seed=3, accelerator_config={"use_configured_state": True})
-    run = Trainer(model=make_model(seed), args=arguments, train_dataset=make_data(), callbacks=[Watch()])
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
+        deepspeed=ds_config(zero, **config),
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        lr_scheduler_type="linear",
+        max_grad_norm=1.0,
+        warmup_steps=2,
+        save_strategy="steps" if save_at else "no",
+        save_steps=save_at or 500,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        accelerator_config={"use_configured_state": True},
+    )
+    run = Trainer(
+        model=make_model(seed), args=arguments, train_dataset=make_data(), callbacks=[Watch()]
+    )
     run.train(resume_from_checkpoint=resume)
-    found["losses"] = {entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry}
+    found["losses"] = {
+        entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry
+    }
     return found
 
 
-def accelerator(folder: str, zero: int, steps: int, save_at: int | None = None, load: bool = False,
-                seed: int = 1) -> dict[str, Any]:
-    """Trains up to step `steps` under `accelerate.Accelerator`; saves before step `save_at`, or loads first."""
+def accelerator(
+    folder: str,
+    zero: int,
+    steps: int,
+    save_at: int | None = None,
+    load: bool = False,
+    seed: int = 1,
+) -> dict[str, Any]:
+    """Trains up to step `steps` under `accelerate.Accelerator`; saves before step `save_at`, or
+    loads first."""
     with as_in_a_new_process(installed=True):
         return _accelerator(folder, zero, steps, save_at, load, seed)
 
 
-def _accelerator(folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int) -> dict[str, Any]:
+def _accelerator(
+    folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int
+) -> dict[str, Any]:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
-    # Else Accelerate advances the scheduler once per rank and step, so that the rate depends on the number of ranks.
-    run = Accelerator(step_scheduler_with_optimizer=False, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config(zero, **ON)))
+
+    # Else Accelerate advances the scheduler once per rank and step, so that the rate depends on the
+    # number of ranks.
+    run = Accelerator(
+        step_scheduler_with_optimizer=False,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config(zero, **ON)),
+    )
     model = make_model(seed)
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3}]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {
+            "params": [p for p in model.parameters() if p.dim() == 1],
+            "weight_decay": 0.0,
+            "lr": 3e-3,
+        },
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     engine, wrapped, scheduler = run.prepare(model, optimizer, scheduler)
@@ -138,7 +211,9 @@ def _accelerator(folder: str, zero: int, steps: int, save_at: int | None, load: 
         wrapped.step()
         scheduler.step()
         wrapped.zero_grad()
-        found["losses"][engine.global_steps] = torch.as_tensor(run.gather(loss.detach().reshape(1))).double().mean().item()
+        found["losses"][engine.global_steps] = (
+            torch.as_tensor(run.gather(loss.detach().reshape(1))).double().mean().item()
+        )
     return found
 
 
@@ -152,13 +227,16 @@ def refused(installed: bool, config: Mapping[str, Any], **arguments: Any) -> str
 
 
 def installed(config: Any) -> bool | str:
-    """Whether `install` attaches an engine with this config and its options; what it says where it refuses."""
+    """Whether `install` attaches an engine with this config and its options; what it says where it
+    refuses."""
     import deepspeed
 
     stock = deepspeed.initialize
     ucp.install()
     try:
-        engine = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config, dist_init_required=False)[0]
+        engine = deepspeed.initialize(
+            model=torch.nn.Linear(1, 1), config=config, dist_init_required=False
+        )[0]
     except ucp.UcpError as error:
         return str(error)
     finally:

@@ -1,4 +1,5 @@
-"""Hand-made pickles and zip files, valid and hostile, and a watch over what the reader does to the process."""
+"""Hand-made pickles and zip files, valid and hostile, and a watch over what the reader does to the
+process."""
 
 import contextlib
 import random
@@ -84,7 +85,10 @@ def storage(key: str = "0", elems: int = 10, kind: str = "torch.FloatStorage") -
 
 def tensor(store: bytes, offset: int, shape: bytes, stride: bytes) -> bytes:
     hooks = call("collections.OrderedDict")
-    return call("torch._utils._rebuild_tensor_v2", tuple_of(store, number(offset), shape, stride, b"\x89", hooks))
+    return call(
+        "torch._utils._rebuild_tensor_v2",
+        tuple_of(store, number(offset), shape, stride, b"\x89", hooks),
+    )
 
 
 def pickle_of(body: bytes) -> bytes:
@@ -135,7 +139,8 @@ class Entry:
 
 
 def zip_of(entries: list[Entry], *, end64: bool = False, **end: int) -> bytes:
-    """A zip file. `end` overrides fields of the end record: here, count, length, start, comment; end64_*: ZIP64's."""
+    """A zip file. `end` overrides fields of the end record: here, count, length, start, comment;
+    end64_*: ZIP64's."""
     body, directory = bytearray(), bytearray()
     for e in entries:
         crc = zlib.crc32(e.data) if e.crc is None else e.crc
@@ -163,7 +168,11 @@ def zip_of(entries: list[Entry], *, end64: bool = False, **end: int) -> bytes:
         )
         extra, shown, shown_header = b"", size, header
         if e.zip64:
-            extra, shown, shown_header = struct.pack("<2H3Q", 1, 24, size, size, header), 2**32 - 1, 2**32 - 1
+            extra, shown, shown_header = (
+                struct.pack("<2H3Q", 1, 24, size, size, header),
+                2**32 - 1,
+                2**32 - 1,
+            )
         extra = extra if e.extra is None else e.extra
         directory += (
             struct.pack(
@@ -189,7 +198,11 @@ def zip_of(entries: list[Entry], *, end64: bool = False, **end: int) -> bytes:
             + e.raw
             + extra
         )
-    return bytes(body) + bytes(directory) + zip_end(len(entries), len(directory), len(body), end64=end64, **end)
+    return (
+        bytes(body)
+        + bytes(directory)
+        + zip_end(len(entries), len(directory), len(body), end64=end64, **end)
+    )
 
 
 def zip_end(n: int, directory_bytes: int, at: int, *, end64: bool = False, **end: int) -> bytes:
@@ -209,7 +222,9 @@ def zip_end(n: int, directory_bytes: int, at: int, *, end64: bool = False, **end
             end.get("end64_length", directory_bytes),
             end.get("end64_start", at),
         )
-        out += struct.pack("<4sLQL", b"PK\6\7", 0, end.get("end64_at", at + directory_bytes), end.get("disks", 1))
+        out += struct.pack(
+            "<4sLQL", b"PK\6\7", 0, end.get("end64_at", at + directory_bytes), end.get("disks", 1)
+        )
     return out + struct.pack(
         "<4s4H2LH",
         b"PK\5\6",

@@ -19,10 +19,10 @@ import torch
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, from_json, to_json
 from megatron_ucp.errors import UcpError
-from megatron_ucp.formats.opened import open_checkpoint
-from megatron_ucp.formats.pickle_writer import dumps
-from megatron_ucp.formats.pt_file import PtFile
-from megatron_ucp.formats.safe_pickle import StorageRef, TensorRef, loads
+from megatron_ucp.formats.pt.pickler import dumps
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import StorageRef, TensorRef, loads
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.describe import look
 from tests.formats.craft import (
     Entry,
@@ -42,50 +42,141 @@ from tests.formats.craft import (
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 TIME_S = 5.0
-# Opcodes, alone and in groups, that a mutation puts in: among them each way to name, call and change something.
+# Opcodes, alone and in groups, that a mutation puts in: among them each way to name, call and
+# change something.
 SNIPPETS = [
-    *(bytes([code]) for code in b"(t)}]\x85\x86\x87Rb\x81\x92ues a\x90\x91\x8f201Q\x93dlN\x88\x89\x94.io\x82\x97\x98"),
-    b"K\x05", b"J\xff\xff\xff\xff", b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", text("x"), text("0"), text("step"), numbers(2, 3),
-    number(2**70), number(-1), named("os.system"), named("builtins.getattr"), named("builtins.set"), named("subprocess.Popen"),
-    named("torch._utils._rebuild_tensor_v2"), named("collections.OrderedDict"), named("argparse.Namespace"), named("numpy.dtype"),
-    named("torch.Size"), named("torch.float16"), storage(), storage("0", 2**59), tensor(storage(), 0, numbers(2), numbers(1)),
-    call("os.system", tuple_of(text("true"))), call("collections.OrderedDict"), dict_of(text("a"), b"N"), b")" + b"2\x86" * 40,
-    call("collections.Counter"), call("builtins.bytearray", numbers(2**40)), b"\x8d" + b"\xff" * 8, b"\x8b\xff\xff\xff\x7f"]
-VALUES: list[Any] = [None, True, -1, 0, 1, 3, 2**24, 2**70, 0.5, float("nan"), "", "x", "../x", b"x", [], {}, (), [None], ["x"],
-                     [-1], {"x": 1}, {0: {}}, [[]], [{}], ({},), (2**40, 2**40), [0] * 50, {"a": {"b": {"c": []}}},
-                     TensorRef(StorageRef("0", "float32", 1), 0, (), ()), TensorRef(StorageRef("zz", "int64", 4), 0, (4,), (1,))]
+    *(
+        bytes([code])
+        for code in b"(t)}]\x85\x86\x87Rb\x81\x92ues "
+        b"a\x90\x91\x8f201Q\x93dlN\x88\x89\x94.io\x82\x97\x98"
+    ),
+    b"K\x05",
+    b"J\xff\xff\xff\xff",
+    b"q\x00",
+    b"h\x00",
+    b"r\xff\xff\xff\xff",
+    text("x"),
+    text("0"),
+    text("step"),
+    numbers(2, 3),
+    number(2**70),
+    number(-1),
+    named("os.system"),
+    named("builtins.getattr"),
+    named("builtins.set"),
+    named("subprocess.Popen"),
+    named("torch._utils._rebuild_tensor_v2"),
+    named("collections.OrderedDict"),
+    named("argparse.Namespace"),
+    named("numpy.dtype"),
+    named("torch.Size"),
+    named("torch.float16"),
+    storage(),
+    storage("0", 2**59),
+    tensor(storage(), 0, numbers(2), numbers(1)),
+    call("os.system", tuple_of(text("true"))),
+    call("collections.OrderedDict"),
+    dict_of(text("a"), b"N"),
+    b")" + b"2\x86" * 40,
+    call("collections.Counter"),
+    call("builtins.bytearray", numbers(2**40)),
+    b"\x8d" + b"\xff" * 8,
+    b"\x8b\xff\xff\xff\x7f",
+]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**24,
+    2**70,
+    0.5,
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    b"x",
+    [],
+    {},
+    (),
+    [None],
+    ["x"],
+    [-1],
+    {"x": 1},
+    {0: {}},
+    [[]],
+    [{}],
+    ({},),
+    (2**40, 2**40),
+    [0] * 50,
+    {"a": {"b": {"c": []}}},
+    TensorRef(StorageRef("0", "float32", 1), 0, (), ()),
+    TensorRef(StorageRef("zz", "int64", 4), 0, (4,), (1,)),
+]
 
 
 @dataclass(frozen=True)
 class Good:
-    """A checkpoint of stock DeepSpeed's layout, ZeRO-1 on two ranks, as bytes by file name; and a manifest of it."""
+    """A checkpoint of stock DeepSpeed's layout, ZeRO-1 on two ranks, as bytes by file name; and a
+    manifest of it."""
 
     files: dict[str, bytes]
     manifest: str
 
 
 def good(folder: Path) -> Good:
-    shapes = OrderedDict((name, torch.Size(shape)) for name, shape in (("a.weight", (4, 3)), ("a.bias", (5,)), ("b", ())))
+    shapes = OrderedDict(
+        (name, torch.Size(shape))
+        for name, shape in (("a.weight", (4, 3)), ("a.bias", (5,)), ("b", ()))
+    )
     module = OrderedDict((name, torch.rand(shape).bfloat16()) for name, shape in shapes.items())
     module["calls"] = torch.tensor(3)
-    model = {"module": module, "buffer_names": ["calls"], "optimizer": None, "param_shapes": [shapes], "frozen_param_shapes": None,
-             "shared_params": {"tied": "a.weight"}, "lr_scheduler": {"last_epoch": 7, "base_lrs": [0.1]}, "skipped_steps": 0,
-             "global_steps": 7, "global_samples": 28, "dp_world_size": 2, "mp_world_size": 1, "ds_version": "0.19.8",
-             "ds_config": {"bf16": {"enabled": True}}, "mine": {"note": "text", "data": torch.arange(4)}}
+    model = {
+        "module": module,
+        "buffer_names": ["calls"],
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "shared_params": {"tied": "a.weight"},
+        "lr_scheduler": {"last_epoch": 7, "base_lrs": [0.1]},
+        "skipped_steps": 0,
+        "global_steps": 7,
+        "global_samples": 28,
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+        "ds_config": {"bf16": {"enabled": True}},
+        "mine": {"note": "text", "data": torch.arange(4)},
+    }
     _save(model, folder / MODEL)
     for part in range(2):
         entry = {"step": torch.tensor(7.0), "exp_avg": torch.rand(10), "exp_avg_sq": torch.rand(10)}
-        _save({"optimizer_state_dict": {
-            "zero_stage": 1, "partition_count": [2], "single_partition_of_fp32_groups": [torch.rand(10)], "loss_scaler": None,
-            "base_optimizer_state": {"state": {0: entry}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]}}},
-              folder / OPTIMIZER.format(part))
+        _save(
+            {
+                "optimizer_state_dict": {
+                    "zero_stage": 1,
+                    "partition_count": [2],
+                    "single_partition_of_fp32_groups": [torch.rand(10)],
+                    "loss_scaler": None,
+                    "base_optimizer_state": {
+                        "state": {0: entry},
+                        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+                    },
+                }
+            },
+            folder / OPTIMIZER.format(part),
+        )
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     with open_checkpoint(folder) as checkpoint:
         entries = []
         for name in files:
             with PtFile(folder / name) as file:
                 entries.append(FileEntry(name, file.size_bytes, file.directory_sha256))
-        return Good(files, to_json(replace(checkpoint.manifest, files=tuple(entries), save_id="0" * 32)))
+        return Good(
+            files, to_json(replace(checkpoint.manifest, files=tuple(entries), save_id="0" * 32))
+        )
 
 
 def _save(value: object, path: Path) -> None:
@@ -94,12 +185,15 @@ def _save(value: object, path: Path) -> None:
     path.write_bytes(out.getvalue())
 
 
-# ---------------------------------------------------------------- damage
+# ------------------------------------------------ damage
+
 
 def _entries(data: bytes) -> tuple[list[Entry], int]:
     with zipfile.ZipFile(BytesIO(data)) as file:
         entries = [Entry(info.filename, file.read(info)) for info in file.infolist()]
-    return entries, next(n for n, entry in enumerate(entries) if str(entry.name).endswith("/data.pkl"))
+    return entries, next(
+        n for n, entry in enumerate(entries) if str(entry.name).endswith("/data.pkl")
+    )
 
 
 def _with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
@@ -115,9 +209,13 @@ def opcodes(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 4)):
         at, other = rng.choice(starts), rng.choice(starts)
         if (what := rng.randrange(4)) == 0:
-            del out[min(at, other):max(at, other) if rng.random() < 0.1 else min(at, other) + rng.randint(1, 9)]
+            del out[
+                min(at, other) : max(at, other)
+                if rng.random() < 0.1
+                else min(at, other) + rng.randint(1, 9)
+            ]
         elif what == 1:
-            out[at:at] = data[other:other + rng.randint(1, 60)]
+            out[at:at] = data[other : other + rng.randint(1, 60)]
         else:
             out[at:at] = rng.choice(SNIPPETS)
     return bytes(out)
@@ -129,16 +227,18 @@ def lengths(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 3)):
         size = rng.choice((2, 4, 8))
         at = rng.randrange(max(0, len(out) - 900) if rng.random() < 0.7 else 0, len(out) - size)
-        old = int.from_bytes(out[at:at + size], "little")
+        old = int.from_bytes(out[at : at + size], "little")
         most = 2 ** (8 * size)
-        value = rng.choice((0, 1, old + 1, old - 1, old * 2, most - 1, most // 2, len(out), rng.randrange(2**16)))
-        out[at:at + size] = struct.pack({2: "<H", 4: "<I", 8: "<Q"}[size], value % most)
+        value = rng.choice(
+            (0, 1, old + 1, old - 1, old * 2, most - 1, most // 2, len(out), rng.randrange(2**16))
+        )
+        out[at : at + size] = struct.pack({2: "<H", 4: "<I", 8: "<Q"}[size], value % most)
     return bytes(out)
 
 
 def splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
     """The beginning of one file and the end of another."""
-    return data[:rng.randrange(len(data))] + other[rng.randrange(len(other)):]
+    return data[: rng.randrange(len(data))] + other[rng.randrange(len(other)) :]
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -167,17 +267,30 @@ def _json_values(text: str, rng: random.Random) -> bytes:
     return json.dumps(tree, default=lambda _: "x").encode()
 
 
-# ---------------------------------------------------------------- one input
+# ------------------------------------------------ one input
+
 
 def kinds_of(seed: int) -> str:
-    return ("pickle", "opcodes", "file", "directory", "lengths", "splice", "values", "manifest", "manifest values")[seed % 9]
+    return (
+        "pickle",
+        "opcodes",
+        "file",
+        "directory",
+        "lengths",
+        "splice",
+        "values",
+        "manifest",
+        "manifest values",
+    )[seed % 9]
 
 
 def damaged(source: Good, seed: int) -> tuple[str, bytes]:
     """File name and damaged bytes of the input of that number."""
     rng, kind = random.Random(seed), kinds_of(seed)
     if kind.startswith("manifest"):
-        return FILE_NAME, _json_values(source.manifest, rng) if kind.endswith("values") else mutated(source.manifest.encode(), seed)
+        return FILE_NAME, _json_values(source.manifest, rng) if kind.endswith(
+            "values"
+        ) else mutated(source.manifest.encode(), seed)
     name = rng.choice(sorted(source.files))
     data = source.files[name]
     if kind == "pickle":
@@ -185,15 +298,20 @@ def damaged(source: Good, seed: int) -> tuple[str, bytes]:
     if kind == "opcodes":
         return name, _with_pickle(data, lambda pickled: opcodes(pickled, rng))
     if kind == "values":
+
         def change(pickled: bytes) -> bytes:
             tree = loads(pickled, file=name)
             values(tree, rng)
             return dumps(tree)
+
         return name, _with_pickle(data, change)
     if kind == "directory":
         return name, data[:-900] + mutated(data[-900:], seed)
-    return name, {"file": lambda: mutated(data, seed), "lengths": lambda: lengths(data, rng),
-                  "splice": lambda: splice(data, rng.choice(sorted(source.files.values())), rng)}[kind]()
+    return name, {
+        "file": lambda: mutated(data, seed),
+        "lengths": lambda: lengths(data, rng),
+        "splice": lambda: splice(data, rng.choice(sorted(source.files.values())), rng),
+    }[kind]()
 
 
 def use(folder: Path, name: str) -> None:
@@ -219,7 +337,8 @@ def whole(folder: Path) -> None:
 
 @dataclass
 class Found:
-    """What a run over many inputs found: `outcomes` by kind of input and error, `wrong` inputs with what they did."""
+    """What a run over many inputs found: `outcomes` by kind of input and error, `wrong` inputs with
+    what they did."""
 
     outcomes: Counter[tuple[str, str]]
     wrong: list[str]
@@ -227,7 +346,8 @@ class Found:
 
 
 def run(source: Good, folder: Path, seeds: range, also_whole: int = 4) -> Found:
-    """Gives every input to the readers; every `also_whole`-th and all of changed values to the whole checkpoint too."""
+    """Gives every input to the readers; every `also_whole`-th and all of changed values to the
+    whole checkpoint too."""
     found = Found(Counter(), [])
     for name, data in source.files.items():
         (folder / name).write_bytes(data)
@@ -267,7 +387,14 @@ def _outcome(read: Callable[[], None], folder: Path) -> str:
         except Exception as error:
             trace, where = error.__traceback__, ""
             while trace is not None:
-                where, trace = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}", trace.tb_next
+                where, trace = (
+                    f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}",
+                    trace.tb_next,
+                )
             outcome = f"! {type(error).__name__}: {str(error)[:100]} at {where}"
-    odd = [event for event in events if not re.match(rf"open \(('{folder}.*|[0-9]+), ('r'|None), ", event)]
+    odd = [
+        event
+        for event in events
+        if not re.match(rf"open \(('{folder}.*|[0-9]+), ('r'|None), ", event)
+    ]
     return f"! {odd[0]}" if odd else outcome

@@ -1,4 +1,5 @@
-"""Bounds on what a small file may ask for: depth and sharing in a pickle, values in a manifest, files that are none."""
+"""Bounds on what a small file may ask for: depth and sharing in a pickle, values in a manifest,
+files that are none."""
 
 import os
 import time
@@ -9,8 +10,8 @@ import pytest
 from megatron_ucp.core import manifest
 from megatron_ucp.core.manifest import FILE_NAME, from_json
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.pt.unpickler import MAX_DEPTH, loads
 from megatron_ucp.formats.recorded import Recorded, open_regular
-from megatron_ucp.formats.safe_pickle import MAX_DEPTH, loads
 from tests.formats.craft import number, pickle_of, storage, tensor, text, tuple_of
 from tests.formats.hostile import doubled, doubled_lists
 
@@ -23,13 +24,29 @@ def test_depth() -> None:
     assert loads(pickle_of(levels(MAX_DEPTH)), file="x")
     with pytest.raises(DamagedFileError, match="nested too deeply"):
         loads(pickle_of(levels(MAX_DEPTH + 1)), file="x")
-    twice = tuple_of(levels(60) + b"q\x00", b"h\x00" + b"\x85" * 60)  # seen first where it is not deep
+    twice = tuple_of(
+        levels(60) + b"q\x00", b"h\x00" + b"\x85" * 60
+    )  # seen first where it is not deep
     with pytest.raises(DamagedFileError, match="nested too deeply"):
         loads(pickle_of(twice), file="x")
 
 
-@pytest.mark.parametrize("value", [doubled(), doubled_lists(), b"(" + text("x" * 10**6) + b"q\x00" + b"h\x00" * 1000 + b"lq\x01"
-                                   + b"0(" + b"h\x01" * 1000 + b"l"], ids=["tuples", "lists", "texts"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        doubled(),
+        doubled_lists(),
+        b"("
+        + text("x" * 10**6)
+        + b"q\x00"
+        + b"h\x00" * 1000
+        + b"lq\x01"
+        + b"0("
+        + b"h\x01" * 1000
+        + b"l",
+    ],
+    ids=["tuples", "lists", "texts"],
+)
 def test_sharing_without_end(value: bytes) -> None:
     started = time.perf_counter()
     with pytest.raises(DamagedFileError, match="shares its parts too often"):
@@ -47,15 +64,25 @@ def test_ordinary_sharing_is_allowed() -> None:
 
 
 def test_a_tensor_by_stride_0_is_no_larger_than_a_file_of_its_kind() -> None:
-    small = loads(pickle_of(tensor(storage("0", 1), 0, tuple_of(number(1000)), tuple_of(number(0)))), file="x")
+    small = loads(
+        pickle_of(tensor(storage("0", 1), 0, tuple_of(number(1000)), tuple_of(number(0)))), file="x"
+    )
     assert small.numel == 1000  # type: ignore[attr-defined]
     with pytest.raises(DamagedFileError, match="larger values"):
-        loads(pickle_of(tensor(storage("0", 1), 0, tuple_of(number(10**9)), tuple_of(number(0)))), file="x")
+        loads(
+            pickle_of(tensor(storage("0", 1), 0, tuple_of(number(10**9)), tuple_of(number(0)))),
+            file="x",
+        )
 
 
-def test_values_of_a_manifest_are_counted_before_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_a_manifest_are_counted_before_they_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for limit, value in (("MAX_VALUES", "[" + "0," * 20 + "0]"), ("MAX_BYTES", " " * 50)):
-        with monkeypatch.context() as patch, pytest.raises(DamagedFileError, match="can't be read") as caught:
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DamagedFileError, match="can't be read") as caught,
+        ):
             patch.setattr(manifest, limit, 10)
             from_json(value.encode(), "x")
         assert "are read" in str(caught.value)

@@ -1,7 +1,8 @@
-"""Random damage to real files: a value or a named error, in little time and memory, and nothing is run, imported or written.
+"""Random damage to real files: a value or a named error, in little time and memory, and nothing is
+run, imported or written.
 
-2,000 inputs by default; `-m slow` runs 100,000. An input has a number, and the same number is the same input: what a run finds
-is added to FOUND.
+2,000 inputs by default; `-m slow` runs 100,000. An input has a number, and the same number is the
+same input: what a run finds is added to FOUND.
 """
 
 from pathlib import Path
@@ -31,11 +32,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Good:
 def check(source: Good, folder: Path, seeds: range) -> None:
     with bounded(MEMORY_BYTES):
         found = run(source, folder, seeds)
-    print(f"{len(seeds):,} inputs, the slowest took {found.slowest_s:.2f} s: {dict(found.outcomes)}")
+    print(
+        f"{len(seeds):,} inputs, the slowest took {found.slowest_s:.2f} s: {dict(found.outcomes)}"
+    )
     assert not found.wrong, f"{len(found.wrong)} of {len(seeds)}:\n" + "\n".join(found.wrong[:20])
-    for kind in {kinds_of(seed) for seed in seeds} - {"splice"}:  # it damages some and not all: it is neither harmless nor crude
+    for kind in {kinds_of(seed) for seed in seeds} - {
+        "splice"
+    }:  # it damages some and not all: it is neither harmless nor crude
         of_kind = {outcome for which, outcome in found.outcomes if which == kind}
-        assert "DamagedFileError" in of_kind and (len(of_kind) > 1 or len(seeds) < 1000), (kind, of_kind)
+        assert "DamagedFileError" in of_kind and (len(of_kind) > 1 or len(seeds) < 1000), (
+            kind,
+            of_kind,
+        )
 
 
 def test_damaged_files(source: Good, tmp_path: Path) -> None:
@@ -54,18 +62,27 @@ def test_what_was_found_once(source: Good, tmp_path: Path, seed: int) -> None:
 
 
 def test_a_number_is_an_input(source: Good) -> None:
-    assert [damaged(source, seed) for seed in range(50)] == [damaged(source, seed) for seed in range(50)]
+    assert [damaged(source, seed) for seed in range(50)] == [
+        damaged(source, seed) for seed in range(50)
+    ]
     assert len({damaged(source, seed)[1] for seed in range(500)}) > 450
     assert damaged(source, 0)[1] not in source.files.values()
 
 
-def test_what_should_not_happen_is_seen(source: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_should_not_happen_is_seen(
+    source: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: a reader that raises anything else, runs a command or writes a file."""
     import subprocess
 
     from tests.formats import fuzz
-    for wrong, word in ((lambda *_: {}["x"], "KeyError"), (lambda *_: subprocess.run(["true"]), "subprocess.Popen"),
-                        (lambda *_: (tmp_path / "x").write_text("x"), "open"), (lambda *_: bytearray(2**40), "MemoryError")):
+
+    for wrong, word in (
+        (lambda *_: {}["x"], "KeyError"),
+        (lambda *_: subprocess.run(["true"]), "subprocess.Popen"),
+        (lambda *_: (tmp_path / "x").write_text("x"), "open"),
+        (lambda *_: bytearray(2**40), "MemoryError"),
+    ):
         monkeypatch.setattr(fuzz, "use", wrong)
         with bounded(MEMORY_BYTES):
             found = run(source, tmp_path, range(1), also_whole=10**6)

@@ -1,4 +1,5 @@
-"""Small checkpoints that lie in the repository are read, bit for bit: each wrapper of DeepSpeed, and older layouts.
+"""Small checkpoints that lie in the repository are read, bit for bit: each wrapper of DeepSpeed,
+and older layouts.
 
 What each must hold was gathered from the live engine by other means (see `golden/make.py`).
 """
@@ -16,31 +17,45 @@ import torch
 
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, UcpError
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
-from megatron_ucp.formats.optimizer_files import reader_for
-from megatron_ucp.formats.pt_file import PtFile
-from megatron_ucp.formats.whole import check_file
+from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.deepspeed.optimizer_files import reader_for
+from megatron_ucp.formats.deepspeed.whole import check_file
+from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard.diff import read_state
 
 from .golden.make import CASES, FOLDER
 
-ENGINES = {"zero0_fp32": "zero0", "zero0_bf16": "zero0", "zero1": "zero12", "zero2": "zero12", "zero3": "zero3",
-           "bf16_optimizer": "bf16", "zero1_elastic": "zero12", "zero1_old": "zero12", "zero2_old": "zero12",
-           "zero3_old": "zero3"}
+ENGINES = {
+    "zero0_fp32": "zero0",
+    "zero0_bf16": "zero0",
+    "zero1": "zero12",
+    "zero2": "zero12",
+    "zero3": "zero3",
+    "bf16_optimizer": "bf16",
+    "zero1_elastic": "zero12",
+    "zero1_old": "zero12",
+    "zero2_old": "zero12",
+    "zero3_old": "zero3",
+}
 SWAPPED: dict[str, str] = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"}
 STATES = (MASTER, "exp_avg", "exp_avg_sq")
 
 
 def expected(case: str) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, Any]]:
-    """Every state of every parameter, flat, and steps, hyper-parameters and the order of each group's parameters."""
+    """Every state of every parameter, flat, and steps, hyper-parameters and the order of each
+    group's parameters."""
     with numpy.load(FOLDER / f"{case}.npz") as arrays:
         names = [name for name in arrays.files if name != "json"]
-        return ({tuple(name.split("|")): torch.from_numpy(arrays[name]).reshape(-1) for name in names},  # type: ignore[misc]
-                json.loads(str(arrays["json"])))
+        return (
+            {tuple(name.split("|")): torch.from_numpy(arrays[name]).reshape(-1) for name in names},  # type: ignore[misc]
+            json.loads(str(arrays["json"])),
+        )
 
 
 def opened(case: str, folder: Path, order: list[list[str]] | None = None) -> NativeCheckpoint:
-    return NativeCheckpoint(folder, order=(order or expected(case)[1]["order"]) if case.startswith("zero0") else None)
+    return NativeCheckpoint(
+        folder, order=(order or expected(case)[1]["order"]) if case.startswith("zero0") else None
+    )
 
 
 def differences(checkpoint: NativeCheckpoint, case: str) -> list[tuple[str, str]]:
@@ -48,9 +63,15 @@ def differences(checkpoint: NativeCheckpoint, case: str) -> list[tuple[str, str]
     want, _ = expected(case)
     manifest = checkpoint.manifest
     out: list[tuple[str, str]] = []
-    found = {(spec.name, state) for spec in manifest.params if spec.kind == "trainable"
-             for state, _ in manifest.buffers[manifest.holders[spec.name][0][0]].states}
-    assert found == set(want) and {state for _, state in found} == set(STATES), "states and parameters are all there"
+    found = {
+        (spec.name, state)
+        for spec in manifest.params
+        if spec.kind == "trainable"
+        for state, _ in manifest.buffers[manifest.holders[spec.name][0][0]].states
+    }
+    assert found == set(want) and {state for _, state in found} == set(STATES), (
+        "states and parameters are all there"
+    )
     for name, state in sorted(found):
         have = read_state(checkpoint, name, state)
         assert have.dtype == torch.float32 and have.numel() == want[name, state].numel() > 0
@@ -64,7 +85,8 @@ def test_every_state_is_read_bit_for_bit(case: str) -> None:
     with opened(case, FOLDER / case) as checkpoint:
         assert checkpoint.manifest.engine == ENGINES[case]
         assert {spec.dtype for spec in checkpoint.manifest.params if spec.kind == "trainable"} == {
-            "float32" if case == "zero0_fp32" else "bfloat16"}
+            "float32" if case == "zero0_fp32" else "bfloat16"
+        }
         assert differences(checkpoint, case) == []
         for name in checkpoint.names.names:
             check_file(checkpoint, name)  # the files of one save agree
@@ -77,14 +99,18 @@ def test_steps_and_hyper_parameters(case: str) -> None:
         for spec in checkpoint.manifest.params:
             if spec.kind != "trainable":
                 continue
-            step = 4.0 if case == "zero0_bf16" else 3.0  # FP16_UnfusedOptimizer steps once when it is built
+            step = (
+                4.0 if case == "zero0_bf16" else 3.0
+            )  # FP16_UnfusedOptimizer steps once when it is built
             assert rest["scalars"][f"{spec.name}|step"] == step
             assert checkpoint.manifest.scalars_of(spec.name) == {"step": step}
             group = checkpoint.manifest.group_of(spec.name)
             want = rest["hyper"][spec.name]
             assert set(want) >= {"lr", "weight_decay", "betas", "eps"}
             if case != "zero1_elastic":  # its files hold no hyper-parameters
-                assert {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k in want} == want
+                assert {
+                    k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k in want
+                } == want
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero3", "zero0_fp32", "zero3_old"])
@@ -92,12 +118,15 @@ def test_buffers_and_frozen_parameters(case: str) -> None:
     """What has no master is there under its own name, where the file holds it at all."""
     module = {"scale", "calls"} | ({"frozen.weight"} if not case.endswith("_old") else set())
     with opened(case, FOLDER / case) as checkpoint:
-        assert {spec.name for spec in checkpoint.manifest.params if spec.kind != "trainable"} == module
+        assert {
+            spec.name for spec in checkpoint.manifest.params if spec.kind != "trainable"
+        } == module
         assert read_state(checkpoint, "calls", VALUE).tolist() == [3]
         assert (read_state(checkpoint, "scale", VALUE).float() >= 0.5).all()
 
 
 # ---- the files are what their names say ----
+
 
 def trees(case: str) -> Iterator[dict[str, Any]]:
     for path in sorted((FOLDER / case).iterdir()):
@@ -111,17 +140,32 @@ def test_the_old_files_are_old() -> None:
         for path in (FOLDER / case).iterdir():
             with PtFile(path) as file:
                 assert file.root == "archive" and f"{file.root}/byteorder" not in file.records
-                assert path.read_bytes()[file.records["archive/data.pkl"].offset_bytes:][:2] == b"\x80\x02"
+                assert (
+                    path.read_bytes()[file.records["archive/data.pkl"].offset_bytes :][:2]
+                    == b"\x80\x02"
+                )
         for tree in trees(case):
             model, optimizer = "module" in tree, tree.get("optimizer_state_dict")
             assert model != (optimizer is not None)
             if model:
-                assert not {"frozen_param_shapes", "shared_params", "buffer_names", "global_samples"} & set(tree)
+                assert not {
+                    "frozen_param_shapes",
+                    "shared_params",
+                    "buffer_names",
+                    "global_samples",
+                } & set(tree)
                 assert type(tree["param_shapes"]) is dict
             else:
                 assert isinstance(optimizer, dict)
-                assert type(optimizer["zero_stage"]) is int and type(optimizer["partition_count"]) is int
-                later = {"param_alignment_paddings", "ds_zero_partition_groups", "param_slice_mappings"}
+                assert (
+                    type(optimizer["zero_stage"]) is int
+                    and type(optimizer["partition_count"]) is int
+                )
+                later = {
+                    "param_alignment_paddings",
+                    "ds_zero_partition_groups",
+                    "param_slice_mappings",
+                }
                 assert not later & set(optimizer)
                 base = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
                 assert {type(state["step"]) for state in base["state"].values()} == {int}
@@ -129,7 +173,15 @@ def test_the_old_files_are_old() -> None:
 
 def test_the_current_files_are_those_of_the_pinned_deepspeed() -> None:
     made_with = json.loads((FOLDER / "made_with.json").read_text())["deepspeed"]
-    for case in ("zero0_fp32", "zero0_bf16", "zero1", "zero2", "zero3", "bf16_optimizer", "zero1_elastic"):
+    for case in (
+        "zero0_fp32",
+        "zero0_bf16",
+        "zero1",
+        "zero2",
+        "zero3",
+        "bf16_optimizer",
+        "zero1_elastic",
+    ):
         for tree in trees(case):
             assert tree["ds_version"] == made_with
     shapes = next(tree["param_shapes"] for tree in trees("zero1") if "module" in tree)
@@ -137,6 +189,7 @@ def test_the_current_files_are_those_of_the_pinned_deepspeed() -> None:
 
 
 # ---- negative controls ----
+
 
 def changed(case: str, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a golden checkpoint with one file changed and written anew, its checksums right."""
@@ -171,7 +224,9 @@ def test_one_changed_bit_is_seen(case: str, tmp_path: Path) -> None:
 def test_one_changed_byte_of_a_record_is_an_error(case: str, tmp_path: Path) -> None:
     folder = tmp_path / case
     shutil.copytree(FOLDER / case, folder)
-    path = next(folder.glob("mp_rank_*" if case.startswith("zero0") else "*rank_0_*optim_states.pt"))
+    path = next(
+        folder.glob("mp_rank_*" if case.startswith("zero0") else "*rank_0_*optim_states.pt")
+    )
     with PtFile(path) as file:
         assert isinstance(file.tree, dict)
         record = file.record(optimizer_states(file.tree)[0]["exp_avg_sq"].storage)
@@ -185,6 +240,7 @@ def test_one_changed_byte_of_a_record_is_an_error(case: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zero0")])
 def test_a_swapped_order_is_seen(case: str, tmp_path: Path) -> None:
     """Two parameters of one size that change places: nothing but their values can show it."""
+
     def swap(tree: dict[str, Any]) -> None:
         shapes = tree["param_shapes"]
         group = shapes if isinstance(shapes, dict) else shapes[1]
@@ -200,7 +256,9 @@ def test_a_swapped_order_is_seen(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["zero0_fp32", "zero0_bf16"])
 def test_a_swapped_order_that_is_given_is_seen(case: str) -> None:
-    order = [[str(SWAPPED.get(name, name)) for name in group] for group in expected(case)[1]["order"]]
+    order = [
+        [str(SWAPPED.get(name, name)) for name in group] for group in expected(case)[1]["order"]
+    ]
     with opened(case, FOLDER / case, order) as checkpoint:
         assert {name for name, _ in differences(checkpoint, case)} == {"norm.weight", "norm.bias"}
     with pytest.raises(UcpError):  # other shapes: refused before anything is read

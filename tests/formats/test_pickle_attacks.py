@@ -7,8 +7,8 @@ from collections import OrderedDict
 import pytest
 
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
-from megatron_ucp.formats import pickle_known
-from megatron_ucp.formats.safe_pickle import Global, Stand, StorageRef, TensorRef, loads
+from megatron_ucp.formats.pt import known as pickle_known
+from megatron_ucp.formats.pt.unpickler import Global, Stand, StorageRef, TensorRef, loads
 
 from .craft import call, dict_of, named, numbers, pickle_of, storage, tensor, text, tuple_of, watch
 
@@ -63,8 +63,8 @@ CALLS = [
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.update_scale",
     "torch.FloatStorage.from_file",
     "torch.os.system",
-    "megatron_ucp.formats.safe_pickle.loads",
-    "megatron_ucp.formats.safe_pickle.Stand",
+    "megatron_ucp.formats.pt.unpickler.loads",
+    "megatron_ucp.formats.pt.unpickler.Stand",
     "tests.formats.craft.text",
 ]
 
@@ -137,7 +137,9 @@ MALFORMED: dict[str, bytes] = {
     "call with a list": pickle_of(named("torch.Size") + b"]R"),
     "new of text": pickle_of(text("x") + b")\x81"),
     "new of a value": pickle_of(b"])\x81"),
-    "new with keywords": pickle_of(named("argparse.Namespace") + b")" + dict_of(text("a"), NONE) + b"\x92"),
+    "new with keywords": pickle_of(
+        named("argparse.Namespace") + b")" + dict_of(text("a"), NONE) + b"\x92"
+    ),
     "call of a class": pickle_of(call("torch.Tensor")),
     "call of a storage": pickle_of(call("torch.FloatStorage", numbers(5))),
     "call of list": pickle_of(call("builtins.list", tuple_of(b"]"))),
@@ -173,14 +175,20 @@ MALFORMED: dict[str, bytes] = {
     "path of numbers": pickle_of(call("pathlib.PosixPath", numbers(1))),
     "device of nothing": pickle_of(call("torch.device")),
     "stage 7": pickle_of(call("deepspeed.runtime.zero.config.ZeroStageEnum", numbers(7))),
-    "stage of text": pickle_of(call("deepspeed.runtime.zero.config.ZeroStageEnum", tuple_of(text("1")))),
-    "fragment of one": pickle_of(call("deepspeed.utils.tensor_fragment.fragment_address", numbers(1))),
+    "stage of text": pickle_of(
+        call("deepspeed.runtime.zero.config.ZeroStageEnum", tuple_of(text("1")))
+    ),
+    "fragment of one": pickle_of(
+        call("deepspeed.utils.tensor_fragment.fragment_address", numbers(1))
+    ),
     "OrderedDict of pairs": pickle_of(call("collections.OrderedDict", tuple_of(b"(]l"))),
     "state of a list": pickle_of(b"]" + EMPTY_DICT + BUILD),
     "state of a dict": pickle_of(b"}" + EMPTY_DICT + BUILD),
     "state of a set": pickle_of(b"\x8f" + EMPTY_DICT + BUILD),
     "state of text": pickle_of(text("x") + EMPTY_DICT + BUILD),
-    "state of a tensor": pickle_of(tensor(storage(), 0, numbers(1), numbers(1)) + dict_of(text("shape"), b")") + BUILD),
+    "state of a tensor": pickle_of(
+        tensor(storage(), 0, numbers(1), numbers(1)) + dict_of(text("shape"), b")") + BUILD
+    ),
     "state of a storage": pickle_of(storage() + dict_of(text("elems"), b"K\x01") + BUILD),
     "state of a defaultdict": pickle_of(
         call("collections.defaultdict") + dict_of(text("default_factory"), NONE) + BUILD
@@ -188,7 +196,9 @@ MALFORMED: dict[str, bytes] = {
     "slots of an OrderedDict": pickle_of(
         call("collections.OrderedDict") + tuple_of(NONE, dict_of(text("items"), NONE)) + BUILD
     ),
-    "attribute named by a number": pickle_of(call("argparse.Namespace") + dict_of(b"K\x01", NONE) + BUILD),
+    "attribute named by a number": pickle_of(
+        call("argparse.Namespace") + dict_of(b"K\x01", NONE) + BUILD
+    ),
     "array of another class": pickle_of(
         call("numpy.core.multiarray._reconstruct", tuple_of(named("argparse.Namespace")))
     ),
@@ -201,11 +211,18 @@ MALFORMED: dict[str, bytes] = {
     "array of 2**62": pickle_of(
         call(
             "numpy._core.numeric._frombuffer",
-            tuple_of(b"C\x00", call("numpy.dtype", tuple_of(text("f4"))), numbers(2**62, 2**62), text("C")),
+            tuple_of(
+                b"C\x00",
+                call("numpy.dtype", tuple_of(text("f4"))),
+                numbers(2**62, 2**62),
+                text("C"),
+            ),
         )
     ),
     "array state of text": pickle_of(
-        call("numpy._core.multiarray._reconstruct", tuple_of(named("numpy.ndarray"))) + text("x") + BUILD
+        call("numpy._core.multiarray._reconstruct", tuple_of(named("numpy.ndarray")))
+        + text("x")
+        + BUILD
     ),
     "dtype state of text": pickle_of(call("numpy.dtype", tuple_of(text("f4"))) + text("x") + BUILD),
 }
@@ -219,7 +236,8 @@ def test_malformed_pickles_are_damaged_files(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["text past the end", "text of 2**63", "bytes of 2**40", "bytearray of 2**40", "long of -1"]
+    "name",
+    ["text past the end", "text of 2**63", "bytes of 2**40", "bytearray of 2**40", "long of -1"],
 )
 def test_lengths_are_compared_with_what_is_there(name: str) -> None:
     with pytest.raises(DamagedFileError, match="truncated"):
@@ -262,7 +280,8 @@ def test_no_class_or_function_can_be_changed(qualname: str, state: bytes) -> Non
     with pytest.raises(DamagedFileError, match="sets attributes"):
         loads(pickle_of(named(qualname) + state + BUILD), file="x", allow=frozenset({"a.Allowed"}))
     assert (
-        before == [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)] and known == pickle_known.KNOWN
+        before == [dict(vars(kind)) for kind in (Global, Stand, TensorRef, StorageRef)]
+        and known == pickle_known.KNOWN
     )
     assert loads(pickle_of(call("argparse.Namespace")), file="x") == Stand("argparse.Namespace")
 
@@ -279,7 +298,10 @@ def test_attributes_of_stands_are_data_only(state: bytes) -> None:
 
 def test_state_of_an_ordered_dict_does_not_shadow_its_methods() -> None:
     value = loads(
-        pickle_of(call("collections.OrderedDict") + dict_of(text("items"), named("torch.Size")) + BUILD), file="x"
+        pickle_of(
+            call("collections.OrderedDict") + dict_of(text("items"), named("torch.Size")) + BUILD
+        ),
+        file="x",
     )
     assert isinstance(value, OrderedDict) and not vars(value) and list(value.items()) == []
 
@@ -288,9 +310,9 @@ def test_an_allowed_name_does_not_replace_a_known_one() -> None:
     allow = frozenset({"torch._utils._rebuild_tensor_v2", "builtins.getattr"})
     with pytest.raises(DamagedFileError):
         loads(pickle_of(tensor(storage(), 99, numbers(1), numbers(1))), file="x", allow=allow)
-    assert loads(pickle_of(call("os.system", tuple_of(text("x")))), file="x", allow=frozenset({"os.system"})) == Stand(
-        "os.system", ("x",)
-    )
+    assert loads(
+        pickle_of(call("os.system", tuple_of(text("x")))), file="x", allow=frozenset({"os.system"})
+    ) == Stand("os.system", ("x",))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Small pickles that ask for much, and random ones: little time, little memory, named errors, and nothing is run."""
+"""Small pickles that ask for much, and random ones: little time, little memory, named errors, and
+nothing is run."""
 
 import io
 import pickle
@@ -14,10 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import DamagedFileError, UcpError
-from megatron_ucp.formats import safe_pickle
-from megatron_ucp.formats.safe_pickle import loads
+from megatron_ucp.formats.pt import unpickler as safe_pickle
+from megatron_ucp.formats.pt.unpickler import loads
 
-from .craft import call, dict_of, mutated, named, numbers, pickle_of, storage, tensor, text, tuple_of, watch
+from .craft import (
+    call,
+    dict_of,
+    mutated,
+    named,
+    numbers,
+    pickle_of,
+    storage,
+    tensor,
+    text,
+    tuple_of,
+    watch,
+)
 
 NONE, BUILD = b"N", b"b"
 
@@ -41,7 +54,9 @@ BOMBS: dict[str, bytes] = {
     "doubled tuple as key": pickle_of(b"})" + b"2\x86" * 60 + b"Ns"),
     "doubled frozensets": pickle_of(b"(" * 70 + b")" + b"2\x91" * 70),
     "wide tuple as key": pickle_of(b"}(" + b"N" * 10**5 + b"tNs"),
-    "doubled stands as key": pickle_of(b"}" + named("a.B") + b"q\x000)" + b"2\x86q\x010h\x00h\x01R" * 60 + b"Ns"),
+    "doubled stands as key": pickle_of(
+        b"}" + named("a.B") + b"q\x000)" + b"2\x86q\x010h\x00h\x01R" * 60 + b"Ns"
+    ),
     "encode again and again": pickle_of(
         text("x" * 10**6)
         + b"q\x000"
@@ -53,29 +68,55 @@ BOMBS: dict[str, bytes] = {
         + b"e"
     ),
     "sets again and again": pickle_of(
-        b"](" + b"N" * 10**5 + b"eq\x000" + named("builtins.set") + b"q\x010](" + b"h\x01h\x00\x85R" * 1000 + b"e"
+        b"]("
+        + b"N" * 10**5
+        + b"eq\x000"
+        + named("builtins.set")
+        + b"q\x010]("
+        + b"h\x01h\x00\x85R" * 1000
+        + b"e"
     ),
     "counters again and again": pickle_of(
-        b"}(" + b"".join(b"M" + bytes([n % 256, n // 256]) + b"N" for n in range(10**4)) + b"uq\x000"
-        + named("collections.Counter") + b"q\x010](" + b"h\x01h\x00\x85R" * 10**4 + b"e"
+        b"}("
+        + b"".join(b"M" + bytes([n % 256, n // 256]) + b"N" for n in range(10**4))
+        + b"uq\x000"
+        + named("collections.Counter")
+        + b"q\x010]("
+        + b"h\x01h\x00\x85R" * 10**4
+        + b"e"
     ),
     "deques again and again": pickle_of(
-        b"](" + b"N" * 10**5 + b"eq\x000" + named("collections.deque") + b"q\x010](" + b"h\x01h\x00\x85R" * 1000 + b"e"
+        b"]("
+        + b"N" * 10**5
+        + b"eq\x000"
+        + named("collections.deque")
+        + b"q\x010]("
+        + b"h\x01h\x00\x85R" * 1000
+        + b"e"
     ),
     "doubled tuple in an error's text, inside an OrderedDict": pickle_of(
         named("torch.Size") + call("collections.OrderedDict") + b"N)" + b"2\x86" * 60 + b"s\x85R"
     ),
     "doubled tuple in an error's text, inside a Counter": pickle_of(
-        named("torch.Size") + call("collections.Counter", b"}N)" + b"2\x86" * 60 + b"s\x85") + b"\x85R"
+        named("torch.Size")
+        + call("collections.Counter", b"}N)" + b"2\x86" * 60 + b"s\x85")
+        + b"\x85R"
     ),
     "doubled tuple in an error's text, inside a deque": pickle_of(
         named("torch.Size") + call("collections.deque") + b")" + b"2\x86" * 60 + b"a\x85R"
     ),
     "paths again and again": pickle_of(
-        text("x" * 10**6) + b"q\x000" + named("pathlib.PosixPath") + b"q\x010](" + b"h\x01h\x00\x85R" * 1000 + b"e"
+        text("x" * 10**6)
+        + b"q\x000"
+        + named("pathlib.PosixPath")
+        + b"q\x010]("
+        + b"h\x01h\x00\x85R" * 1000
+        + b"e"
     ),
     "equal stands with doubled states": pickle_of(
-        b"}(" + (named("a.B") + b")R" + dict_of(text("x"), b")" + b"2\x86" * 60) + BUILD + NONE) * 2 + b"u"
+        b"}("
+        + (named("a.B") + b")R" + dict_of(text("x"), b")" + b"2\x86" * 60) + BUILD + NONE) * 2
+        + b"u"
     ),
     "nested calls": pickle_of(named(FROM_TYPE) + nested_calls(5000) + b"R"),
 }
@@ -125,8 +166,13 @@ def _valid() -> dict[str, bytes]:
     )
     with zipfile.ZipFile(buffer) as archive:
         torch_pickle = archive.read("archive/data.pkl")
-    plain = {"k": [1, {"x": (b"ab", bytearray(b"c"), frozenset({2}))}, range(3), 2**70, 1.5, 1 + 2j]}
-    return {"torch": torch_pickle, **{f"protocol {p}": pickle.dumps(plain, p) for p in (2, 3, 4, 5)}}
+    plain = {
+        "k": [1, {"x": (b"ab", bytearray(b"c"), frozenset({2}))}, range(3), 2**70, 1.5, 1 + 2j]
+    }
+    return {
+        "torch": torch_pickle,
+        **{f"protocol {p}": pickle.dumps(plain, p) for p in (2, 3, 4, 5)},
+    }
 
 
 VALID = _valid()

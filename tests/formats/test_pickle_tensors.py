@@ -1,9 +1,10 @@
-"""Hostile storages and tensors in pickles: whatever does not lie inside of its storage is refused."""
+"""Hostile storages and tensors in pickles: whatever does not lie inside of its storage is
+refused."""
 
 import pytest
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.safe_pickle import TensorRef, loads
+from megatron_ucp.formats.pt.unpickler import TensorRef, loads
 
 from .craft import call, named, number, numbers, pickle_of, storage, tensor, text, tuple_of
 
@@ -20,7 +21,9 @@ STORAGES = {
     "four fields": pid(text("storage"), FLOAT, text("0"), text("cpu")),
     "another word": pid(text("module"), FLOAT, text("0"), text("cpu"), number(1)),
     "class as text": pid(text("storage"), text("FloatStorage"), text("0"), text("cpu"), number(1)),
-    "class that is none": pid(text("storage"), named("torch.Tensor"), text("0"), text("cpu"), number(1)),
+    "class that is none": pid(
+        text("storage"), named("torch.Tensor"), text("0"), text("cpu"), number(1)
+    ),
     "number as key": pid(text("storage"), FLOAT, number(0), text("cpu"), number(1)),
     "negative": storage(elems=-1),
     "2**64 elements": storage(elems=2**64),
@@ -76,7 +79,9 @@ def test_empty_tensors_need_no_room() -> None:
 
 CALLED_WRONGLY = {
     "tensor of no storage": tensor(NONE, 0, numbers(1), numbers(1)),
-    "tensor of a tensor": tensor(tensor(storage(), 0, numbers(1), numbers(1)), 0, numbers(1), numbers(1)),
+    "tensor of a tensor": tensor(
+        tensor(storage(), 0, numbers(1), numbers(1)), 0, numbers(1), numbers(1)
+    ),
     "too few arguments": call("torch._utils._rebuild_tensor_v2", tuple_of(storage(), number(0))),
     "too many arguments": call("torch._utils._rebuild_tensor", tuple_of(*[storage()] * 9)),
     "v3 of odd bytes": call(
@@ -95,7 +100,9 @@ CALLED_WRONGLY = {
         "torch._utils._rebuild_tensor_v3",
         tuple_of(storage(), number(0), numbers(1), numbers(1), NONE, NONE, text("torch.void")),
     ),
-    "parameter of a number": call("torch._utils._rebuild_parameter", tuple_of(number(1), NONE, NONE)),
+    "parameter of a number": call(
+        "torch._utils._rebuild_parameter", tuple_of(number(1), NONE, NONE)
+    ),
     "subclass": call(
         "torch._tensor._rebuild_from_type_v2",
         tuple_of(
@@ -106,7 +113,8 @@ CALLED_WRONGLY = {
         ),
     ),
     "made by no tensor function": call(
-        "torch._tensor._rebuild_from_type_v2", tuple_of(named("argparse.Namespace"), named("torch.Tensor"), b")", b"}")
+        "torch._tensor._rebuild_from_type_v2",
+        tuple_of(named("argparse.Namespace"), named("torch.Tensor"), b")", b"}"),
     ),
     "attributes as text": call(
         "torch._tensor._rebuild_from_type_v2",

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats import pt_file
-from megatron_ucp.formats.pt_file import PtFile, Record
-from megatron_ucp.formats.safe_pickle import ITEMSIZE, Stand, StorageRef, TensorRef, resolve
+from megatron_ucp.formats.pt import reader as pt_file
+from megatron_ucp.formats.pt.reader import PtFile, Record
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Stand, StorageRef, TensorRef, resolve
 
 from .craft import Entry, pickle_of, storage, watch, zip_end, zip_of
 
@@ -38,7 +38,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def check_all(path: Path, source: object) -> int:
-    """Compares every tensor of the file with torch.load's and the source's; returns how many bytes were compared."""
+    """Compares every tensor of the file with torch.load's and the source's; returns how many bytes
+    were compared."""
     expected = torch.load(path, weights_only=False)
     compared = 0
 
@@ -46,7 +47,11 @@ def check_all(path: Path, source: object) -> int:
         nonlocal compared
         if isinstance(theirs, torch.Tensor):
             assert isinstance(mine, torch.Tensor) and isinstance(live, torch.Tensor)
-            assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+            assert (mine.dtype, mine.shape, mine.stride()) == (
+                theirs.dtype,
+                theirs.shape,
+                theirs.stride(),
+            )
             assert bits(mine) == bits(theirs) == bits(live)
             compared += mine.numel() * mine.element_size()
         elif isinstance(theirs, dict):
@@ -54,7 +59,11 @@ def check_all(path: Path, source: object) -> int:
             for key in theirs:
                 walk(mine[key], theirs[key], live[key])
         elif isinstance(theirs, list | tuple):
-            assert isinstance(mine, list | tuple) and isinstance(live, list | tuple) and len(mine) == len(theirs)
+            assert (
+                isinstance(mine, list | tuple)
+                and isinstance(live, list | tuple)
+                and len(mine) == len(theirs)
+            )
             for one, two, three in zip(mine, theirs, live, strict=True):
                 walk(one, two, three)
         elif not isinstance(mine, Stand):
@@ -68,7 +77,13 @@ def check_all(path: Path, source: object) -> int:
 def test_tensors_of_all_kinds(tmp_path: Path) -> None:
     flat = torch.randn(200)
     source = {
-        "views": [flat[:91].view(13, 7), flat[91:104], flat[104:].view(2, 48).T, flat[5], flat[::3]],
+        "views": [
+            flat[:91].view(13, 7),
+            flat[91:104],
+            flat[104:].view(2, 48).T,
+            flat[5],
+            flat[::3],
+        ],
         "dtypes": [torch.randint(0, 2, (3, 5)).to(getattr(torch, name)) for name in ITEMSIZE],
         "bf16": torch.randn(33).bfloat16(),
         "bool": torch.tensor([True, False, True]),
@@ -117,31 +132,50 @@ def test_a_deepspeed_like_file(tmp_path: Path) -> None:
 def test_random_views(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     source = []
     for _ in range(data.draw(st.integers(1, 4))):
-        dtype = getattr(torch, data.draw(st.sampled_from(["float32", "bfloat16", "int64", "uint8", "bool", "float64"])))
+        dtype = getattr(
+            torch,
+            data.draw(
+                st.sampled_from(["float32", "bfloat16", "int64", "uint8", "bool", "float64"])
+            ),
+        )
         base = torch.randint(0, 2, (data.draw(st.integers(0, 60)),)).to(dtype)
         for _ in range(data.draw(st.integers(1, 3))):
             shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
-            stride = data.draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
+            stride = data.draw(
+                st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape))
+            )
             last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             if 0 in shape or last < len(base):
                 room = 0 if 0 in shape else len(base) - 1 - last
                 source.append(base.as_strided(shape, stride, data.draw(st.integers(0, room))))
     path = tmp_path_factory.mktemp("views") / "x.pt"
     torch.save(source, path)
-    assert check_all(path, source) == sum(tensor.numel() * tensor.element_size() for tensor in source)
+    assert check_all(path, source) == sum(
+        tensor.numel() * tensor.element_size() for tensor in source
+    )
 
 
 def test_records_are_those_of_zipfile(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save([torch.randn(n) for n in (1, 1000, 7)], path)
     with PtFile(path) as file, zipfile.ZipFile(path) as oracle:
-        assert list(file.records) == oracle.namelist() and len(file.records) == len(oracle.namelist())
+        assert list(file.records) == oracle.namelist() and len(file.records) == len(
+            oracle.namelist()
+        )
         for info in oracle.infolist():
             record = file.records[info.filename]
             assert record == Record(info.filename, record.offset_bytes, info.file_size, info.CRC)
-            assert path.read_bytes()[record.offset_bytes :][: info.file_size] == oracle.read(info.filename)
-        assert all(file.records[name].offset_bytes % 64 == 0 for name in file.records), "torch aligns payloads"
-        assert "x/data/3" not in file.records and "x/data/2" in file.records and "data/2" not in file.records
+            assert path.read_bytes()[record.offset_bytes :][: info.file_size] == oracle.read(
+                info.filename
+            )
+        assert all(file.records[name].offset_bytes % 64 == 0 for name in file.records), (
+            "torch aligns payloads"
+        )
+        assert (
+            "x/data/3" not in file.records
+            and "x/data/2" in file.records
+            and "data/2" not in file.records
+        )
         with pytest.raises(KeyError):
             file.records["x/data/3"]
 
@@ -149,10 +183,15 @@ def test_records_are_those_of_zipfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end64", [False, True])
 def test_archives_with_and_without_zip64_end(tmp_path: Path, end64: bool) -> None:
     data = pickle_of(storage(elems=2))
-    entries = [Entry("a/data.pkl", data, local_extra=b"FB\x02\x00ZZ"), Entry("a/data/0", b"12345678", zip64=end64)]
+    entries = [
+        Entry("a/data.pkl", data, local_extra=b"FB\x02\x00ZZ"),
+        Entry("a/data/0", b"12345678", zip64=end64),
+    ]
     path = tmp_path / "x.pt"
     path.write_bytes(zip_of(entries, end64=end64))
-    assert zipfile.ZipFile(path).testzip() is None  # negative control: the crafted archive is a right one
+    assert (
+        zipfile.ZipFile(path).testzip() is None
+    )  # negative control: the crafted archive is a right one
     with PtFile(path) as file:
         assert file.tree == StorageRef("0", "float32", 2)
         record = file.record(StorageRef("0", "float32", 2))
@@ -171,7 +210,10 @@ def test_records_beyond_4_gib(tmp_path: Path) -> None:
     """A sparse file: 5 GiB of nothing, then a record whose place needs 64 bits."""
     size, data, path = 5 * 2**30, pickle_of(b"K\x07"), tmp_path / "x.pt"
     names = (b"a/data/0", b"a/data.pkl")
-    local = [struct.pack("<4s5H3L2H", b"PK\3\4", 0, 8, 0, 0, 0, 0, 0, 0, len(name), 0) + name for name in names]
+    local = [
+        struct.pack("<4s5H3L2H", b"PK\3\4", 0, 8, 0, 0, 0, 0, 0, 0, len(name), 0) + name
+        for name in names
+    ]
     second = len(local[0]) + size
     start = second + len(local[1]) + len(data)
     with path.open("wb") as out:
@@ -179,8 +221,13 @@ def test_records_beyond_4_gib(tmp_path: Path) -> None:
         out.seek(second - 4)
         out.write(b"last" + local[1] + data)
         central = b""
-        for name, length, header, crc in ((names[0], size, 0, 1), (names[1], len(data), second, zlib.crc32(data))):
-            extra = struct.pack("<2HHH", 0xCAFE, 4, 0, 0) + struct.pack("<2H", 1, 24 if length > 2**32 else 8)
+        for name, length, header, crc in (
+            (names[0], size, 0, 1),
+            (names[1], len(data), second, zlib.crc32(data)),
+        ):
+            extra = struct.pack("<2HHH", 0xCAFE, 4, 0, 0) + struct.pack(
+                "<2H", 1, 24 if length > 2**32 else 8
+            )
             fields = (length, length, header) if length > 2**32 else (header,)
             extra += struct.pack(f"<{len(fields)}Q", *fields)
             shown = min(length, 2**32 - 1)
@@ -241,7 +288,11 @@ def test_opening_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         records = [file.record(ref.storage) for ref in tree]
         assert 0 < sum(count for _, count in read) < 10_000
         before = len(read)
-        assert [file.record(ref.storage) for ref in tree] == records and file.tree is tree and len(read) == before
+        assert (
+            [file.record(ref.storage) for ref in tree] == records
+            and file.tree is tree
+            and len(read) == before
+        )
         buffer = bytearray(12)
         file.read_into(tree[3], 4000, memoryview(buffer))
         assert read[before:] == [(records[3].offset_bytes + 4000, 12)]
@@ -262,7 +313,11 @@ def test_reading_ranges(tmp_path: Path) -> None:
         tree = file.tree
         assert isinstance(tree, list)
         part, turned = tree
-        for source, first, length in ((part, 10, 20), (part.storage, 0, 100), (file.record(part.storage), 0, 100)):
+        for source, first, length in (
+            (part, 10, 20),
+            (part.storage, 0, 100),
+            (file.record(part.storage), 0, 100),
+        ):
             buffer = torch.empty(length, dtype=torch.int16)
             file.read_into(source, 0, buffer.numpy().data)
             assert torch.equal(buffer, base[first : first + length])
@@ -283,7 +338,9 @@ def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with PtFile(tmp_path / "x.pt") as file:
         ref = file.tree
         assert isinstance(ref, TensorRef)
-        monkeypatch.setattr(pt_file.os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7]], offset))
+        monkeypatch.setattr(
+            pt_file.os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7]], offset)
+        )
         assert torch.equal(rebuild(file, ref), torch.arange(1000))
         monkeypatch.setattr(pt_file.os, "preadv", lambda fd, views, offset: 0)
         with pytest.raises(DamagedFileError, match="truncated"):
@@ -360,7 +417,10 @@ def test_directory_hash(tmp_path: Path) -> None:
         torch.save(value, path)
         with PtFile(path) as file, zipfile.ZipFile(path) as oracle:
             directory = path.read_bytes()[oracle.start_dir :]
-            assert hashlib.sha256(directory[: directory.index(b"PK\6\6")]).hexdigest() == file.directory_sha256
+            assert (
+                hashlib.sha256(directory[: directory.index(b"PK\6\6")]).hexdigest()
+                == file.directory_sha256
+            )
             return file.directory_sha256
 
     one = save("a", torch.zeros(9))
@@ -373,12 +433,20 @@ def test_directory_hash(tmp_path: Path) -> None:
 def test_the_sums_of_parts_combine(a: bytes, b: bytes, zeros: int) -> None:
     """isal's CRC-32 is the one of the zip directory, and joins runs that several ranks summed."""
     b = b + bytes(zeros)
-    assert isal_zlib.crc32_combine(isal_zlib.crc32(a), isal_zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    assert isal_zlib.crc32_combine(isal_zlib.crc32(a), isal_zlib.crc32(b), len(b)) == zlib.crc32(
+        a + b
+    )
 
 
 def test_an_archive_in_memory_is_what_torch_writes() -> None:
     """The crafted archives of the other tests are read by torch as well."""
     buffer = io.BytesIO(
-        zip_of([Entry("a/data.pkl", pickle_of(b"K\x05")), Entry("a/version", b"3\n"), Entry("a/byteorder", b"little")])
+        zip_of(
+            [
+                Entry("a/data.pkl", pickle_of(b"K\x05")),
+                Entry("a/version", b"3\n"),
+                Entry("a/byteorder", b"little"),
+            ]
+        )
     )
     assert torch.load(buffer, weights_only=True) == 5

@@ -1,4 +1,5 @@
-"""Damaged and hostile files: each is refused by a named error that names the file, and no descriptor stays open."""
+"""Damaged and hostile files: each is refused by a named error that names the file, and no
+descriptor stays open."""
 
 import os
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UsageError
-from megatron_ucp.formats import pt_file
-from megatron_ucp.formats.pt_file import PtFile
-from megatron_ucp.formats.safe_pickle import StorageRef
+from megatron_ucp.formats.pt import reader as pt_file
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import StorageRef
 
 from .craft import Entry, mutated, pickle_of, storage, watch, zip_of
 
@@ -36,7 +37,9 @@ def use(path: Path) -> None:
             file.check(record)
         for key in range(4):
             if isinstance(tree, StorageRef) or f"{file.root}/data/{key}" in file.records:
-                file.record(tree if isinstance(tree, StorageRef) else StorageRef(str(key), "uint8", 1))
+                file.record(
+                    tree if isinstance(tree, StorageRef) else StorageRef(str(key), "uint8", 1)
+                )
 
 
 def test_the_crafted_file_is_a_good_one(tmp_path: Path) -> None:
@@ -59,8 +62,12 @@ ARCHIVES: dict[str, bytes] = {
     "2**64 bytes": zip_of([PICKLE, replace(DATA, size=2**64 - 1, zip64=True)]),
     "far away": zip_of([PICKLE, replace(DATA, header=2**40, zip64=True)]),
     "ZIP64 field missing": zip_of([PICKLE, replace(DATA, zip64=True, extra=b"")]),
-    "ZIP64 field short": zip_of([PICKLE, replace(DATA, zip64=True, extra=b"\1\0\x08\0" + bytes(8))]),
-    "ZIP64 field past the end": zip_of([PICKLE, replace(DATA, zip64=True, extra=b"\1\0\xff\0" + bytes(24))]),
+    "ZIP64 field short": zip_of(
+        [PICKLE, replace(DATA, zip64=True, extra=b"\1\0\x08\0" + bytes(8))]
+    ),
+    "ZIP64 field past the end": zip_of(
+        [PICKLE, replace(DATA, zip64=True, extra=b"\1\0\xff\0" + bytes(24))]
+    ),
     "another disk": zip_of([PICKLE, replace(DATA, disk=1)]),
     "two folders": zip_of([PICKLE, replace(DATA, name="b/data/0")]),
     "no pickle": zip_of([DATA]),
@@ -68,9 +75,14 @@ ARCHIVES: dict[str, bytes] = {
     "no records": zip_of([]),
     "local name differs": zip_of([PICKLE, replace(DATA, local_name=b"a/data/1")]),
     "local name longer": zip_of([PICKLE, replace(DATA, local_name=b"a/data/00")]),
-    "local extra too long": zip_of([PICKLE, replace(DATA, local_extra=b"FB\2\0ZZ", data=b"12", size=8)]),
+    "local extra too long": zip_of(
+        [PICKLE, replace(DATA, local_extra=b"FB\2\0ZZ", data=b"12", size=8)]
+    ),
     "header of nothing": zip_of(
-        [replace(PICKLE, data=PICKLE.data + bytes(99), size=len(PICKLE.data)), replace(DATA, header=60)]
+        [
+            replace(PICKLE, data=PICKLE.data + bytes(99), size=len(PICKLE.data)),
+            replace(DATA, header=60),
+        ]
     ),
     "fewer entries": zip_of([PICKLE, DATA], count=1),
     "more entries": zip_of([PICKLE, DATA], count=3, here=3),
@@ -139,29 +151,59 @@ def test_archives_that_are_refused(tmp_path: Path, data: bytes) -> None:
 FOUND_AT_OPENING = {
     "compressed or encrypted": ["compressed", "encrypted", "strongly encrypted", "masked"],
     "reaches into another": [
-        *("same place twice", "inside of another", "longer than the rest", "into the next", "4 GiB in 8 bytes"),
+        *(
+            "same place twice",
+            "inside of another",
+            "longer than the rest",
+            "into the next",
+            "4 GiB in 8 bytes",
+        ),
         *("2**64 bytes", "far away"),
     ],
     "is there twice": ["same name twice"],
     "directory is malformed": [
-        *("ZIP64 field missing", "ZIP64 field short", "ZIP64 field past the end", "another disk", "fewer entries"),
-        *("a comment", "disk of the end", "directory too short", "directory elsewhere", "directory past the end"),
+        *(
+            "ZIP64 field missing",
+            "ZIP64 field short",
+            "ZIP64 field past the end",
+            "another disk",
+            "fewer entries",
+        ),
+        *(
+            "a comment",
+            "disk of the end",
+            "directory too short",
+            "directory elsewhere",
+            "directory past the end",
+        ),
         *("end64 elsewhere", "end64 of another count", "end64 of another length", "end64 of 2**63"),
         "end64 of two disks",
     ],
     "impossible size": ["65534 entries", "more entries"],
     "not written by torch": ["two folders", "no pickle", "pickle in a subfolder"],
     "no torch .pt file": [
-        *("bytes before", "empty", "one byte", "text", "only an end", "zeros", "no records", "git lfs pointer"),
+        *(
+            "bytes before",
+            "empty",
+            "one byte",
+            "text",
+            "only an end",
+            "zeros",
+            "no records",
+            "git lfs pointer",
+        ),
     ],
     "is truncated": ["signature only", "bytes after the end"],
 }
 
 
 @pytest.mark.parametrize(
-    ("reason", "name"), [(reason, name) for reason, names in FOUND_AT_OPENING.items() for name in names]
+    ("reason", "name"),
+    [(reason, name) for reason, names in FOUND_AT_OPENING.items() for name in names],
 )
-def test_what_the_directory_shows_is_refused_at_opening(tmp_path: Path, reason: str, name: str) -> None:
+def test_what_the_directory_shows_is_refused_at_opening(
+    tmp_path: Path, reason: str, name: str
+) -> None:
     (tmp_path / "x.pt").write_bytes(ARCHIVES[name])
     with pytest.raises(DamagedFileError, match=reason):
         PtFile(tmp_path / "x.pt")
@@ -174,10 +216,15 @@ def test_the_two_end_records_must_agree(tmp_path: Path) -> None:
             PtFile(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("name", ["local name differs", "local name longer", "local extra too long"])
+@pytest.mark.parametrize(
+    "name", ["local name differs", "local name longer", "local extra too long"]
+)
 def test_a_local_header_must_be_the_one_of_the_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "x.pt").write_bytes(ARCHIVES[name])
-    with PtFile(tmp_path / "x.pt") as file, pytest.raises(DamagedFileError, match="header of record"):
+    with (
+        PtFile(tmp_path / "x.pt") as file,
+        pytest.raises(DamagedFileError, match="header of record"),
+    ):
         _ = file.records["a/data/0"]
 
 
@@ -253,7 +300,10 @@ def test_errors_of_the_system_are_named(tmp_path: Path, monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied")
 
     for call in ("open", "fstat", "preadv"):
-        with monkeypatch.context() as patch, pytest.raises(DamagedFileError, match="can't be") as caught:
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DamagedFileError, match="can't be") as caught,
+        ):
             patch.setattr(pt_file.os, call, refuse)
             PtFile(tmp_path / "x.pt")
         assert "Permission denied" in str(caught.value)
@@ -262,7 +312,10 @@ def test_errors_of_the_system_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.pt").write_bytes(zip_of([PICKLE, DATA]))
     for limit in ("MAX_RECORDS", "MAX_DIRECTORY_BYTES"):
-        with monkeypatch.context() as patch, pytest.raises(DamagedFileError, match="impossible size"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DamagedFileError, match="impossible size"),
+        ):
             patch.setattr(pt_file, limit, 1)
             PtFile(tmp_path / "x.pt")
     monkeypatch.setattr(pt_file, "MAX_PICKLE_BYTES", 1)
@@ -274,7 +327,11 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def valid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     path = tmp_path_factory.mktemp("fuzz") / "x.pt"
     torch.save({"a": torch.arange(3), "b": [torch.ones(2, 2).bfloat16(), 7]}, path)
-    return path, [path.read_bytes(), zip_of([PICKLE, DATA]), zip_of([PICKLE, replace(DATA, zip64=True)], end64=True)]
+    return path, [
+        path.read_bytes(),
+        zip_of([PICKLE, DATA]),
+        zip_of([PICKLE, replace(DATA, zip64=True)], end64=True),
+    ]
 
 
 @settings(max_examples=400, deadline=None)

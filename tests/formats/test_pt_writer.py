@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import PlanError, UnsupportedError
-from megatron_ucp.formats import pt_writer
-from megatron_ucp.formats.pickle_values import ITEMSIZE, Stand, StorageRef, TensorRef
-from megatron_ucp.formats.pickle_writer import dumps
-from megatron_ucp.formats.pt_file import PtFile
-from megatron_ucp.formats.pt_writer import contiguous, write_pt
-from megatron_ucp.formats.safe_pickle import loads
+from megatron_ucp.formats.pt import writer as pt_writer
+from megatron_ucp.formats.pt.pickler import dumps
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import loads
+from megatron_ucp.formats.pt.values import ITEMSIZE, Stand, StorageRef, TensorRef
+from megatron_ucp.formats.pt.writer import contiguous, write_pt
 
 SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
 
@@ -33,28 +33,63 @@ def write(path: Path, tree: object) -> Path:
 
 def tree_of_everything() -> dict[str, Any]:
     shared = StorageRef("both", "float32", 24)
-    return {"none": None, "yes": True, "no": False, "numbers": [0, -1, 2**31 - 1, -2**31, 2**31, -2**63, 2**70, 0.5, -1e300],
-            "text": "é\n\0 'x'", "bytes": b"\0\xff\n", "empty": [[], (), {}, ""], "nested": ({"a": [(1, 2), {"b": (3,)}]},),
-            7: "a number as key", ("a", 1): "a tuple as key", "ordered": OrderedDict([("z", 1), ("a", OrderedDict())]),
-            "set": {1, 2}, "tensors": {dtype: contiguous(f"of_{dtype}", dtype, (2, 3)) for dtype in (
-                "float32", "bfloat16", "float16", "int64", "bool", "uint8", "float64", "int32")},
-            "views": [TensorRef(shared, 0, (4, 6), (6, 1)), TensorRef(shared, 3, (2, 2), (1, 6)), TensorRef(shared, 0, (), ())],
-            "no elements": contiguous("nothing", "float32", (0, 3))}
+    return {
+        "none": None,
+        "yes": True,
+        "no": False,
+        "numbers": [0, -1, 2**31 - 1, -(2**31), 2**31, -(2**63), 2**70, 0.5, -1e300],
+        "text": "é\n\0 'x'",
+        "bytes": b"\0\xff\n",
+        "empty": [[], (), {}, ""],
+        "nested": ({"a": [(1, 2), {"b": (3,)}]},),
+        7: "a number as key",
+        ("a", 1): "a tuple as key",
+        "ordered": OrderedDict([("z", 1), ("a", OrderedDict())]),
+        "set": {1, 2},
+        "tensors": {
+            dtype: contiguous(f"of_{dtype}", dtype, (2, 3))
+            for dtype in (
+                "float32",
+                "bfloat16",
+                "float16",
+                "int64",
+                "bool",
+                "uint8",
+                "float64",
+                "int32",
+            )
+        },
+        "views": [
+            TensorRef(shared, 0, (4, 6), (6, 1)),
+            TensorRef(shared, 3, (2, 2), (1, 6)),
+            TensorRef(shared, 0, (), ()),
+        ],
+        "no elements": contiguous("nothing", "float32", (0, 3)),
+    }
 
 
 def test_torch_reads_it_with_its_safe_unpickler(tmp_path: Path) -> None:
     tree = tree_of_everything()
     found = torch.load(write(tmp_path / "file.pt", tree), weights_only=True)
     plain = [key for key in tree if key not in ("tensors", "views", "no elements")]
-    assert [found[key] for key in plain] == [tree[key] for key in plain] and list(found) == list(tree)
+    assert [found[key] for key in plain] == [tree[key] for key in plain] and list(found) == list(
+        tree
+    )
     assert list(found["ordered"]) == ["z", "a"] and type(found["ordered"]) is OrderedDict
     for dtype, ref in tree["tensors"].items():
         tensor = found["tensors"][dtype]
         assert tensor.dtype == getattr(torch, dtype) and tuple(tensor.shape) == ref.shape
         assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == data_of(ref.storage)
     first, second, third = found["views"]
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
-    assert torch.equal(second, torch.stack([first.flatten()[3::6][:2], first.flatten()[4::6][:2]])) and third == first[0, 0]
+    assert (
+        first.untyped_storage().data_ptr()
+        == second.untyped_storage().data_ptr()
+        == third.untyped_storage().data_ptr()
+    )
+    assert (
+        torch.equal(second, torch.stack([first.flatten()[3::6][:2], first.flatten()[4::6][:2]]))
+        and third == first[0, 0]
+    )
     assert found["no elements"].shape == (0, 3)
 
 
@@ -72,8 +107,11 @@ def test_our_reader_gives_the_same_tree_back_and_every_crc_holds(tmp_path: Path)
 def test_a_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
     block = bytes(2**26)
     large, last = contiguous("large", "uint8", (2**32 + 2**26,)), contiguous("last", "uint8", (3,))
-    write_pt(tmp_path / "large.pt", {"large": large, "last": last},
-             lambda storage: [b"abc"] if storage.key == "last" else (block for _ in range(65)))
+    write_pt(
+        tmp_path / "large.pt",
+        {"large": large, "last": last},
+        lambda storage: [b"abc"] if storage.key == "last" else (block for _ in range(65)),
+    )
     with zipfile.ZipFile(tmp_path / "large.pt") as archive:
         assert archive.testzip() is None
     with PtFile(tmp_path / "large.pt") as file:
@@ -82,8 +120,16 @@ def test_a_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
     assert found["last"].tolist() == list(b"abc") and found["large"].numel() == 2**32 + 2**26
 
 
-VALUES = st.recursive(st.none() | st.booleans() | st.integers(-2**80, 2**80) | st.floats(allow_nan=False) | st.text() | st.binary(),
-                      lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner), max_leaves=30)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**80), 2**80)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
 
 
 @given(VALUES)
@@ -94,12 +140,24 @@ def test_any_plain_value_comes_back(value: object) -> None:
 
 def test_objects_of_known_classes_come_back_with_their_attributes(tmp_path: Path) -> None:
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    found = torch.load(write(tmp_path / "file.pt", {"scaler": Stand(SCALER, (), {"cur_scale": 8.0, "dynamic": False})}),
-                       weights_only=False)
-    assert type(found["scaler"]) is LossScaler and found["scaler"].__dict__ == {"cur_scale": 8.0, "dynamic": False}
+
+    found = torch.load(
+        write(
+            tmp_path / "file.pt",
+            {"scaler": Stand(SCALER, (), {"cur_scale": 8.0, "dynamic": False})},
+        ),
+        weights_only=False,
+    )
+    assert type(found["scaler"]) is LossScaler and found["scaler"].__dict__ == {
+        "cur_scale": 8.0,
+        "dynamic": False,
+    }
 
 
-@pytest.mark.parametrize("value", [object(), {"a": 1 + 2j}, [type], TensorRef(StorageRef("a", "uint64", 1), 0, (1,), (1,))])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {"a": 1 + 2j}, [type], TensorRef(StorageRef("a", "uint64", 1), 0, (1,), (1,))],
+)
 def test_what_can_not_be_written_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(UnsupportedError, match="can't be written"):
         write(tmp_path / "file.pt", value)
@@ -118,4 +176,6 @@ def test_dtypes_that_can_be_written() -> None:
             written.append(dtype)
         except UnsupportedError:
             continue
-    assert {"float32", "bfloat16", "float16", "float64", "int64", "int32", "bool", "uint8"} <= set(written)
+    assert {"float32", "bfloat16", "float16", "float64", "int64", "int32", "bool", "uint8"} <= set(
+        written
+    )

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.safe_pickle import Stand, StorageRef, TensorRef, resolve
+from megatron_ucp.formats.pt.unpickler import Stand, StorageRef, TensorRef, resolve
 
 
 def ref(key: str) -> TensorRef:
@@ -31,9 +31,21 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
         return item.storage.key
 
     result = resolve(source, convert)
-    assert result == [{"w": "a"}, {"w": "a"}, ("a", 1), {"b": "b"}, Stand("a.B", ("a",), {"s": "c"}), {1: "a"},
-                      collections.deque(["a", 2]), {5: 2}]
-    assert isinstance(result, list) and result[0] is result[1] and type(result[3]) is collections.OrderedDict
+    assert result == [
+        {"w": "a"},
+        {"w": "a"},
+        ("a", 1),
+        {"b": "b"},
+        Stand("a.B", ("a",), {"s": "c"}),
+        {1: "a"},
+        collections.deque(["a", 2]),
+        {5: 2},
+    ]
+    assert (
+        isinstance(result, list)
+        and result[0] is result[1]
+        and type(result[3]) is collections.OrderedDict
+    )
     assert isinstance(result[5], collections.defaultdict) and result[5].default_factory is list
     assert isinstance(result[6], collections.deque) and result[6].maxlen == 3
     assert type(result[7]) is collections.Counter

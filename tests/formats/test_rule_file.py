@@ -7,8 +7,14 @@ import pytest
 
 from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.rules import LONGEST_NAME, Rename, Rule, RuleSet
-from megatron_ucp.errors import DamagedFileError, LayoutError, NotFoundError, RuleError, UnsupportedError
-from megatron_ucp.formats import stock_info
+from megatron_ucp.errors import (
+    DamagedFileError,
+    LayoutError,
+    NotFoundError,
+    RuleError,
+    UnsupportedError,
+)
+from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.patterns import problem_of
 from megatron_ucp.formats.rule_file import read_rules
 
@@ -66,11 +72,19 @@ def test_every_key(tmp_path: Path) -> None:
     found = read_rules(tmp_path / "rules.toml")
     assert found.source == str(tmp_path / "rules.toml")
     assert found.rules == (
-        Rule(r"a\.\d+", Replicate()), Rule("b", Partial("tp")), Rule("c", Shard("tp", 1), vocabulary=32000),
-        Rule("d", ShardHy((("tp", 0), ("ep", 1)))), Rule("e", ShardNC("tp", 0, (11008, 11008), 2)),
-        Rule("f", ShardNC("tp", 0, ()), 2))
-    assert read(tmp_path, RULE + 'layout = "ShardHy"\nalong = [["tp", 1]]').rules == (Rule("a", Shard("tp", 1)),)
-    assert found.pipeline == (Rename(r"(?P<position>\d+)\.(?P<rest>.+)", "decoder.layers.{position-1}.{rest}", True),)
+        Rule(r"a\.\d+", Replicate()),
+        Rule("b", Partial("tp")),
+        Rule("c", Shard("tp", 1), vocabulary=32000),
+        Rule("d", ShardHy((("tp", 0), ("ep", 1)))),
+        Rule("e", ShardNC("tp", 0, (11008, 11008), 2)),
+        Rule("f", ShardNC("tp", 0, ()), 2),
+    )
+    assert read(tmp_path, RULE + 'layout = "ShardHy"\nalong = [["tp", 1]]').rules == (
+        Rule("a", Shard("tp", 1)),
+    )
+    assert found.pipeline == (
+        Rename(r"(?P<position>\d+)\.(?P<rest>.+)", "decoder.layers.{position-1}.{rest}", True),
+    )
 
 
 BAD = {
@@ -79,8 +93,14 @@ BAD = {
     "deep": ("format = " + "[" * 100_000, "no TOML"),
     "a number of many digits": ("format = " + "9" * 5000, "no TOML"),
     "no format": ("[[rule]]\npattern = 'a'\nlayout = 'Replicate'", "the key format is missing"),
-    "another format": (SHARD.replace("format = 1", "format = 2"), "a format that this version does not read"),
-    "format is true": (SHARD.replace("format = 1", "format = true"), "a format that this version does not read"),
+    "another format": (
+        SHARD.replace("format = 1", "format = 2"),
+        "a format that this version does not read",
+    ),
+    "format is true": (
+        SHARD.replace("format = 1", "format = true"),
+        "a format that this version does not read",
+    ),
     "nothing": ("format = 1", "says nothing"),
     "unknown table": (SHARD + "[[rul]]\n", "the nearest is rule"),
     "rule is a table": ("format = 1\n[rule]\npattern = 'a'", "no list of tables"),
@@ -111,7 +131,10 @@ BAD = {
     "along is empty": (RULE + 'layout = "ShardHy"\nalong = []', "no list of cuts"),
     "along has triples": (RULE + 'layout = "ShardHy"\nalong = [["tp", 0, 1]]', "no list of cuts"),
     "along twice": (RULE + 'layout = "ShardHy"\nalong = [["tp", 0], ["tp", 1]]', "an axis twice"),
-    "two rules of one pattern": (SHARD + SHARD.removeprefix("format = 1\n"), "two entries have one pattern"),
+    "two rules of one pattern": (
+        SHARD + SHARD.removeprefix("format = 1\n"),
+        "two entries have one pattern",
+    ),
     "name uses no group": (NAME + "name = '{m}'", "a group that its pattern lacks"),
     "name has other braces": (NAME + "name = '{n*2}'", "braces that name no group"),
     "name is a list": (NAME + "name = []", "name is no text"),
@@ -136,16 +159,46 @@ def test_missing_and_huge_files(tmp_path: Path) -> None:
     read(tmp_path, SHARD + "#" * (2**20 - len(SHARD)))
 
 
-# ---------------------------------------------------------------- patterns
+# ------------------------------------------------ patterns
 
-USUAL = [r"decoder\.layers\.\d+\.mlp\.fc1\.weight", r"(?P<position>\d+)\.(?P<rest>.+)", r".*\.mlp\..*", r"(?:.*\.)?mlp.*weight",
-         r"[^.]+\.[^.]+\.[^.]+\.[^.]+\.x", r"(?:word|position)_embeddings\.(?:weight|bias)", r"(?:\d+\.)*x",
-         r"\d+.mlp.experts.\d+.w",
-         r"a{3}b?c+", r"h\.[0-9]+\.(ln_1|ln_2)\.\w+", r"^tied_modules.embed.weight$", "x" * 1000]
-HOSTILE = [r"(a+)+b", r"(?:a|ab)*c", r"(a*)*b", r".*.*.*b", "a?" * 30 + "a" * 30, "(?:x|xy)" * 30 + "z", r"(?:a|aa){40}b",
-           r"\d+\d+\d+\d+x", r"(\w+\s?)*x", r"(?:(?:){1000}){1000}", r"(a)\1", r"(?=a)b", r"(?<!a)b", r"(?i)a", r"(?i:a+)A", "(",
-           "x" * 1001,
-           r"(?P<a>.)(?(a)b|c)", r"(?:[a-z]+\d*)+x", r"(.*?,){20}P", "(" * 500 + ")" * 500, "a{99999999999}"]
+USUAL = [
+    r"decoder\.layers\.\d+\.mlp\.fc1\.weight",
+    r"(?P<position>\d+)\.(?P<rest>.+)",
+    r".*\.mlp\..*",
+    r"(?:.*\.)?mlp.*weight",
+    r"[^.]+\.[^.]+\.[^.]+\.[^.]+\.x",
+    r"(?:word|position)_embeddings\.(?:weight|bias)",
+    r"(?:\d+\.)*x",
+    r"\d+.mlp.experts.\d+.w",
+    r"a{3}b?c+",
+    r"h\.[0-9]+\.(ln_1|ln_2)\.\w+",
+    r"^tied_modules.embed.weight$",
+    "x" * 1000,
+]
+HOSTILE = [
+    r"(a+)+b",
+    r"(?:a|ab)*c",
+    r"(a*)*b",
+    r".*.*.*b",
+    "a?" * 30 + "a" * 30,
+    "(?:x|xy)" * 30 + "z",
+    r"(?:a|aa){40}b",
+    r"\d+\d+\d+\d+x",
+    r"(\w+\s?)*x",
+    r"(?:(?:){1000}){1000}",
+    r"(a)\1",
+    r"(?=a)b",
+    r"(?<!a)b",
+    r"(?i)a",
+    r"(?i:a+)A",
+    "(",
+    "x" * 1001,
+    r"(?P<a>.)(?(a)b|c)",
+    r"(?:[a-z]+\d*)+x",
+    r"(.*?,){20}P",
+    "(" * 500 + ")" * 500,
+    "a{99999999999}",
+]
 
 
 @pytest.mark.parametrize("pattern", USUAL)
@@ -168,29 +221,48 @@ def test_the_slowest_name_of_a_pattern_is_matched_soon(piece: str) -> None:
     assert time.perf_counter() - started < 2
 
 
-# ---------------------------------------------------------------- stock DeepSpeed's patterns are as foreign as a file
+# ------------------------------------------------ the patterns of stock DeepSpeed
 
-@pytest.mark.parametrize(("info", "error", "words"), [
-    ({stock_info.ROW: [r"(a+)+b"]}, RuleError, "can't be used"),
-    ({stock_info.ROW: [3]}, RuleError, "no text"),
-    ({stock_info.ROW: "a"}, DamagedFileError, "another structure"),
-    ({stock_info.SUB_PARAMS: {"patterns": ["a"]}}, DamagedFileError, "another structure"),
-    ({stock_info.SUB_PARAMS: ["a"]}, DamagedFileError, "another structure"),
-    ({stock_info.SUB_PARAMS: [{"patterns": ["a"]}]}, DamagedFileError, "KeyError"),
-    ({stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 5, "shape": [[2, 2]]}]}, DamagedFileError, "IndexError"),
-    ({stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 0, "shape": [[1, 3]]}]}, UnsupportedError, "not cut evenly"),
-    ({stock_info.ROW: ["a"]}, LayoutError, "a dim that the parameter does not have"),
-    ({stock_info.ROW: ["a"], stock_info.REPLICATED: ["a"]}, RuleError, "two patterns"),
-])
-def test_stock_patterns_that_can_not_be_used(info: dict[str, object], error: type[Exception], words: str) -> None:
+
+@pytest.mark.parametrize(
+    ("info", "error", "words"),
+    [
+        ({stock_info.ROW: [r"(a+)+b"]}, RuleError, "can't be used"),
+        ({stock_info.ROW: [3]}, RuleError, "no text"),
+        ({stock_info.ROW: "a"}, DamagedFileError, "another structure"),
+        ({stock_info.SUB_PARAMS: {"patterns": ["a"]}}, DamagedFileError, "another structure"),
+        ({stock_info.SUB_PARAMS: ["a"]}, DamagedFileError, "another structure"),
+        ({stock_info.SUB_PARAMS: [{"patterns": ["a"]}]}, DamagedFileError, "KeyError"),
+        (
+            {stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 5, "shape": [[2, 2]]}]},
+            DamagedFileError,
+            "IndexError",
+        ),
+        (
+            {stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 0, "shape": [[1, 3]]}]},
+            UnsupportedError,
+            "not cut evenly",
+        ),
+        ({stock_info.ROW: ["a"]}, LayoutError, "a dim that the parameter does not have"),
+        ({stock_info.ROW: ["a"], stock_info.REPLICATED: ["a"]}, RuleError, "two patterns"),
+    ],
+)
+def test_stock_patterns_that_can_not_be_used(
+    info: dict[str, object], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error) as raised:
         stock_info.declared(info, "a", (2,), 2, "mp_rank_00_model_states.pt")
     assert words in str(raised.value)
 
 
 def test_stock_patterns() -> None:
-    info = {stock_info.REPLICATED: ["a"], stock_info.SUB_PARAMS: [{"patterns": ["b"], "partition_dim": 1, "shape": [3, [2, 4]]}]}
-    assert stock_info.declared(info, "abc", (2,), 2, "").layout == Replicate()  # the start of a name
+    info = {
+        stock_info.REPLICATED: ["a"],
+        stock_info.SUB_PARAMS: [{"patterns": ["b"], "partition_dim": 1, "shape": [3, [2, 4]]}],
+    }
+    assert (
+        stock_info.declared(info, "abc", (2,), 2, "").layout == Replicate()
+    )  # the start of a name
     assert stock_info.declared(info, "b", (3, 3), 2, "").layout == ShardNC("tp", 1, (2, 4))
     assert stock_info.declared(info, "c", (3, 3), 2, "").shape == (6, 3)
     assert stock_info.is_matched(info, "b", "") and not stock_info.is_matched(info, "c", "")

@@ -1,4 +1,5 @@
-"""Values: what a valid pickle means. Python's pickle, torch, numpy and DeepSpeed are the oracles."""
+"""Values: what a valid pickle means. Python's pickle, torch, numpy and DeepSpeed are the
+oracles."""
 
 import argparse
 import collections
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.safe_pickle import ITEMSIZE, Global, Stand, StorageRef, TensorRef, loads
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Global, Stand, StorageRef, TensorRef, loads
 
 from .craft import call, named, number, numbers, pickle_of, storage, tensor, text, tuple_of
 
@@ -34,7 +35,13 @@ scalars = (
     | st.binary(max_size=300)
     | st.complex_numbers(allow_nan=False)
 )
-keys = scalars | st.tuples(scalars, scalars) | st.frozensets(st.integers(), max_size=4) | st.dates() | st.timedeltas()
+keys = (
+    scalars
+    | st.tuples(scalars, scalars)
+    | st.frozensets(st.integers(), max_size=4)
+    | st.dates()
+    | st.timedeltas()
+)
 values = st.recursive(
     scalars
     | st.sets(keys, max_size=4)
@@ -115,8 +122,12 @@ def test_defaultdict_keeps_its_factory_and_refuses_others() -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_stand_ins_of_the_standard_library(protocol: int) -> None:
     assert read(pathlib.PurePosixPath("/a/b"), protocol) == "/a/b"
-    assert read(argparse.Namespace(lr=1.5), protocol) == Stand("argparse.Namespace", (), {"lr": 1.5})
-    assert read(types.SimpleNamespace(lr=1.5), protocol) == Stand("types.SimpleNamespace", (), {"lr": 1.5})
+    assert read(argparse.Namespace(lr=1.5), protocol) == Stand(
+        "argparse.Namespace", (), {"lr": 1.5}
+    )
+    assert read(types.SimpleNamespace(lr=1.5), protocol) == Stand(
+        "types.SimpleNamespace", (), {"lr": 1.5}
+    )
     kind = read(int, protocol)
     assert isinstance(kind, Global) and kind.qualname == "builtins.int"
 
@@ -124,8 +135,15 @@ def test_stand_ins_of_the_standard_library(protocol: int) -> None:
 def test_stand() -> None:
     one = Stand("a.B", (1,), {"x": 2, "y": [one for one in range(1000)]})
     assert one.get("x") == 2 and one.get("z") is None and one.get("z", 5) == 5
-    assert one == Stand("a.B", (1,), dict(one.state)) and one != Stand("a.C", (1,), dict(one.state)) and one != 1
-    assert hash(one) == hash(Stand("a.B", (1,))) and len({one, Stand("a.B", (1,), dict(one.state))}) == 1
+    assert (
+        one == Stand("a.B", (1,), dict(one.state))
+        and one != Stand("a.C", (1,), dict(one.state))
+        and one != 1
+    )
+    assert (
+        hash(one) == hash(Stand("a.B", (1,)))
+        and len({one, Stand("a.B", (1,), dict(one.state))}) == 1
+    )
     assert "a.B" in repr(one) and "x=2" in repr(one) and len(repr(one)) < 200
 
 
@@ -196,15 +214,23 @@ def test_parameters_attributes_and_small_classes() -> None:
 
 
 def test_old_tensor_form_and_shared_storage() -> None:
-    old = call("torch._utils._rebuild_tensor", tuple_of(storage(), number(2), numbers(4), numbers(1)))
-    assert loads(pickle_of(old), file="x") == TensorRef(StorageRef("0", "float32", 10), 2, (4,), (1,))
+    old = call(
+        "torch._utils._rebuild_tensor", tuple_of(storage(), number(2), numbers(4), numbers(1))
+    )
+    assert loads(pickle_of(old), file="x") == TensorRef(
+        StorageRef("0", "float32", 10), 2, (4,), (1,)
+    )
 
 
 def test_state_dict_metadata_is_left_out() -> None:
     state = torch.nn.Linear(2, 3).state_dict()
     assert hasattr(state, "_metadata")
     result = read_torch(state)
-    assert type(result) is collections.OrderedDict and list(result) == ["weight", "bias"] and not result.__dict__
+    assert (
+        type(result) is collections.OrderedDict
+        and list(result) == ["weight", "bias"]
+        and not result.__dict__
+    )
 
 
 def test_lazy_conjugates_are_refused() -> None:
@@ -245,7 +271,10 @@ def test_deepspeed_objects() -> None:
     assert isinstance(result, list)
     dynamic, static, stage, fragment, subparam, device, dtype = result
     assert dynamic.qualname.endswith(".DynamicLossScaler")
-    assert dynamic.state == {**live.__dict__, "dtype": "torch.float16"} and static.get("cur_scale") == 2.0
+    assert (
+        dynamic.state == {**live.__dict__, "dtype": "torch.float16"}
+        and static.get("cur_scale") == 2.0
+    )
     assert (stage, type(stage)) == (2, int)
     assert fragment.state == {"numel": 7, "start": 3}
     assert subparam.state == {"patterns": ["a"], "shape": (2,), "partition_dim": 1}
@@ -259,7 +288,10 @@ def test_enum_members_by_name_are_looked_up_nowhere() -> None:
     with pytest.raises(DamagedFileError):
         loads(pickle_of(call("__builtin__.getattr", tuple_of(enum, text("__init__")))), file="x")
     with pytest.raises(UnsafePickleError):
-        loads(pickle_of(call("__builtin__.getattr", tuple_of(named("torch.Size"), text("__init__")))), file="x")
+        loads(
+            pickle_of(call("__builtin__.getattr", tuple_of(named("torch.Size"), text("__init__")))),
+            file="x",
+        )
 
 
 def test_fragments_as_named_tuples() -> None:
@@ -289,7 +321,11 @@ def test_fragments_as_named_tuples() -> None:
 )
 def test_numpy_arrays_and_scalars(array: np.ndarray, protocol: int) -> None:
     stand = read(array, protocol)
-    assert isinstance(stand, Stand) and stand.qualname == "numpy.ndarray" and isinstance(stand.get("data"), bytes)
+    assert (
+        isinstance(stand, Stand)
+        and stand.qualname == "numpy.ndarray"
+        and isinstance(stand.get("data"), bytes)
+    )
     assert stand.get("dtype") == array.dtype.str and stand.get("shape") == array.shape
     order = "F" if stand.get("fortran_order") else "C"
     again = np.frombuffer(stand.state["data"], array.dtype).reshape(array.shape, order=order)  # type: ignore[call-overload]
@@ -297,7 +333,11 @@ def test_numpy_arrays_and_scalars(array: np.ndarray, protocol: int) -> None:
     if array.size and array.dtype.byteorder != ">":
         item = array.ravel()[0]
         scalar = read(item, protocol)
-        assert isinstance(scalar, Stand) and scalar.get("data") == item.tobytes() and scalar.get("shape") == ()
+        assert (
+            isinstance(scalar, Stand)
+            and scalar.get("data") == item.tobytes()
+            and scalar.get("shape") == ()
+        )
 
 
 def test_numpy_objects_and_structures_are_refused() -> None:
@@ -313,7 +353,9 @@ def test_numpy_scalars_as_keys() -> None:
     result = read({np.int64(3): "a", np.int64(4): "b", np.float32(5): "c"})
     assert isinstance(result, dict) and list(result.values()) == ["a", "b", "c"]
     four = read(np.int64(4))
-    assert isinstance(four, Stand) and four.args == ("<i8", b"\4" + b"\0" * 7) and result[four] == "b"
+    assert (
+        isinstance(four, Stand) and four.args == ("<i8", b"\4" + b"\0" * 7) and result[four] == "b"
+    )
 
 
 def test_numpy_random_state_of_a_client() -> None:
@@ -362,12 +404,16 @@ def test_allowed_classes_become_inert() -> None:
         result = loads(pickle.dumps([surprise, words, counts], protocol), file="x", allow=allow)
         assert isinstance(result, list)
         assert result[0] == Stand(f"{__name__}.Surprise", (), {"x": 1})
-        assert result[1].get("__elements__") == ["a", "b"] and result[2].get("__items__") == {"a": 1}
+        assert result[1].get("__elements__") == ["a", "b"] and result[2].get("__items__") == {
+            "a": 1
+        }
 
 
 def test_state_that_is_no_dict_is_kept() -> None:
     body = named("a.B") + b")\x81" + numbers(1, 2, 3) + b"b"
-    assert loads(pickle_of(body), file="x", allow=frozenset({"a.B"})) == Stand("a.B", (), {"__state__": (1, 2, 3)})
+    assert loads(pickle_of(body), file="x", allow=frozenset({"a.B"})) == Stand(
+        "a.B", (), {"__state__": (1, 2, 3)}
+    )
 
 
 def test_registered_extensions_are_refused() -> None:
@@ -383,7 +429,7 @@ def test_registered_extensions_are_refused() -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys, megatron_ucp.formats.pt_file; "
+        "import sys, megatron_ucp.formats.pt.reader; "
         "sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'deepspeed', 'pickle')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

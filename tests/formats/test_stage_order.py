@@ -4,35 +4,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ucp.core.names import PipeNames
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.families import pipe
 from megatron_ucp.families.base import Sizes
-from megatron_ucp.formats.stage_order import of_stages
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.stage_order import of_stages
 
 
 def sizes(layers: int, tied: bool) -> Sizes:
-    return Sizes(layers=layers, hidden=8, heads=2, groups=2, head_dim=4, ffn=16, vocab=32, true_vocab=32, positions=8, tied=tied)
+    return Sizes(
+        layers=layers,
+        hidden=8,
+        heads=2,
+        groups=2,
+        head_dim=4,
+        ffn=16,
+        vocab=32,
+        true_vocab=32,
+        positions=8,
+        tied=tied,
+    )
 
 
 @st.composite
 def staged(draw: st.DrawFn):
-    """A model in stages: names, the order of the whole optimizer, and what each stage's groups hold."""
+    """A model in stages: names, the order of the whole optimizer, and what each stage's groups
+    hold."""
     layers, tied = draw(st.integers(1, 5)), draw(st.booleans())
     names = PipeNames(pipe.names(sizes(layers, tied)))
     stages = draw(st.integers(1, layers + 2))
-    cuts = [0, *sorted(draw(st.permutations(range(1, layers + 2)))[:stages - 1]), layers + 3]
+    cuts = [0, *sorted(draw(st.permutations(range(1, layers + 2)))[: stages - 1]), layers + 3]
     every = list(names.canonical.items())
     decays = [c for _, c in every if c.endswith(".weight") and "norm" not in c]
     order = [decays, [c for _, c in every if c not in decays]]
 
     def held(stage: int) -> set[str]:
         first, stop = cuts[stage], cuts[stage + 1]
-        own = {c for p, c in every if p.split(".")[0].isdigit() and first <= int(p.split(".")[0]) < stop}
+        own = {
+            c
+            for p, c in every
+            if p.split(".")[0].isdigit() and first <= int(p.split(".")[0]) < stop
+        }
         if tied and stage == 0:
             own |= names.tied
-        return own | ({"embedding.word_embeddings.weight"} if tied and stage == stages - 1 else set())
-    groups = [[[c for c in group if c in held(stage)] for group in order] for stage in range(stages)]
+        return own | (
+            {"embedding.word_embeddings.weight"} if tied and stage == stages - 1 else set()
+        )
+
+    groups = [
+        [[c for c in group if c in held(stage)] for group in order] for stage in range(stages)
+    ]
     return names, order, [[group for group in stage if group] for stage in groups]
 
 
@@ -40,7 +61,10 @@ def staged(draw: st.DrawFn):
 @given(staged())
 def test_the_stages_are_found_from_counts(case) -> None:
     names, order, groups = case
-    assert of_stages(order, names, [[len(g) for g in stage] for stage in groups], lambda _: 1, "f") == groups
+    assert (
+        of_stages(order, names, [[len(g) for g in stage] for stage in groups], lambda _: 1, "f")
+        == groups
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -57,9 +81,18 @@ def test_names_of_parameters_and_of_buffers_beside_them() -> None:
     names = PipeNames(pipe.names(sizes(2, tied=True)))
     assert names.find("2.mlp.linear_fc1.weight") == "decoder.layers.1.mlp.linear_fc1.weight"
     assert names.find("2.mlp.router.expert_bias") == "decoder.layers.1.mlp.router.expert_bias"
-    assert names.tied == {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight"}
+    assert names.tied == {
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+    }
     keys = frozenset({"word_embeddings.weight", "position_embeddings.weight"})
-    assert names.of_layer(0, "word_embeddings.weight", keys, "f") == "embedding.word_embeddings.weight"
-    for unknown in ("7.mlp.linear_fc1.weight", "1.mlp.surprise.weight", "tied_modules.other.weight"):
+    assert (
+        names.of_layer(0, "word_embeddings.weight", keys, "f") == "embedding.word_embeddings.weight"
+    )
+    for unknown in (
+        "7.mlp.linear_fc1.weight",
+        "1.mlp.surprise.weight",
+        "tied_modules.other.weight",
+    ):
         with pytest.raises(ModelMismatchError, match="lacks"):
             names.find(unknown)

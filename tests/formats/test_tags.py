@@ -1,4 +1,5 @@
-"""A tag's life on disk, without DeepSpeed: killed between any two operations, exchanged, kept, removed."""
+"""A tag's life on disk, without DeepSpeed: killed between any two operations, exchanged, kept,
+removed."""
 
 import errno
 import fcntl
@@ -14,8 +15,8 @@ import pytest
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import NotFoundError, UsageError
-from megatron_ucp.formats import tags
-from megatron_ucp.formats.deepspeed_paths import nothing_there, resolve
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.paths import nothing_there, resolve
 from megatron_ucp.formats.recorded import Recorded
 
 STATE = "mp_rank_00_model_states.pt"
@@ -23,18 +24,27 @@ KILLED = 9
 
 
 def manifest(content: str, at: float, moved: bool = True) -> str:
-    return to_json(Manifest("plain", Mesh(), (), (), files=(FileEntry(STATE, len(content)),), save_id=content,
-                            run={"saved_at": at, "moved_latest": moved}))
+    return to_json(
+        Manifest(
+            "plain",
+            Mesh(),
+            (),
+            (),
+            files=(FileEntry(STATE, len(content)),),
+            save_id=content,
+            run={"saved_at": at, "moved_latest": moved},
+        )
+    )
 
 
 def save(folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True) -> None:
     """A save as the engine does it, of one state file."""
-    aside = tags.begin(folder, tag)
+    aside = durable.begin(folder, tag)
     (aside / STATE).write_text(content)
-    sync = tags.Syncs()
-    tags.commit(aside, manifest(content, at, moved), sync)
+    sync = durable.Syncs()
+    durable.commit(aside, manifest(content, at, moved), sync)
     if moved:
-        tags.replace_text(folder / tags.LATEST, tag, sync)
+        durable.replace_text(folder / durable.LATEST, tag, sync)
 
 
 def content_of(folder: Path) -> str:
@@ -45,7 +55,8 @@ def content_of(folder: Path) -> str:
 
 
 def killed_at(operation: int, work: Callable[[], None]) -> bool:
-    """Runs `work` in a child that ends, without any clean-up, before its operation of that number. False: it got through."""
+    """Runs `work` in a child that ends, without any clean-up, before its operation of that number.
+    False: it got through."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
@@ -58,31 +69,40 @@ def killed_at(operation: int, work: Callable[[], None]) -> bool:
                 os._exit(KILLED)
             left -= 1
             return call(*args, **kwargs)
+
         return counted
 
-    for owner, names in ((os, ("rename", "replace", "fsync", "link", "mkdir", "unlink", "rmdir")), (tags, ("_exchange",)),
-                         (Path, ("write_text",))):
+    for owner, names in (
+        (os, ("rename", "replace", "fsync", "link", "mkdir", "unlink", "rmdir")),
+        (durable, ("_exchange",)),
+        (Path, ("write_text",)),
+    ):
         for name in names:
             setattr(owner, name, counting(getattr(owner, name)))
     work()
     os._exit(0)
 
 
-@pytest.mark.parametrize("tag", ["global_step2", "global_step1"], ids=["a new tag", "the tag that latest names"])
+@pytest.mark.parametrize(
+    "tag", ["global_step2", "global_step1"], ids=["a new tag", "the tag that latest names"]
+)
 @pytest.mark.parametrize("exchange", [True, False])
-def test_killed_between_any_two_operations_the_newest_tag_is_whole(tmp_path: Path, tag: str, exchange: bool,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_any_two_operations_the_newest_tag_is_whole(
+    tmp_path: Path, tag: str, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not exchange:
-        monkeypatch.setattr(tags.ctypes, "CDLL", lambda *_, **__: object())  # a system without renameat2
+        # a system without renameat2
+        monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
     seen: set[str] = set()
     for operation in range(100):
         folder = tmp_path / str(operation)
         save(folder, "global_step1", "old")
         (folder / "global_step1" / "mine.txt").write_text("kept")
         killed = killed_at(operation, lambda folder=folder: save(folder, tag, "new"))
-        named = (folder / tags.LATEST).read_text()
+        named = (folder / durable.LATEST).read_text()
         if not exchange and tag == "global_step1" and not (folder / tag).exists():
-            seen.add("between two renames")  # without renameat2 there is such a moment: the old one stays, under another name
+            # without renameat2 there is such a moment: the old one stays, under another name
+            seen.add("between two renames")
             assert content_of(folder / f"{tag}.replaced") == "old"
             with pytest.raises(NotFoundError, match=r"global_step1\.replaced"):
                 resolve(folder)
@@ -99,11 +119,13 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(tmp_path: Pat
     else:
         pytest.fail("the save never got through")
     assert operation > 8
-    assert seen == {"old", "new"} | ({"between two renames"} if tag == "global_step1" and not exchange else set[str]())
+    assert seen == {"old", "new"} | (
+        {"between two renames"} if tag == "global_step1" and not exchange else set[str]()
+    )
 
 
 def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> None:
-    aside = tags.begin(tmp_path, "global_step1")
+    aside = durable.begin(tmp_path, "global_step1")
     (aside / STATE).write_text("all of it")
     assert nothing_there(tmp_path)
     with pytest.raises(NotFoundError, match="was not finished"):
@@ -115,18 +137,21 @@ def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> N
 @pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])
 def test_a_tag_is_a_plain_name(tmp_path: Path, tag: str) -> None:
     with pytest.raises(UsageError, match="plain name"):
-        tags.begin(tmp_path, tag)
+        durable.begin(tmp_path, tag)
 
 
 def test_a_file_in_the_place_of_the_tag_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "global_step1").write_text("mine")
     with pytest.raises(UsageError, match="a file has the name"):
-        tags.begin(tmp_path, "global_step1")
+        durable.begin(tmp_path, "global_step1")
 
 
-def test_folders_of_a_user_are_kept_where_links_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_a_user_are_kept_where_links_are_not_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EPERM, "no hard links")
+
     monkeypatch.setattr(os, "link", refuse)
     save(tmp_path, "one", "old")
     (tmp_path / "one" / "tokenizer").mkdir()
@@ -137,7 +162,8 @@ def test_folders_of_a_user_are_kept_where_links_are_not_possible(tmp_path: Path,
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == [STATE, "tokenizer", FILE_NAME]
 
 
-# ---------------------------------------------------------------- retention
+# ------------------------------------------------ retention
+
 
 def left(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_dir())
@@ -151,7 +177,7 @@ def many(folder: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 2, 4, 9])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     many(tmp_path)
-    notes = tags.prune(tmp_path, keep)
+    notes = durable.prune(tmp_path, keep)
     assert left(tmp_path) == [f"step{n}" for n in range(1, 6)][-keep:]
     assert notes == [f"removed step{n}" for n in range(5 - keep, 0, -1)]
 
@@ -159,7 +185,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 def test_newest_is_by_the_time_of_the_save_and_not_by_name(tmp_path: Path) -> None:
     save(tmp_path, "step600", "abandoned", at=1.0)
     save(tmp_path, "step450", "after going back", at=2.0)
-    tags.prune(tmp_path, 1)
+    durable.prune(tmp_path, 1)
     assert left(tmp_path) == ["step450"]
 
 
@@ -168,9 +194,10 @@ def test_what_is_not_touched(tmp_path: Path) -> None:
     save(tmp_path, "milestone", "kept on purpose", at=0.5, moved=False)
     shutil.copytree(tmp_path / "step1", tmp_path / "stock")
     (tmp_path / "stock" / FILE_NAME).unlink()
-    (tmp_path / "step2" / STATE).write_text("cut")  # not whole: nobody counts it, and nobody removes it
+    # not whole: nobody counts it, and nobody removes it
+    (tmp_path / "step2" / STATE).write_text("cut")
     (tmp_path / "latest").write_text("step3")  # somebody went back
-    tags.prune(tmp_path, 1)
+    durable.prune(tmp_path, 1)
     assert left(tmp_path) == ["milestone", "step2", "step3", "stock"]
 
 
@@ -178,17 +205,17 @@ def test_the_last_whole_one_stays_when_newer_ones_are_damaged(tmp_path: Path) ->
     many(tmp_path)
     for number in (3, 4):
         (tmp_path / f"step{number}" / STATE).unlink()
-    tags.prune(tmp_path, 2)
+    durable.prune(tmp_path, 2)
     assert left(tmp_path) == ["step2", "step3", "step4", "step5"]
 
 
 def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
     many(tmp_path)
     reader = Recorded(tmp_path / "step1", [STATE])
-    assert "kept step1: it is being read" in tags.prune(tmp_path, 1)
+    assert "kept step1: it is being read" in durable.prune(tmp_path, 1)
     assert left(tmp_path) == ["step1", "step5"]
     reader.close()
-    assert tags.prune(tmp_path, 1) == ["removed step1"]
+    assert durable.prune(tmp_path, 1) == ["removed step1"]
 
 
 def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
@@ -205,8 +232,8 @@ def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     handle = os.open(tmp_path / ".used.saving", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    tags.begin(tmp_path, "next")
+    durable.begin(tmp_path, "next")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".next.saving", ".used.saving"]
     os.close(handle)
-    tags.begin(tmp_path, "again")
+    durable.begin(tmp_path, "again")
     assert [path.name for path in tmp_path.iterdir()] == [".again.saving"]

@@ -4,18 +4,57 @@ import sysconfig
 from pathlib import Path
 
 FILES = ("argparse.py", "ast.py", "inspect.py", "typing.py")
-LLAMA = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads",
-         "4",
-         "--num-query-groups", "2", "--seq-length", "32"]
-GPT = ["--model-family", "gpt", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
-       "--hidden-dropout", "0", "--attention-dropout", "0"]
+LLAMA = [
+    "--model-family",
+    "llama",
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--ffn-hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--num-query-groups",
+    "2",
+    "--seq-length",
+    "32",
+]
+GPT = [
+    "--model-family",
+    "gpt",
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--hidden-dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+]
 BATCH = ["--global-batch-size", "8", "--micro-batch-size", "2"]
-RATES = ["--lr", "5e-3", "--min-lr", "5e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--init-method-std", "0.1"]
+RATES = [
+    "--lr",
+    "5e-3",
+    "--min-lr",
+    "5e-4",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    "2",
+    "--init-method-std",
+    "0.1",
+]
 QUIET = ["--eval-iters", "0", "--log-interval", "1"]
 
 
 def stdlib() -> list[str]:
-    """Real text that is on every machine: some of Python's own sources, as --data-path with weights."""
+    """Real text that is on every machine: some of Python's own sources, as --data-path with
+    weights."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return ["--data-path", *[word for name in FILES for word in ("1", str(folder / name))]]
 

@@ -12,7 +12,8 @@ from megatron_ucp.errors import UcpError
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """One run of the program: what it returned, and what this rank printed; or the error that it ended with."""
+    """One run of the program: what it returned, and what this rank printed; or the error that it
+    ended with."""
     from pretrain.training import main
 
     said = io.StringIO()
@@ -21,8 +22,15 @@ def run(argv: list[str]) -> dict[str, Any]:
             result = main(argv)
         except UcpError as error:
             return {"error": type(error).__name__, "text": str(error)}
-    return {"first": result.first, "iteration": result.position.iteration, "consumed": result.position.consumed,
-            "losses": result.losses, "evaluations": result.evaluations, "stopped_by": result.stopped_by, "said": said.getvalue()}
+    return {
+        "first": result.first,
+        "iteration": result.position.iteration,
+        "consumed": result.position.consumed,
+        "losses": result.losses,
+        "evaluations": result.evaluations,
+        "stopped_by": result.stopped_by,
+        "said": said.getvalue(),
+    }
 
 
 def run_with_sigterm(argv: list[str], rank: int, iteration: int) -> dict[str, Any]:
@@ -44,7 +52,8 @@ def run_with_sigterm(argv: list[str], rank: int, iteration: int) -> dict[str, An
 
 
 def states(argv: list[str], train: bool = False) -> dict[str, Any]:
-    """Masters and moments of a run after its load, or at its end (`train`), whole, by the tests' own gather; what was said."""
+    """Masters and moments of a run after its load, or at its end (`train`), whole, by the tests'
+    own gather; what was said."""
     from pretrain.training import Run
     from tests.engines.canonical import canonical
 
@@ -59,7 +68,8 @@ def states(argv: list[str], train: bool = False) -> dict[str, Any]:
 
 
 def save_with_stock(argv: list[str], folder: str, iterations: int) -> list[float]:
-    """Trains the same model with an engine that this package never touched, and saves by DeepSpeed's own call."""
+    """Trains the same model with an engine that this package never touched, and saves by
+    DeepSpeed's own call."""
     import deepspeed
 
     from pretrain import setup
@@ -94,6 +104,11 @@ def random_numbers(argv: list[str]) -> dict[str, Any]:
     tracker: Any = get_cuda_rng_tracker()
     with tracker.fork():
         inside = torch.rand(1).item()
-    drawn = {"torch": torch.rand(1).item(), "tracker": inside, "numpy": float(np.random.rand()), "python": random.random()}
+    drawn = {
+        "torch": torch.rand(1).item(),
+        "tracker": inside,
+        "numpy": float(np.random.rand()),
+        "python": random.random(),
+    }
     one.close()
     return drawn

@@ -25,25 +25,55 @@ def arguments(*more: str, model: list[str] = LLAMA, world: int = 4) -> argparse.
 
 def test_family_defaults() -> None:
     llama, gpt = arguments(), arguments(model=GPT)
-    assert (llama.normalization, llama.swiglu, llama.disable_bias_linear, llama.position_embedding_type) == ("RMSNorm", True, True,
-                                                                                                             "rope")
-    assert (gpt.normalization, gpt.swiglu, gpt.disable_bias_linear, gpt.position_embedding_type) == ("LayerNorm", False, False,
-                                                                                                    "learned_absolute")
+    assert (
+        llama.normalization,
+        llama.swiglu,
+        llama.disable_bias_linear,
+        llama.position_embedding_type,
+    ) == ("RMSNorm", True, True, "rope")
+    assert (
+        gpt.normalization,
+        gpt.swiglu,
+        gpt.disable_bias_linear,
+        gpt.position_embedding_type,
+    ) == ("LayerNorm", False, False, "learned_absolute")
     assert llama.untie_embeddings_and_output_weights and not gpt.untie_embeddings_and_output_weights
-    assert gpt.ffn_hidden_size == 4 * 32 and llama.num_query_groups == 2 and gpt.num_query_groups == 4
-    assert arguments("--untie-embeddings-and-output-weights", model=GPT).untie_embeddings_and_output_weights
+    assert (
+        gpt.ffn_hidden_size == 4 * 32 and llama.num_query_groups == 2 and gpt.num_query_groups == 4
+    )
+    assert arguments(
+        "--untie-embeddings-and-output-weights", model=GPT
+    ).untie_embeddings_and_output_weights
     assert not arguments("--tie-embeddings-and-output-weights").untie_embeddings_and_output_weights
 
 
-@pytest.mark.parametrize(("theirs", "name", "value"), [
-    ("--num-key-value-heads 4", "num_query_groups", 4), ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
-    ("--rotary-position-embeddings-theta 500000", "rotary_base", 500000), ("--normalization rmsnorm", "normalization", "RMSNorm"),
-    ("--use-rotary-position-embeddings", "position_embedding_type", "rope"), ("--tokenizer-type NullTokenizer", "vocab_size", None),
-    ("--train-tokens 3200 --train-iters 10", None, None), ("--ckpt_step 3 --load x", "ckpt_step", 3), ("--zero_stage 3",
-                                                                                                       "zero_stage", 3),
-    ("--override-opt-param-scheduler", "override_opt_param_scheduler", True), ("--bf16", "bf16", True),
-    ("--deepspeed --no-pipeline-parallel --local_rank 0 --data-impl mmap --no-bias-gelu-fusion", "bf16", None),
-    ("--pipeline-model-parallel-size 1 --expert-model-parallel-size 1 --num-experts 1", "bf16", None)])
+@pytest.mark.parametrize(
+    ("theirs", "name", "value"),
+    [
+        ("--num-key-value-heads 4", "num_query_groups", 4),
+        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
+        ("--rotary-position-embeddings-theta 500000", "rotary_base", 500000),
+        ("--normalization rmsnorm", "normalization", "RMSNorm"),
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--tokenizer-type NullTokenizer", "vocab_size", None),
+        ("--train-tokens 3200 --train-iters 10", None, None),
+        ("--ckpt_step 3 --load x", "ckpt_step", 3),
+        ("--zero_stage 3", "zero_stage", 3),
+        ("--override-opt-param-scheduler", "override_opt_param_scheduler", True),
+        ("--bf16", "bf16", True),
+        (
+            "--deepspeed --no-pipeline-parallel --local_rank 0 --data-impl mmap "
+            "--no-bias-gelu-fusion",
+            "bf16",
+            None,
+        ),
+        (
+            "--pipeline-model-parallel-size 1 --expert-model-parallel-size 1 --num-experts 1",
+            "bf16",
+            None,
+        ),
+    ],
+)
 def test_aliases(theirs: str, name: str | None, value: object) -> None:
     if name is None:
         with pytest.raises(UsageError, match="the length of the run is given once"):
@@ -52,49 +82,88 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
         assert getattr(arguments(*theirs.split()), name) == value
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    ("--tensor-model-parallel-sise 2", "the nearest is --tensor-model-parallel-size"), ("--univresal-checkpoint",
-                                                                                        "--universal-checkpoint"),
-    ("--pipeline-model-parallel-size 3", "a divisor of 4: 4 ranks"), ("--num-experts 8", "experts are not supported"),
-    ("--expert-model-parallel-size 2", "experts"), ("--context-parallel-size 2", "context parallelism"), ("--rotary-percent 0.5",
-                                                                                                          "partial"),
-    ("--tensor-model-parallel-size 3", "a divisor of 4"), ("--global-batch-size 12", "a multiple of 2 x 4"),
-    ("--swiglu --model-family gpt --normalization LayerNorm", "--model-family llama"), ("--normalization LayerNorm",
-                                                                                        "--model-family gpt"),
-    ("--bf16 --fp16", "--bf16 and --fp16"), ("--data-path x", "--mock-data and --data-path"), ("--num-query-groups 3",
-                                                                                               "a divisor of 4"),
-    ("--num-attention-heads 5 --num-query-groups 5", "--kv-channels"), ("--save-interval 5", "needs --save"), ("--finetune",
-                                                                                                               "needs --load"),
-    ("--universal-checkpoint", "needs --load"), ("--vocab-size 100", "NullTokenizer"), ("--train-samples 80", "given once"),
-    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "given once"), ("--lr-warmup-iters 2 --lr-warmup-samples 9", "given once"),
-    ("--max-position-embeddings 16", "at least 32"), ("--tokenizer-type HFTokenizer", "--tokenizer-model"), ("--num-layers x",
-                                                                                                             "num-layers"),
-    ("--allow-vocab-resize", "needs --load"),
-    ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "one flag"), ("--zero-stage 4", "zero-stage"),
-    ("--group-query-attention --num-query-groups 0", "at least 1"), ("--micro-batch-size 0", "--micro-batch-size is too small"),
-    ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", "a divisor of 2: 4 ranks, --tensor-model-parallel-size 2"),
-    ("--pipeline-model-parallel-size 2 --zero-stage 2", "--zero-stage 2 does not go with --pipeline-model-parallel-size 2"),
-    ("--pipeline-model-parallel-size 2 --zero-stage 3", "--zero-stage 0 or 1"), ("--pipeline-model-parallel-size 0", "at least 1"),
-    ("--pipeline-model-parallel-size 2 --no-pipeline-parallel", "one flag"),
-    ("--pipeline-model-parallel-size 2 --fp16 --zero-stage 0", "--fp16 in a pipeline needs --zero-stage 1"),
-    ("--pipeline-model-parallel-size 2 --pipeline-partition-method best", "uniform, parameters, type:REGEX"),
-    ("--pipeline-model-parallel-size 2 --pp-partition-method 2,2", "2 numbers of at least 1 with the sum 5"),
-    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", "interleaved"),
-    ("--num-virtual-stages-per-pipeline-rank 2", "interleaved"), ("--decoder-first-pipeline-num-layers 1", "--pipeline-partition"),
-    ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", "a multiple of 4"),
-    ("--no-save-optim", "DeepSpeed always writes"), ("--use-distributed-optimizer", "--zero-stage 1")])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--tensor-model-parallel-sise 2", "the nearest is --tensor-model-parallel-size"),
+        ("--univresal-checkpoint", "--universal-checkpoint"),
+        ("--pipeline-model-parallel-size 3", "a divisor of 4: 4 ranks"),
+        ("--num-experts 8", "experts are not supported"),
+        ("--expert-model-parallel-size 2", "experts"),
+        ("--context-parallel-size 2", "context parallelism"),
+        ("--rotary-percent 0.5", "partial"),
+        ("--tensor-model-parallel-size 3", "a divisor of 4"),
+        ("--global-batch-size 12", "a multiple of 2 x 4"),
+        ("--swiglu --model-family gpt --normalization LayerNorm", "--model-family llama"),
+        ("--normalization LayerNorm", "--model-family gpt"),
+        ("--bf16 --fp16", "--bf16 and --fp16"),
+        ("--data-path x", "--mock-data and --data-path"),
+        ("--num-query-groups 3", "a divisor of 4"),
+        ("--num-attention-heads 5 --num-query-groups 5", "--kv-channels"),
+        ("--save-interval 5", "needs --save"),
+        ("--finetune", "needs --load"),
+        ("--universal-checkpoint", "needs --load"),
+        ("--vocab-size 100", "NullTokenizer"),
+        ("--train-samples 80", "given once"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "given once"),
+        ("--lr-warmup-iters 2 --lr-warmup-samples 9", "given once"),
+        ("--max-position-embeddings 16", "at least 32"),
+        ("--tokenizer-type HFTokenizer", "--tokenizer-model"),
+        ("--num-layers x", "num-layers"),
+        ("--allow-vocab-resize", "needs --load"),
+        ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "one flag"),
+        ("--zero-stage 4", "zero-stage"),
+        ("--group-query-attention --num-query-groups 0", "at least 1"),
+        ("--micro-batch-size 0", "--micro-batch-size is too small"),
+        (
+            "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2",
+            "a divisor of 2: 4 ranks, --tensor-model-parallel-size 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-stage 2",
+            "--zero-stage 2 does not go with --pipeline-model-parallel-size 2",
+        ),
+        ("--pipeline-model-parallel-size 2 --zero-stage 3", "--zero-stage 0 or 1"),
+        ("--pipeline-model-parallel-size 0", "at least 1"),
+        ("--pipeline-model-parallel-size 2 --no-pipeline-parallel", "one flag"),
+        (
+            "--pipeline-model-parallel-size 2 --fp16 --zero-stage 0",
+            "--fp16 in a pipeline needs --zero-stage 1",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-partition-method best",
+            "uniform, parameters, type:REGEX",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pp-partition-method 2,2",
+            "2 numbers of at least 1 with the sum 5",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            "interleaved",
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 2", "interleaved"),
+        ("--decoder-first-pipeline-num-layers 1", "--pipeline-partition"),
+        ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", "a multiple of 4"),
+        ("--no-save-optim", "DeepSpeed always writes"),
+        ("--use-distributed-optimizer", "--zero-stage 1"),
+    ],
+)
 def test_refusals(flags: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         arguments(*flags.split())
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("missing", ["--num-layers", "--seq-length", "--lr", "--micro-batch-size", "--train-iters", "--mock-data"])
+@pytest.mark.parametrize(
+    "missing",
+    ["--num-layers", "--seq-length", "--lr", "--micro-batch-size", "--train-iters", "--mock-data"],
+)
 def test_required(missing: str) -> None:
     words = command(LLAMA, REST)
     place = words.index(missing)
     with pytest.raises(UsageError, match=missing):
-        complete(parse(words[:place] + words[place + (1 if missing == "--mock-data" else 2):]), 1)
+        complete(parse(words[:place] + words[place + (1 if missing == "--mock-data" else 2) :]), 1)
 
 
 def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +181,19 @@ def test_stages_divide_the_ranks() -> None:
 
 
 def test_lengths_in_samples() -> None:
-    args = arguments("--global-batch-size", "16", "--lr-warmup-fraction", "0.25", "--lr-wsd-decay-iters", "3")
-    assert (args.lr_decay_steps, args.lr_warmup_steps, args.lr_wsd_decay_steps, args.gradient_accumulation) == (160, 40, 48, 2)
+    args = arguments(
+        "--global-batch-size", "16", "--lr-warmup-fraction", "0.25", "--lr-wsd-decay-iters", "3"
+    )
+    assert (
+        args.lr_decay_steps,
+        args.lr_warmup_steps,
+        args.lr_wsd_decay_steps,
+        args.gradient_accumulation,
+    ) == (160, 40, 48, 2)
     words = [word for word in REST if word not in ("--train-iters", "10")]
-    tokens = complete(parse(command(LLAMA, words, "--train-tokens", "6400", "--global-batch-size", "8")), 4)
+    tokens = complete(
+        parse(command(LLAMA, words, "--train-tokens", "6400", "--global-batch-size", "8")), 4
+    )
     assert (tokens.train_samples, tokens.train_iters, tokens.lr_decay_steps) == (200, 25, 200)
 
 
@@ -126,15 +204,32 @@ def test_deepspeed_config_is_merged(tmp_path: Path) -> None:
         path.write_text(json.dumps(config))
         return deepspeed_config(arguments("--deepspeed", "--deepspeed_config", str(path), *flags))
 
-    config = merged({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "gradient_clipping": 0.5,
-                     "train_batch_size": "auto", "bf16": {"enabled": True}, "wall_clock_breakdown": False}, "--zero-stage", "3")
+    config = merged(
+        {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 0.5,
+            "train_batch_size": "auto",
+            "bf16": {"enabled": True},
+            "wall_clock_breakdown": False,
+        },
+        "--zero-stage",
+        "3",
+    )
     assert config["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 0}
-    assert (config["gradient_clipping"], config["train_batch_size"], config["wall_clock_breakdown"]) == (0.5, 8, False)
+    assert (
+        config["gradient_clipping"],
+        config["train_batch_size"],
+        config["wall_clock_breakdown"],
+    ) == (0.5, 8, False)
     assert config["bf16"] == {"enabled": True}
-    for wrong, flags, says in [({"zero_optimization": {"stage": 2}}, ("--zero-stage", "1"), "--zero-stage"),
-                               ({"train_micro_batch_size_per_gpu": 4}, (), "--micro-batch-size"), ({"optimizer": {}}, (), "AdamW"),
-                               ({"bf16": {"enabled": False}}, ("--bf16",), "--bf16"), ({"scheduler": {}}, (), "--lr-"),
-                               ({"gradient_accumulation_steps": 7}, (), "gradient_accumulation_steps")]:
+    for wrong, flags, says in [
+        ({"zero_optimization": {"stage": 2}}, ("--zero-stage", "1"), "--zero-stage"),
+        ({"train_micro_batch_size_per_gpu": 4}, (), "--micro-batch-size"),
+        ({"optimizer": {}}, (), "AdamW"),
+        ({"bf16": {"enabled": False}}, ("--bf16",), "--bf16"),
+        ({"scheduler": {}}, (), "--lr-"),
+        ({"gradient_accumulation_steps": 7}, (), "gradient_accumulation_steps"),
+    ]:
         with pytest.raises(UsageError) as caught:
             merged(wrong, *flags)  # type: ignore[arg-type]
         assert says in str(caught.value)
@@ -150,12 +245,16 @@ def test_padded_vocabulary() -> None:
     two = arguments("--tensor-model-parallel-size", "2")
     assert padded_vocab(257, arguments(), None) == 384 and padded_vocab(257, two, None) == 512
     assert padded_vocab(257, two, saved(384)) == 384  # as it was, not as a new run would have it
-    with pytest.raises(UsageError, match="use 1; or drop rows or add zero rows with --allow-vocab-resize") as caught:
+    with pytest.raises(
+        UsageError, match="use 1; or drop rows or add zero rows with --allow-vocab-resize"
+    ) as caught:
         padded_vocab(257, two, saved(387))
     assert "a divisor of 387" in str(caught.value)
     resize = arguments("--tensor-model-parallel-size", "2", "--load", "x", "--allow-vocab-resize")
     assert padded_vocab(257, resize, saved(387)) == 512  # as a new run would have it
-    assert padded_vocab(257, resize, saved(384)) == 384  # where it divides nothing changes, flag or not
+    assert (
+        padded_vocab(257, resize, saved(384)) == 384
+    )  # where it divides nothing changes, flag or not
     with pytest.raises(UsageError, match="more ids"):
         padded_vocab(257, resize, saved(255))
     with pytest.raises(UsageError, match="more ids"):
@@ -164,7 +263,10 @@ def test_padded_vocabulary() -> None:
 
 def test_every_flag_is_documented_and_parses() -> None:
     page = (ROOT / "docs" / "pretrain.md").read_text()
-    for name in [spelling for flag in FLAGS for spelling in (flag.name, *flag.aliases)] + [*IGNORED, *REFUSED]:
+    for name in [spelling for flag in FLAGS for spelling in (flag.name, *flag.aliases)] + [
+        *IGNORED,
+        *REFUSED,
+    ]:
         assert f"`{name}`" in page, name
     assert len({flag.name for flag in FLAGS}) == len(FLAGS) == sum(map(len, GROUPS.values()))
     assert "--universal-checkpoint" in make_parser().format_help()

@@ -14,11 +14,20 @@ from pretrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, make_tokeniz
 from tests.pretrain.common import LLAMA, command
 
 SEQUENCE = 32
-TEXT = "".join(hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(320)).encode()  # never says the same twice
+TEXT = "".join(
+    hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(320)
+).encode()  # never says the same twice
 
 
 def samples_of(*flags: str, split: int = 0, count: int = 1000) -> Samples:
-    args = complete(parse(command(LLAMA, "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "10", list(flags))), 1)
+    args = complete(
+        parse(
+            command(
+                LLAMA, "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "10", list(flags)
+            )
+        ),
+        1,
+    )
     return make_samples(args, make_tokenizer(args), split, count)
 
 
@@ -32,6 +41,7 @@ def text(tmp_path: Path) -> str:
 def indexed(tmp_path: Path) -> str:
     """Documents of numbered ids, written by megatron-core's own builder."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     prefix = tmp_path / "corpus_text_document"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(5000))
     for start in range(0, 4000, 100):
@@ -52,14 +62,20 @@ def hashes(samples: Samples, dp: int, micro: int, iterations: int, batch: int = 
                 assert not set(numbers) & set(rows)
                 rows |= dict(zip(numbers, batches.get(iteration * batch, step), strict=True))
         assert sorted(rows) == list(range(iteration * batch, (iteration + 1) * batch))
-        out.append(hashlib.sha256(b"".join(rows[n].numpy().tobytes() for n in sorted(rows))).hexdigest())
+        out.append(
+            hashlib.sha256(b"".join(rows[n].numpy().tobytes() for n in sorted(rows))).hexdigest()
+        )
     return out
 
 
 @pytest.mark.parametrize("kind", ["mock", "text", "indexed", "blend"])
 def test_batches_do_not_depend_on_dp(kind: str, text: str, indexed: str) -> None:
-    flags = {"mock": ["--mock-data"], "text": ["--data-path", text], "blend": ["--data-path", "3", text, "1", indexed],
-             "indexed": ["--data-path", indexed]}[kind]
+    flags = {
+        "mock": ["--mock-data"],
+        "text": ["--data-path", text],
+        "blend": ["--data-path", "3", text, "1", indexed],
+        "indexed": ["--data-path", indexed],
+    }[kind]
     if "text" not in kind:
         flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"]
     expected = hashes(samples_of(*flags), 1, 16, 6)
@@ -67,7 +83,9 @@ def test_batches_do_not_depend_on_dp(kind: str, text: str, indexed: str) -> None
     for dp, micro in ((2, 4), (4, 1), (4, 4), (16, 1)):
         assert hashes(samples_of(*flags), dp, micro, 6) == expected
     assert hashes(samples_of(*flags, "--seed", "5"), 1, 16, 6) != expected
-    assert hashes(samples_of(*flags, "--train-iters", "500"), 1, 16, 6) == expected  # nor on the length of the run
+    assert (
+        hashes(samples_of(*flags, "--train-iters", "500"), 1, 16, 6) == expected
+    )  # nor on the length of the run
     assert hashes(samples_of(*flags, count=5000), 1, 16, 6) == expected
 
 
@@ -77,14 +95,20 @@ def test_an_epoch_holds_everything_once(kind: str, text: str, indexed: str) -> N
     if kind == "indexed":
         flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"]
     samples = samples_of(*flags)
-    first, second = ([tuple(samples[n]) for n in range(e * samples.epoch, (e + 1) * samples.epoch)] for e in (0, 1))
+    first, second = (
+        [tuple(samples[n]) for n in range(e * samples.epoch, (e + 1) * samples.epoch)]
+        for e in (0, 1)
+    )
     assert all(len(row) == SEQUENCE + 1 for row in first)
     assert len(set(first)) == samples.epoch and first != second
     if kind == "text":
         assert set(first) == set(second) and samples.epoch == len(TEXT) // SEQUENCE
     else:  # documents are shuffled, so windows differ: count the tokens
         tokens = sorted(token for row in first for token in row[:-1])
-        assert len(set(tokens)) == len(tokens) == samples.epoch * SEQUENCE and samples.epoch == (4000 - 1) // SEQUENCE
+        assert (
+            len(set(tokens)) == len(tokens) == samples.epoch * SEQUENCE
+            and samples.epoch == (4000 - 1) // SEQUENCE
+        )
 
 
 def test_indexed_data_is_as_megatron_core_reads_it(indexed: str) -> None:
@@ -94,30 +118,71 @@ def test_indexed_data_is_as_megatron_core_reads_it(indexed: str) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
-    config = GPTDatasetConfig(random_seed=1234, sequence_length=SEQUENCE, reset_position_ids=False, reset_attention_mask=False,
-                              eod_mask_loss=False, tokenizer=SimpleNamespace(vocab_size=5001, eod=5000,
-                                                                             unique_identifiers={}))  # type: ignore[arg-type]
-    theirs = GPTDataset(IndexedDataset(indexed), indexed, np.arange(40, dtype=np.int32), None, Split.train, config)
-    mine = samples_of("--data-path", indexed, "--tokenizer-type", "NullTokenizer", "--vocab-size", "5000", "--split", "1")
+
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=SEQUENCE,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        tokenizer=SimpleNamespace(vocab_size=5001, eod=5000, unique_identifiers={}),
+    )  # type: ignore[arg-type]
+    theirs = GPTDataset(
+        IndexedDataset(indexed), indexed, np.arange(40, dtype=np.int32), None, Split.train, config
+    )
+    mine = samples_of(
+        "--data-path",
+        indexed,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "5000",
+        "--split",
+        "1",
+    )
     assert len(theirs) == mine.epoch
     for number in (0, 7, mine.epoch - 1):
         assert mine[number][:-1].tolist() == theirs[number]["tokens"].tolist()
         assert mine[number][1:].tolist() == theirs[number]["labels"].tolist()
-    assert not list(Path(indexed).parent.glob("*cache*"))  # nothing is written beside the user's data
+    assert not list(
+        Path(indexed).parent.glob("*cache*")
+    )  # nothing is written beside the user's data
 
 
 def test_splits_share_nothing(text: str, indexed: str) -> None:
-    for flags in (["--data-path", text], ["--data-path", indexed, "--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"]):
+    for flags in (
+        ["--data-path", text],
+        ["--data-path", indexed, "--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"],
+    ):
         parts = [samples_of(*flags, "--split", "8,1,1", split=split) for split in (0, 1, 2)]
         rows = [{tuple(part[n]) for n in range(part.epoch)} for part in parts]
-        assert all(rows) and not rows[0] & rows[1] and not rows[1] & rows[2] and len(rows[0]) > 5 * len(rows[1])
+        assert (
+            all(rows)
+            and not rows[0] & rows[1]
+            and not rows[1] & rows[2]
+            and len(rows[0]) > 5 * len(rows[1])
+        )
 
 
 def test_blend_weights(text: str, indexed: str) -> None:
-    samples = samples_of("--data-path", "3", text, "1", indexed, "--tokenizer-type", "NullTokenizer", "--vocab-size", "5000")
+    samples = samples_of(
+        "--data-path",
+        "3",
+        text,
+        "1",
+        indexed,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "5000",
+    )
     from_text = sum(int(samples[n].max()) < 256 or samples[n].max() == 5000 for n in range(400))
-    assert from_text == pytest.approx(300, abs=25)  # a few windows of the indexed data are below 256 too
-    assert parse_blend(["a", "b"]) == [(None, "a"), (None, "b")] and parse_blend(["2", "a"]) == [(2.0, "a")]
+    assert from_text == pytest.approx(
+        300, abs=25
+    )  # a few windows of the indexed data are below 256 too
+    assert parse_blend(["a", "b"]) == [(None, "a"), (None, "b")] and parse_blend(["2", "a"]) == [
+        (2.0, "a")
+    ]
 
 
 def test_split_text() -> None:
@@ -138,16 +203,27 @@ def test_byte_tokenizer(tmp_path: Path) -> None:
 def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "a": 2, "line": 3}, unk_token="[UNK]"))
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "a": 2, "line": 3}, unk_token="[UNK]")
+    )
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>",
-                                         unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", unk_token="[UNK]"
+    ).save_pretrained(tmp_path / "tokenizer")
     found = HuggingFaceTokenizer(str(tmp_path / "tokenizer"))
     assert (found.vocab_size, found.eod, found.encode(b"a line b").tolist()) == (4, 1, [2, 3, 0])
     (tmp_path / "text.txt").write_text("a line " * 100)
     for spelling in ("HuggingFaceTokenizer", "HFTokenizer"):
-        samples = samples_of("--data-path", str(tmp_path / "text.txt"), "--tokenizer-type", spelling, "--tokenizer-model",
-                             str(tmp_path / "tokenizer"), "--split", "1")
+        samples = samples_of(
+            "--data-path",
+            str(tmp_path / "text.txt"),
+            "--tokenizer-type",
+            spelling,
+            "--tokenizer-model",
+            str(tmp_path / "tokenizer"),
+            "--split",
+            "1",
+        )
         assert set(samples[0]) == {2, 3}
 
 

@@ -1,4 +1,5 @@
-"""--allow-vocab-resize: refused without it; with it, what remains is equal to the bit, what is added is zero, and both are said."""
+"""--allow-vocab-resize: refused without it; with it, what remains is equal to the bit, what is
+added is zero, and both are said."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,22 @@ from tests.pretrain.common import QUIET, RATES, command, mesh, stdlib
 from tests.ranks import RankPool
 
 STATES = "tests.pretrain.jobs:states"
-MODEL = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "48", "--ffn-hidden-size", "96", "--num-attention-heads",
-         "6", "--num-query-groups", "6", "--seq-length", "32"]
+MODEL = [
+    "--model-family",
+    "llama",
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "48",
+    "--ffn-hidden-size",
+    "96",
+    "--num-attention-heads",
+    "6",
+    "--num-query-groups",
+    "6",
+    "--seq-length",
+    "32",
+]
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -20,22 +35,43 @@ def argv(*more: list[str] | str) -> list[str]:
     return command(MODEL, batch, RATES, QUIET, stdlib(), "--train-iters", "3", *more)
 
 
-@pytest.mark.parametrize(("world", "first", "tp", "stored", "rows", "note"), [
-    (2, ["--make-vocab-size-divisible-by", "128"], 3, 512, 384, "128 rows dropped"),
-    (1, ["--make-vocab-size-divisible-by", "1"], 2, 257, 512, "255 rows added as zeros")])
-def test_resize(ranks: RankPool, tmp_path: Path, world: int, first: list[str], tp: int, stored: int, rows: int, note: str) -> None:
-    source = ranks.run(world, STATES, argv(mesh(world, 1), first, "--save", str(tmp_path)), train=True)[0]["full"]
+@pytest.mark.parametrize(
+    ("world", "first", "tp", "stored", "rows", "note"),
+    [
+        (2, ["--make-vocab-size-divisible-by", "128"], 3, 512, 384, "128 rows dropped"),
+        (1, ["--make-vocab-size-divisible-by", "1"], 2, 257, 512, "255 rows added as zeros"),
+    ],
+)
+def test_resize(
+    ranks: RankPool,
+    tmp_path: Path,
+    world: int,
+    first: list[str],
+    tp: int,
+    stored: int,
+    rows: int,
+    note: str,
+) -> None:
+    source = ranks.run(
+        world, STATES, argv(mesh(world, 1), first, "--save", str(tmp_path)), train=True
+    )[0]["full"]
     resume = argv(mesh(tp, 1), "--load", str(tmp_path), "--universal-checkpoint")
     refused = ranks.run(tp, "tests.pretrain.jobs:run", resume)
-    assert all(r["error"] == "UsageError" and f"a divisor of {stored}" in r["text"] and "--allow-vocab-resize" in r["text"]
-               for r in refused)
+    assert all(
+        r["error"] == "UsageError"
+        and f"a divisor of {stored}" in r["text"]
+        and "--allow-vocab-resize" in r["text"]
+        for r in refused
+    )
     found = ranks.run(tp, STATES, [*resume, "--allow-vocab-resize"])
     check(source, found[0]["full"], stored, rows)
     said = found[-1]["said"]
     assert all(f"{name}: {note}" in said for name in VOCABULARY), said
 
 
-def check(source: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor], stored: int, rows: int) -> None:
+def check(
+    source: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor], stored: int, rows: int
+) -> None:
     """Masters and both moments: equal in all rows that both sides have, zero in the rest."""
     assert source.keys() == found.keys() and len(found) == 3 * (2 * 6 + 3)
     common = min(stored, rows)
@@ -45,15 +81,21 @@ def check(source: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor], store
             assert torch.equal(want, have), (name, key)
             continue
         assert (len(want), len(have)) == (stored, rows)
-        assert torch.equal(want[:common], have[:common]) and want[:common].count_nonzero(), (name, key)
+        assert torch.equal(want[:common], have[:common]) and want[:common].count_nonzero(), (
+            name,
+            key,
+        )
         assert not have[common:].count_nonzero(), (name, key)
 
 
 def test_a_size_that_divides_is_kept(ranks: RankPool, tmp_path: Path) -> None:
     """With the flag too: nothing is resized that need not be, and nothing is said."""
     source = ranks.run(1, STATES, argv(mesh(1, 1), "--save", str(tmp_path)), train=True)[0]["full"]
-    found = ranks.run(2, STATES, argv(mesh(2, 1), "--load", str(tmp_path), "--universal-checkpoint",
-                                      "--allow-vocab-resize"))
+    found = ranks.run(
+        2,
+        STATES,
+        argv(mesh(2, 1), "--load", str(tmp_path), "--universal-checkpoint", "--allow-vocab-resize"),
+    )
     assert len(source[VOCABULARY[0], "fp32"]) == 384
     check(source, found[0]["full"], 384, 384)
     assert "resized" not in found[-1]["said"]

@@ -1,8 +1,10 @@
-"""Conversions killed at random moments: the output is whole or not there, and the next conversion succeeds.
+"""Conversions killed at random moments: the output is whole or not there, and the next conversion
+succeeds.
 
     python -m tests.reshard.killed SOURCE FOLDER --trials 10 --seed 1
 
-Prints a line of JSON for each trial. The package is imported once: every conversion is a fork of this process.
+Prints a line of JSON for each trial. The package is imported once: every conversion is a fork of
+this process.
 """
 
 import argparse
@@ -16,16 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import convert as module  # imported before the fork, as are torch and the rest
+from megatron_ucp.reshard import (
+    convert as module,
+)  # imported before the fork, as are torch and the rest
 
-TARGETS = [("native", ucp.Mesh(dp=4, zero=3)), ("universal", None), ("native", ucp.Mesh(dp=1, zero=1))]
+TARGETS = [
+    ("native", ucp.Mesh(dp=4, zero=3)),
+    ("universal", None),
+    ("native", ucp.Mesh(dp=1, zero=1)),
+]
 
 
 WRITE_PT = module.write_pt
 
 
 def slowly(*args: Any, **kwargs: Any) -> None:
-    """A disk that takes its time: without it most kills of so small a conversion fall before its first file or after its last."""
+    """A disk that takes its time: without it most kills of so small a conversion fall before its
+    first file or after its last."""
     time.sleep(0.01)
     WRITE_PT(*args, **kwargs)
     time.sleep(0.01)
@@ -72,11 +81,21 @@ def main() -> None:
         os.kill(pid, signal.SIGKILL)
         killed = finish(pid) == -signal.SIGKILL
         there, left = output.exists(), (args.folder / f".trial{trial}.saving").exists()
-        equal = not there or (ucp.diff(args.source, output) == [] and ucp.verify(output, deep=True).findings == ())
+        equal = not there or (
+            ucp.diff(args.source, output) == [] and ucp.verify(output, deep=True).findings == ()
+        )
         again = True
         if not there:
-            again = finish(start(args.source, output, trial)) == 0 and ucp.diff(args.source, output) == []
-        print(json.dumps({"killed": killed, "there": there, "left": left, "equal": equal, "again": again}), flush=True)
+            again = (
+                finish(start(args.source, output, trial)) == 0
+                and ucp.diff(args.source, output) == []
+            )
+        print(
+            json.dumps(
+                {"killed": killed, "there": there, "left": left, "equal": equal, "again": again}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ from typing import Any
 from unittest import mock
 
 import megatron_ucp as ucp
-from megatron_ucp.engines import load as loading
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.engines.deepspeed import load as loading
+from megatron_ucp.formats.pt.reader import PtFile
 from tests.engines.convert_jobs import close, make
 
 
 def reads(setup: Any, folder: str, checksums: bool = False) -> dict[str, Any]:
-    """Bytes by file, number of copies and bytes of filled memory of one load; what its report says."""
+    """Bytes by file, number of copies and bytes of filled memory of one load; what its report
+    says."""
     engine, files, out = make(setup, attach=True), Counter[str](), {}
     execute, one, many = loading.execute, PtFile.read_into, PtFile.read_rows_into
 
@@ -20,12 +21,16 @@ def reads(setup: Any, folder: str, checksums: bool = False) -> dict[str, Any]:
         files[Path(self.path).relative_to(folder).as_posix()] += len(into)
         return one(self, record, offset_bytes, into)
 
-    def read_rows_into(self: PtFile, record: Any, starts: range, row_bytes: int, into: memoryview, places: range) -> Any:
+    def read_rows_into(
+        self: PtFile, record: Any, starts: range, row_bytes: int, into: memoryview, places: range
+    ) -> Any:
         files[Path(self.path).relative_to(folder).as_posix()] += len(starts) * row_bytes
         return many(self, record, starts, row_bytes, into, places)
 
     def counted(plan: Any, locate: Any, target: Any, **options: Any) -> Any:
-        out.update(copies=len(plan.ops), state_bytes=sum(target(slot).nbytes for slot, _ in plan.wants))
+        out.update(
+            copies=len(plan.ops), state_bytes=sum(target(slot).nbytes for slot, _ in plan.wants)
+        )
         with mock.patch.multiple(PtFile, read_into=read_into, read_rows_into=read_rows_into):
             return execute(plan, locate, target, **options)
 

@@ -15,18 +15,29 @@ pytestmark = pytest.mark.ranks
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "megatron_ucp.cli", *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ucp.cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
-@pytest.mark.parametrize(("dp", "zero", "engine"), [(2, 0, "zero0"), (2, 1, "zero12"), (4, 3, "zero3")])
-def test_inspect(sources: Sources, capsys: pytest.CaptureFixture[str], dp: int, zero: int, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("dp", "zero", "engine"), [(2, 0, "zero0"), (2, 1, "zero12"), (4, 3, "zero3")]
+)
+def test_inspect(
+    sources: Sources, capsys: pytest.CaptureFixture[str], dp: int, zero: int, engine: str
+) -> None:
     folder = sources.get(dp, Setup(zero, "bf16"))
     assert main(["inspect", folder, "--tag", "trained", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["engine"], found["global_steps"], found["manifest"]) == (engine, 3, True)
     assert found["mesh"] == f"tp=1,pp=1,dp={dp},zero={zero}"
     rows = {row["name"]: row for row in found["table"]}
-    assert rows["embed.weight"]["also"] == "head.weight" and rows["frozen.weight"]["kind"] == "frozen"
+    assert (
+        rows["embed.weight"]["also"] == "head.weight" and rows["frozen.weight"]["kind"] == "frozen"
+    )
     assert rows["up.weight"]["states"].split() == ["fp32", "exp_avg", "exp_avg_sq"]
     assert found["groups"][1]["weight_decay"] == 0.0
     assert main(["inspect", folder]) == 0
@@ -34,7 +45,9 @@ def test_inspect(sources: Sources, capsys: pytest.CaptureFixture[str], dp: int, 
     assert "group 1" in text and "up.weight" in text and "13x7" in text
 
 
-def test_inspect_of_a_stock_checkpoint(sources: Sources, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_stock_checkpoint(
+    sources: Sources, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = sources.get(2, Setup(0, "bf16"), attach=False, more=0)
     assert main(["inspect", str(Path(folder) / "trained"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -42,21 +55,34 @@ def test_inspect_of_a_stock_checkpoint(sources: Sources, capsys: pytest.CaptureF
 
 
 def test_inspect_imports_no_torch_and_no_deepspeed(sources: Sources) -> None:
-    code = ("import sys; from megatron_ucp.cli import main; main(['inspect', sys.argv[1]]);"
-            "print([m for m in ('torch', 'deepspeed', 'numpy') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code, sources.get(2, PLAIN)], capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys; from megatron_ucp.cli import main; main(['inspect', sys.argv[1]]);"
+        "print([m for m in ('torch', 'deepspeed', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, sources.get(2, PLAIN)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
-def test_diff_across_meshes(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_across_meshes(
+    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = sources.get(2, PLAIN)
-    sources.ranks.run(4, "tests.engines.jobs:reshard", Setup(3, "bf16", seed=9), folder, str(tmp_path))
+    sources.ranks.run(
+        4, "tests.engines.jobs:reshard", Setup(3, "bf16", seed=9), folder, str(tmp_path)
+    )
     one, other = str(Path(folder) / "trained"), str(tmp_path / "again")
     assert main(["diff", one, other]) == 0
     assert capsys.readouterr().out == "equal\n"
     assert main(["diff", one, str(Path(folder) / "filled"), "--limit", "2"]) == 1
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 4 and "elements, the first is 0" in out[0] and out[-1].endswith("differences")
+    assert (
+        len(out) == 4 and "elements, the first is 0" in out[0] and out[-1].endswith("differences")
+    )
     assert main(["diff", one, str(Path(folder) / "filled"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {"up.weight", "gain"} <= {d["parameter"] for d in found}
@@ -64,7 +90,12 @@ def test_diff_across_meshes(sources: Sources, tmp_path: Path, capsys: pytest.Cap
 
 def test_wrong_input_exits_with_2_and_says_what_to_do(sources: Sources, tmp_path: Path) -> None:
     done = run("inspect", str(tmp_path / "nowhere"))
-    assert done.returncode == 2 and done.stdout == "" and "what to do" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and "what to do" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     done = run("diff", str(tmp_path), str(tmp_path), "--json")
     assert done.returncode == 2 and json.loads(done.stdout)["error"] == "NotFoundError"
     assert run("frobnicate").returncode == 2

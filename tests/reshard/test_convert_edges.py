@@ -1,4 +1,5 @@
-"""What a user of DeepSpeed may do to a conversion: odd targets, odd values in the files, odd places for the output."""
+"""What a user of DeepSpeed may do to a conversion: odd targets, odd values in the files, odd places
+for the output."""
 
 import contextlib
 import fcntl
@@ -20,15 +21,27 @@ import megatron_ucp as ucp
 from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec, from_json, to_json
 from megatron_ucp.core.partition import Layers
-from megatron_ucp.core.target import Target, config_for
 from megatron_ucp.errors import InexactError, SaveError, StateMismatchError, UsageError
 from megatron_ucp.families.base import Sizes
-from megatron_ucp.formats import stock_info, tags
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.reshard import convert as module
 from tests.reshard import paper
 
-SHAPES: dict[str, tuple[int, ...]] = {"embed.weight": (5, 4), "up.weight": (3, 4), "gain": (1,), "warmth": ()}
-PLAIN = {"dtype": "float32", "sub_group_size": 10**9, "alignment": False, "round_robin": False, "grad_accum_fp32": False}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (5, 4),
+    "up.weight": (3, 4),
+    "gain": (1,),
+    "warmth": (),
+}
+PLAIN = {
+    "dtype": "float32",
+    "sub_group_size": 10**9,
+    "alignment": False,
+    "round_robin": False,
+    "grad_accum_fp32": False,
+}
 
 
 def target(dp: int = 2, zero: int = 1, **more: Any) -> Target:
@@ -60,15 +73,28 @@ def source(model: paper.Model, tmp_path: Path) -> Path:
     return paper.write(model, tmp_path / "source" / "step7")
 
 
-# ---------------------------------------------------------------- targets
+# ------------------------------------------------ targets
 
-def test_the_files_say_how_they_are_laid_out(model: paper.Model, source: Path, tmp_path: Path) -> None:
+
+def test_the_files_say_how_they_are_laid_out(
+    model: paper.Model, source: Path, tmp_path: Path
+) -> None:
     """Else the next conversion puts back an order that nobody permuted, or does not put it back."""
-    for number, said in enumerate(({"round_robin": True}, {"sub_group_size": 7}, {"alignment": True})):
-        there, to = tmp_path / f"there{number}", target(zero=3 if "sub_group_size" in said else 2, dp=3, **said)
+    for number, said in enumerate(
+        ({"round_robin": True}, {"sub_group_size": 7}, {"alignment": True})
+    ):
+        there, to = (
+            tmp_path / f"there{number}",
+            target(zero=3 if "sub_group_size" in said else 2, dp=3, **said),
+        )
         ucp.convert(source, there, target=to)
         whole(model, source, there, to)
-        assert Target(to.mesh).completed(paper.read(there)[next(p.name for p in there.glob("*model*"))]["ds_config"]) == to
+        assert (
+            Target(to.mesh).completed(
+                paper.read(there)[next(p.name for p in there.glob("*model*"))]["ds_config"]
+            )
+            == to
+        )
         plain = tmp_path / f"back{number}"
         ucp.convert(there, plain, target=target())
         whole(model, source, plain, target())
@@ -76,21 +102,38 @@ def test_the_files_say_how_they_are_laid_out(model: paper.Model, source: Path, t
         assert paper.differences(there, tmp_path / f"same{number}") == []
 
 
-def test_the_config_of_the_job_is_in_the_files(model: paper.Model, source: Path, tmp_path: Path) -> None:
-    config = {"zero_optimization": {"round_robin_gradients": True}, "gradient_clipping": 0.25, "mine": 1}
+def test_the_config_of_the_job_is_in_the_files(
+    model: paper.Model, source: Path, tmp_path: Path
+) -> None:
+    config = {
+        "zero_optimization": {"round_robin_gradients": True},
+        "gradient_clipping": 0.25,
+        "mine": 1,
+    }
     ucp.convert(source, tmp_path / "out", target=ucp.Mesh(dp=3, zero=2), config=config)
     files = paper.read(tmp_path / "out")
     assert files["mp_rank_00_model_states.pt"]["ds_config"] == {
-        **config, "zero_optimization": {"round_robin_gradients": True, "stage": 2}}
-    assert files["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]["clip_grad"] == 0.25
+        **config,
+        "zero_optimization": {"round_robin_gradients": True, "stage": 2},
+    }
+    assert (
+        files["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]["clip_grad"]
+        == 0.25
+    )
     ucp.convert(tmp_path / "out", tmp_path / "back", target=target())
     whole(model, source, tmp_path / "back", target())
 
 
 def test_what_else_a_config_says_stays() -> None:
-    config = {"zero_optimization": {"sub_group_size": 7, "overlap_comm": True}, "bf16": {"enabled": True}, "steps": 3}
+    config = {
+        "zero_optimization": {"sub_group_size": 7, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "steps": 3,
+    }
     assert config_for(Target(ucp.Mesh(zero=3)), config, "bfloat16") == {
-        **config, "zero_optimization": {"sub_group_size": 7, "overlap_comm": True, "stage": 3}}
+        **config,
+        "zero_optimization": {"sub_group_size": 7, "overlap_comm": True, "stage": 3},
+    }
     found = config_for(Target(ucp.Mesh(zero=1), grad_accum_fp32=True), config, "bfloat16")
     assert found["data_types"] == {"grad_accum_dtype": "fp32"} and "data_types" not in config
 
@@ -100,7 +143,9 @@ def test_a_dtype_that_a_config_leaves_open(source: Path, tmp_path: Path) -> None
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     with pytest.raises(UsageError, match="leaves the training dtype open"):
         ucp.convert(source, tmp_path / "out", target=ucp.Mesh(zero=1), config=config)
-    ucp.convert(source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), "bfloat16"), config=config)
+    ucp.convert(
+        source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), "bfloat16"), config=config
+    )
     assert list((tmp_path / "out").glob("bf16_*"))
 
 
@@ -113,7 +158,9 @@ def test_offloading_to_the_cpu_is_no_bf16_optimizer() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", None])
-def test_a_dtype_for_a_source_without_a_config(source: Path, tmp_path: Path, dtype: str | None) -> None:
+def test_a_dtype_for_a_source_without_a_config(
+    source: Path, tmp_path: Path, dtype: str | None
+) -> None:
     edited(source, lambda _, tree: tree.pop("ds_config", None))
     ucp.convert(source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), dtype))
     weight = paper.read(tmp_path / "out")["mp_rank_00_model_states.pt"]["module"]["up.weight"]
@@ -127,13 +174,19 @@ def test_another_optimizer(model: paper.Model, source: Path, tmp_path: Path) -> 
     to = target(optimizer="deepspeed.FusedAdam")  # the same states, and a step that is an int
     ucp.convert(source, tmp_path / "out", target=to)
     whole(model, source, tmp_path / "out", to)
-    entry = paper.read(tmp_path / "out")["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]
+    entry = paper.read(tmp_path / "out")["zero_pp_rank_0_mp_rank_00_optim_states.pt"][
+        "optimizer_state_dict"
+    ]
     assert type(entry["base_optimizer_state"]["state"][0]["step"]) is int
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_of_a_sequence_are_partitions_too(source: Path, tmp_path: Path, zero: int) -> None:
-    ucp.convert(source, tmp_path / "sequence", target=replace(target(), mesh=ucp.Mesh(dp=2, sp=2, zero=zero)))
+    ucp.convert(
+        source,
+        tmp_path / "sequence",
+        target=replace(target(), mesh=ucp.Mesh(dp=2, sp=2, zero=zero)),
+    )
     ucp.convert(source, tmp_path / "data", target=target(dp=4, zero=zero))
     assert paper.differences(tmp_path / "sequence", tmp_path / "data") == []
     assert ucp.verify(tmp_path / "sequence", deep=True).findings == ()
@@ -147,13 +200,20 @@ def test_low_precision_masters(tmp_path: Path, zero: int) -> None:
     def narrow(name: str, tree: dict[str, Any]) -> None:
         if "optim" in name:
             state = tree["optimizer_state_dict"]
-            state["single_partition_of_fp32_groups"] = [flat.bfloat16() for flat in state["single_partition_of_fp32_groups"]]
+            state["single_partition_of_fp32_groups"] = [
+                flat.bfloat16() for flat in state["single_partition_of_fp32_groups"]
+            ]
         else:
-            tree["module"] = {key: value.bfloat16().float() for key, value in tree["module"].items()}
+            tree["module"] = {
+                key: value.bfloat16().float() for key, value in tree["module"].items()
+            }
+
     source = edited(paper.write(model, tmp_path / "source" / "step7"), narrow)
     ucp.convert(source, tmp_path / "out", target=target(zero=zero))
     assert ucp.verify(tmp_path / "out", deep=True).findings == ()
-    assert [d for d in ucp.diff(source, tmp_path / "out") if not (zero == 0 and d.what == "fp32 dtype")] == []
+    assert [
+        d for d in ucp.diff(source, tmp_path / "out") if not (zero == 0 and d.what == "fp32 dtype")
+    ] == []
 
 
 def test_parameters_of_a_pipeline_are_balanced_without_frozen_ones(tmp_path: Path) -> None:
@@ -169,15 +229,24 @@ def test_parameters_of_a_pipeline_are_balanced_without_frozen_ones(tmp_path: Pat
     assert set(called.call_args.args[3]) == set(names)
 
 
-# ---------------------------------------------------------------- values
+# ------------------------------------------------ values
 
 CLIENT = {
-    "a view": torch.arange(12.).reshape(3, 4)[1:], "a transposed view": torch.arange(12.).reshape(3, 4).t(),
-    "expanded": torch.ones(1).expand(4), "bool": torch.tensor([[True, False], [False, False]]).t(),
-    "complex": torch.arange(4).to(torch.complex64)[::2], "empty": torch.zeros(0, 3), "0-d": torch.tensor(3),
-    "numpy": np.arange(6).reshape(2, 3), "of Fortran": np.asfortranarray(np.arange(6.).reshape(2, 3)),
-    "big-endian": np.arange(3, dtype=">i4"), "text": np.array(["ab", "c"]), "scalar": np.float64(0.1), "flag": np.bool_(True),
-    "random state": np.random.RandomState(0).get_state()}
+    "a view": torch.arange(12.0).reshape(3, 4)[1:],
+    "a transposed view": torch.arange(12.0).reshape(3, 4).t(),
+    "expanded": torch.ones(1).expand(4),
+    "bool": torch.tensor([[True, False], [False, False]]).t(),
+    "complex": torch.arange(4).to(torch.complex64)[::2],
+    "empty": torch.zeros(0, 3),
+    "0-d": torch.tensor(3),
+    "numpy": np.arange(6).reshape(2, 3),
+    "of Fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "big-endian": np.arange(3, dtype=">i4"),
+    "text": np.array(["ab", "c"]),
+    "scalar": np.float64(0.1),
+    "flag": np.bool_(True),
+    "random state": np.random.RandomState(0).get_state(),
+}
 
 
 @pytest.mark.parametrize("to", ["native", "universal"])
@@ -185,25 +254,40 @@ def test_client_state(source: Path, tmp_path: Path, to: str) -> None:
     edited(source, lambda name, tree: tree.update(mine=CLIENT) if "model" in name else None)
     before = torch.load(source / "mp_rank_00_model_states.pt", weights_only=False)["mine"]
     ucp.convert(source, tmp_path / "out", to, target())
-    ucp.convert(tmp_path / "out", tmp_path / "again", "native", target(zero=3))  # we read what we write
+    ucp.convert(
+        tmp_path / "out", tmp_path / "again", "native", target(zero=3)
+    )  # we read what we write
     for path in (tmp_path / "out", tmp_path / "again"):
-        found = torch.load(next(path.glob("*mp_rank_00_model_states.pt")), weights_only=False)["mine"]
+        found = torch.load(next(path.glob("*mp_rank_00_model_states.pt")), weights_only=False)[
+            "mine"
+        ]
         assert list(found) == list(before)
         for name, value in before.items():
-            equal = paper.same(found[name], value) if isinstance(value, torch.Tensor) else \
-                repr(found[name]) == repr(value) and getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
+            equal = (
+                paper.same(found[name], value)
+                if isinstance(value, torch.Tensor)
+                else repr(found[name]) == repr(value)
+                and getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
+            )
             assert type(found[name]) is type(value) and equal, name
 
 
 def test_a_rate_that_is_a_scalar_of_numpy(source: Path, tmp_path: Path) -> None:
     """As a schedule with np.cos leaves it."""
+
     def change(name: str, tree: dict[str, Any]) -> None:
         if "optim" in name:
-            tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0] |= {"lr": np.float64(0.1), "odd": [{}], "x": {}}
+            tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0] |= {
+                "lr": np.float64(0.1),
+                "odd": [{}],
+                "x": {},
+            }
+
     found = ucp.convert(edited(source, change), tmp_path / "out", target=target())
     assert ucp.describe(source).groups[0]["lr"] == 0.1
-    group, = paper.read(tmp_path / "out")["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"][
-        "base_optimizer_state"]["param_groups"]
+    (group,) = paper.read(tmp_path / "out")["zero_pp_rank_0_mp_rank_00_optim_states.pt"][
+        "optimizer_state_dict"
+    ]["base_optimizer_state"]["param_groups"]
     assert group == {"lr": 0.1, "weight_decay": 0.5, "params": [0]}
     assert found.notes == ("hyper-parameters that are no plain values are left out: odd, x",)
 
@@ -211,7 +295,10 @@ def test_a_rate_that_is_a_scalar_of_numpy(source: Path, tmp_path: Path) -> None:
 def family_model(family: str, sizes: Sizes) -> paper.Model:
     """All of a family's parameters, in the order of the layers, in one group."""
     shapes = {name: found.shape for name, found in paper.find_family(family).table(sizes).items()}
-    shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: paper.position(name, sizes.layers))}
+    shapes = {
+        name: shapes[name]
+        for name in sorted(shapes, key=lambda name: paper.position(name, sizes.layers))
+    }
     return replace(paper.plain_model(shapes), family=family, sizes=sizes)
 
 
@@ -219,25 +306,50 @@ def resealed(folder: Path) -> Path:
     """With a manifest that lists the files as they are now."""
     path = folder / "ucp_manifest.json"
     manifest = from_json(path.read_bytes(), str(path))
-    path.write_text(to_json(replace(manifest, files=tuple(tags.entry_of(folder / entry.name) for entry in manifest.files))))
+    path.write_text(
+        to_json(
+            replace(
+                manifest,
+                files=tuple(durable.entry_of(folder / entry.name) for entry in manifest.files),
+            )
+        )
+    )
     return folder
 
 
 def test_rates_of_several_stages_that_are_tensors(tmp_path: Path) -> None:
     """Each lies in the file of its own stage."""
     model = family_model("gpt", Sizes(2, 4, 2, 2, 2, 4, 8, 8))
-    ends = [[n for n in model.shapes if (paper.position(n, 2) < 2) == first] for first in (True, False)]
-    model = replace(model, groups=[({"lr": rate, "weight_decay": rate}, {"step": 3.0}, names)
-                                   for rate, names in zip((0.5, 0.25), ends, strict=True)])
+    ends = [
+        [n for n in model.shapes if (paper.position(n, 2) < 2) == first] for first in (True, False)
+    ]
+    model = replace(
+        model,
+        groups=[
+            ({"lr": rate, "weight_decay": rate}, {"step": 3.0}, names)
+            for rate, names in zip((0.5, 0.25), ends, strict=True)
+        ],
+    )
     source = paper.write(model, tmp_path / "source" / "step7")
     there = tmp_path / "there"
-    ucp.convert(source, there, target=Target(ucp.Mesh(pp=2, dp=1, zero=1), **{**PLAIN, "stages": (2, 3)}))
+    ucp.convert(
+        source, there, target=Target(ucp.Mesh(pp=2, dp=1, zero=1), **{**PLAIN, "stages": (2, 3)})
+    )
     manifest = (there / "ucp_manifest.json").read_text()
     rates = {"mp_rank_00_model_states.pt": 0.5, "mp_rank_01_model_states.pt": 0.25}
-    edited(there, lambda name, tree: tree.update(lr_scheduler={"_last_lr": [torch.tensor(rates[name])]}) if name in rates else None)
+    edited(
+        there,
+        lambda name, tree: (
+            tree.update(lr_scheduler={"_last_lr": [torch.tensor(rates[name])]})
+            if name in rates
+            else None
+        ),
+    )
     (there / "ucp_manifest.json").write_text(manifest)
     ucp.convert(resealed(there), tmp_path / "back", target=target(groups=tuple(map(tuple, ends))))
-    assert paper.read(tmp_path / "back")["mp_rank_00_model_states.pt"]["lr_scheduler"] == {"_last_lr": [0.5, 0.25]}
+    assert paper.read(tmp_path / "back")["mp_rank_00_model_states.pt"]["lr_scheduler"] == {
+        "_last_lr": [0.5, 0.25]
+    }
 
 
 def test_a_step_that_float32_would_round(tmp_path: Path) -> None:
@@ -247,7 +359,9 @@ def test_a_step_that_float32_would_round(tmp_path: Path) -> None:
     to = target(optimizer="torch.AdamW")
     ucp.convert(source, tmp_path / "out", target=to)
     whole(model, source, tmp_path / "out", to)
-    ucp.convert(source, tmp_path / "universal", "universal", Target(ucp.Mesh(), optimizer="torch.AdamW"))
+    ucp.convert(
+        source, tmp_path / "universal", "universal", Target(ucp.Mesh(), optimizer="torch.AdamW")
+    )
     assert ucp.diff(source, tmp_path / "universal") == []
 
 
@@ -261,7 +375,9 @@ def test_names_of_a_sequential(tmp_path: Path) -> None:
 
 
 def test_odd_names(tmp_path: Path) -> None:
-    model = paper.plain_model({"a b.weight": (3,), "ü/ñ": (2,), "x" * 3000: (2,), "..": (1,), "": (1,)})
+    model = paper.plain_model(
+        {"a b.weight": (3,), "ü/ñ": (2,), "x" * 3000: (2,), "..": (1,), "": (1,)}
+    )
     source = paper.write(model, tmp_path / "source" / "step7")
     ucp.convert(source, tmp_path / "out", target=target(zero=3))
     whole(model, source, tmp_path / "out", target(zero=3))
@@ -270,16 +386,21 @@ def test_odd_names(tmp_path: Path) -> None:
 
 
 def test_a_buffer_is_listed_first(tmp_path: Path) -> None:
-    model = paper.plain_model({"calls": (2,), **SHAPES}, kinds={"calls": "buffer"}, dtypes={"calls": "int64"})
+    model = paper.plain_model(
+        {"calls": (2,), **SHAPES}, kinds={"calls": "buffer"}, dtypes={"calls": "int64"}
+    )
     source = paper.write(model, tmp_path / "source" / "step7")
     ucp.convert(source, tmp_path / "universal", "universal")
     assert {spec.name: spec.dtype for spec in ucp.describe(tmp_path / "universal").params} == {
-        "calls": "int64", **dict.fromkeys(SHAPES, "float32")}
+        "calls": "int64",
+        **dict.fromkeys(SHAPES, "float32"),
+    }
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_frozen_parameters_of_no_and_of_one_element(tmp_path: Path, zero: int) -> None:
-    """And parameters without dims, which ZeRO-3 files show as empty in the module: `param_shapes` knows better."""
+    """And parameters without dims, which ZeRO-3 files show as empty in the module: `param_shapes`
+    knows better."""
     odd: dict[str, tuple[int, ...]] = {"none": (0, 3), "point": (), "one": (1,)}
     model = paper.plain_model({**SHAPES, **odd}, kinds=dict.fromkeys(odd, "frozen"))
     source = paper.write(model, tmp_path / "source" / "step7")
@@ -290,55 +411,105 @@ def test_frozen_parameters_of_no_and_of_one_element(tmp_path: Path, zero: int) -
         assert ucp.diff(source, tmp_path / "out") == []
 
 
-# ---------------------------------------------------------------- how stock's own converter cuts
+# ------------------------------------------------ how stock's own converter cuts
+
 
 def test_stocks_patterns_are_those_of_the_target(tmp_path: Path) -> None:
-    """The source's are for its own mesh and names; without the right ones stock's converter cuts everything on dim 0."""
+    """The source's are for its own mesh and names; without the right ones stock's converter cuts
+    everything on dim 0."""
     from deepspeed.checkpoint import ds_to_universal
-    model = family_model("llama", Sizes(2, 8, 4, 2, 2, 8, 12, 12, biases=False, norm_biases=False, gated=True, tied=True))
+
+    model = family_model(
+        "llama",
+        Sizes(2, 8, 4, 2, 2, 8, 12, 12, biases=False, norm_biases=False, gated=True, tied=True),
+    )
     stale = {"universal_checkpoint_version": 0.2, "affine_map": {"version": 1, "params": {}}}
     source = paper.write(model, tmp_path / "source" / "step7", universal_checkpoint_info=stale)
     for pp in (1, 2):
         native, output = tmp_path / f"native{pp}", tmp_path / f"stock{pp}"
-        to = Target(ucp.Mesh(tp=2, pp=pp, dp=2, zero=1), **{**PLAIN, "stages": (2, 3) if pp == 2 else None})
+        to = Target(
+            ucp.Mesh(tp=2, pp=pp, dp=2, zero=1), **{**PLAIN, "stages": (2, 3) if pp == 2 else None}
+        )
         ucp.convert(source, native, target=to)
-        command = ["x", "--input_folder", str(native), "--output_folder", str(output), "--num_extract_workers", "1",
-                   "--num_merge_workers", "1"]
+        command = [
+            "x",
+            "--input_folder",
+            str(native),
+            "--output_folder",
+            str(output),
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+        ]
         with mock.patch.object(sys, "argv", command):
             ds_to_universal.main(ds_to_universal.parse_arguments())
         for name in model.shapes:
             for state in ("fp32", "exp_avg", "exp_avg_sq"):
-                found = torch.load(output / "zero" / paper.named(model, name, pp == 2) / f"{state}.pt", weights_only=False)
-                assert paper.same(found["param"] if isinstance(found, dict) else found, model.truth(name, state)), (name, state)
+                found = torch.load(
+                    output / "zero" / paper.named(model, name, pp == 2) / f"{state}.pt",
+                    weights_only=False,
+                )
+                assert paper.same(
+                    found["param"] if isinstance(found, dict) else found, model.truth(name, state)
+                ), (name, state)
 
 
 def test_patterns_say_what_they_are_read_as() -> None:
-    layouts = {"h.0.row.weight": Shard("tp", 1), "h.0.rows.weight": Shard("tp", 0), "h.1.halves": ShardNC("tp", 0, (4, 4)),
-               "h.1.uneven": ShardNC("tp", 0, (8, 4, 4)), "norm": Replicate(), "mine": Partial("tp"),
-               "h.1.row.weight": Shard("tp", 0)}
-    specs = [ParamSpec(name, (16 if "uneven" in name else 8, 4), "float32", layout=layout) for name, layout in layouts.items()]
-    for chosen in (specs, specs[:-1]):  # the last one is cut in another way than the same one of another layer
+    layouts = {
+        "h.0.row.weight": Shard("tp", 1),
+        "h.0.rows.weight": Shard("tp", 0),
+        "h.1.halves": ShardNC("tp", 0, (4, 4)),
+        "h.1.uneven": ShardNC("tp", 0, (8, 4, 4)),
+        "norm": Replicate(),
+        "mine": Partial("tp"),
+        "h.1.row.weight": Shard("tp", 0),
+    }
+    specs = [
+        ParamSpec(name, (16 if "uneven" in name else 8, 4), "float32", layout=layout)
+        for name, layout in layouts.items()
+    ]
+    for chosen in (
+        specs,
+        specs[:-1],
+    ):  # the last one is cut in another way than the same one of another layer
         info = stock_info.patterns_of(chosen, lambda name: name)
         for spec in chosen:
             local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (2, 0)})
             found = stock_info.declared(info, spec.name, local, 2, "file")
             assert (found.shape, found.layout) == (spec.shape, spec.layout)
-    assert stock_info.patterns_of([ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))], str) == {}
+    assert (
+        stock_info.patterns_of(
+            [ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))], str
+        )
+        == {}
+    )
 
 
-# ---------------------------------------------------------------- places
+# ------------------------------------------------ places
+
 
 def test_an_output_inside_of_a_checkpoint(source: Path, tmp_path: Path) -> None:
     """Its `latest` would lead every later load of that tag into it."""
     ucp.convert(source, tmp_path / "universal", "universal")
     (tmp_path / "link").symlink_to(source)
-    for place in (source / "out", source / "deep" / "out", tmp_path / "link" / "out", tmp_path / "universal" / "out"):
+    for place in (
+        source / "out",
+        source / "deep" / "out",
+        tmp_path / "link" / "out",
+        tmp_path / "universal" / "out",
+    ):
         with pytest.raises(UsageError, match="inside of a checkpoint"):
             ucp.convert(source, place, target=target())
     with pytest.raises(UsageError, match="inside of a checkpoint"):
-        ucp.convert(tmp_path / "universal", tmp_path / "universal" / "zero" / "out", target=target())
+        ucp.convert(
+            tmp_path / "universal", tmp_path / "universal" / "zero" / "out", target=target()
+        )
     assert sorted(p.name for p in source.iterdir()) == [
-        "mp_rank_00_model_states.pt", "ucp_manifest.json", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+        "mp_rank_00_model_states.pt",
+        "ucp_manifest.json",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ]
     with pytest.raises(UsageError, match="exists"):
         ucp.convert(source, source, target=target())
 
@@ -350,7 +521,9 @@ def test_relative_paths(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ucp.convert("source/step7/", "link/out/", target=target())
     ucp.convert("source/step7", "link/../other", target=target())
     assert paper.differences(tmp_path / "real" / "out", tmp_path / "other") == []
-    assert (tmp_path / "real" / "latest").read_text() == "out" and (tmp_path / "latest").read_text() == "other"
+    assert (tmp_path / "real" / "latest").read_text() == "out" and (
+        tmp_path / "latest"
+    ).read_text() == "other"
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(UsageError, match="exists"):
         ucp.convert("source/step7", "dangling", target=target())
@@ -386,13 +559,17 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) ->
     def sync(folder: Path) -> None:
         original(folder)
         happens()
+
     monkeypatch.setattr(module, "_sync", sync)
 
 
-def test_a_save_takes_the_name_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_takes_the_name_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save() -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mp_rank_00_model_states.pt").write_text("of a run")
+
     meanwhile(monkeypatch, save)
     with pytest.raises(UsageError, match="exists"):
         ucp.convert(source, tmp_path / "out", target=target())
@@ -401,10 +578,18 @@ def test_a_save_takes_the_name_meanwhile(source: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("to", ["native", "universal"])
-def test_the_folder_is_removed_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+def test_the_folder_is_removed_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
     """As a run does that begins a save beside it."""
-    monkeypatch.setattr(module, "write_pt", lambda *a, **k: (shutil.rmtree(tmp_path / ".out.saving", ignore_errors=True),
-                                                             WRITE(*a, **k)))
+    monkeypatch.setattr(
+        module,
+        "write_pt",
+        lambda *a, **k: (
+            shutil.rmtree(tmp_path / ".out.saving", ignore_errors=True),
+            WRITE(*a, **k),
+        ),
+    )
     with pytest.raises(SaveError, match="could not be written"):
         ucp.convert(source, tmp_path / "out", to, target())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
@@ -415,11 +600,14 @@ WRITE = module.write_pt
 
 def test_pointers(source: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
-    note, = ucp.convert(source, tmp_path / "v1.2-rc.3", target=target()).notes
-    assert note.endswith("load with tag=v1.2-rc.3") and (tmp_path / "latest").read_bytes() == b"\xff\xfe"
+    (note,) = ucp.convert(source, tmp_path / "v1.2-rc.3", target=target()).notes
+    assert (
+        note.endswith("load with tag=v1.2-rc.3")
+        and (tmp_path / "latest").read_bytes() == b"\xff\xfe"
+    )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "latest_universal").mkdir()  # can't be replaced by a file
-    note, = ucp.convert(source, tmp_path / "other" / "out", "universal").notes
+    (note,) = ucp.convert(source, tmp_path / "other" / "out", "universal").notes
     assert "could not be written" in note and ucp.diff(source, tmp_path / "other" / "out") == []
 
 
@@ -435,11 +623,14 @@ def test_the_kept_tags_of_a_run_do_not_count_a_conversion(source: Path, tmp_path
 
 def test_many_frozen_parameters_take_no_longer_each(tmp_path: Path) -> None:
     """An adapter on a large model: the place of each is looked up and not searched for."""
-    from megatron_ucp.formats.native_writer import NativeWriter
+    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
+
     odd = {f"base.{number}.weight": (1,) for number in range(100)}
     model = paper.plain_model({**SHAPES, **odd}, kinds=dict.fromkeys(odd, "frozen"))
     source = paper.write(model, tmp_path / "source" / "step7")
-    with mock.patch.object(NativeWriter, "_values", autospec=True, side_effect=NativeWriter._values) as called:
+    with mock.patch.object(
+        NativeWriter, "_values", autospec=True, side_effect=NativeWriter._values
+    ) as called:
         ucp.convert(source, tmp_path / "out", target=target())
     assert 0 < called.call_count < 10
     whole(model, source, tmp_path / "out", target())

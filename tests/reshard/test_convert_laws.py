@@ -1,7 +1,9 @@
-"""Conversions of random models between random meshes: every file put together by plain torch, and the laws.
+"""Conversions of random models between random meshes: every file put together by plain torch, and
+the laws.
 
-A conversion is right where its files hold the truth bit by bit (`paper.problems`, which shares no code with the package). A->B->A
-is the identity, A->B->C is A->C, A->universal->B is A->B, file by file.
+A conversion is right where its files hold the truth bit by bit (`paper.problems`, which shares no
+code with the package). A->B->A is the identity, A->B->C is A->C, A->universal->B is A->B, file by
+file.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.target import Target
+from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import convert as module
 from tests.reshard import paper
 
@@ -22,12 +24,19 @@ CASES = [*range(14), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 
 
 def digest(folder: Path) -> str:
-    return hashlib.sha256(b"".join(p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file())
+    ).hexdigest()
 
 
 def orders(dice: random.Random, model: paper.Model, targets: list[Target]) -> list[Target]:
-    """A pipeline does not keep the order of groups that a stage lacks: there each target is told."""
-    complete = all(len(groups) == len(model.groups) for target in targets for groups in paper.expected_groups(model, target))
+    """A pipeline does not keep the order of groups that a stage lacks: there each target is
+    told."""
+    complete = all(
+        len(groups) == len(model.groups)
+        for target in targets
+        for groups in paper.expected_groups(model, target)
+    )
     if complete and dice.random() < 0.6:
         return targets
     names = [list(names) for _, _, names in model.groups]
@@ -42,7 +51,9 @@ def test_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Non
     dice = random.Random(seed)
     model = paper.random_model(dice)
     a, b, c = orders(dice, model, [paper.random_target(dice, model) for _ in range(3)])
-    monkeypatch.setattr(module, "WINDOW_BYTES", dice.choice([16, 64, 2**21]))  # where windows begin and end is no matter
+    monkeypatch.setattr(
+        module, "WINDOW_BYTES", dice.choice([16, 64, 2**21])
+    )  # where windows begin and end is no matter
     first = paper.write(model, tmp_path / "first" / "step7")
 
     def to(source: Path, target: Target, name: str) -> Path:
@@ -54,6 +65,7 @@ def test_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Non
         assert ucp.verify(folder, deep=True).findings == ()
         assert [d for d in ucp.diff(first, folder) if "dtype" not in d.what] == []
         return folder
+
     there = to(first, a, "a")
     other = to(there, b, "b")
     assert paper.differences(to(other, a, "back"), there) == []
@@ -64,21 +76,33 @@ def test_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Non
     assert paper.differences(to(universal, b, "from_universal"), other) == []
 
 
-# ---------------------------------------------------------------- negative controls
+# ------------------------------------------------ negative controls
+
 
 def shaped(dice: random.Random) -> tuple[paper.Model, Target]:
-    """A LLaMA with two groups of keys and values, on one rank without ZeRO in bf16: every tensor has its own shape."""
+    """A LLaMA with two groups of keys and values, on one rank without ZeRO in bf16: every tensor
+    has its own shape."""
     while True:
         model = paper.random_model(dice)
-        if (model.family, model.sizes.groups, model.dtype, model.optimizer) == ("llama", 2, "bfloat16", "torch.AdamW") and \
-                model.states and "frozen" not in model.kinds.values():
-            return model, Target(ucp.Mesh(), "bfloat16", None, None, None, 10**9, False, False, False)
+        if (
+            (model.family, model.sizes.groups, model.dtype, model.optimizer)
+            == ("llama", 2, "bfloat16", "torch.AdamW")
+            and model.states
+            and "frozen" not in model.kinds.values()
+        ):
+            return model, Target(
+                ucp.Mesh(), "bfloat16", None, None, None, 10**9, False, False, False
+            )
 
 
 def master(files: dict[str, Any], model: paper.Model, name: str) -> torch.Tensor:
     """The fp32 master of a parameter, as it lies in the file."""
     order = [n for _, _, names in model.groups for n in names]
-    flat = [tensor for group in files["mp_rank_00_model_states.pt"]["optimizer"]["fp32_groups"] for tensor in group]
+    flat = [
+        tensor
+        for group in files["mp_rank_00_model_states.pt"]["optimizer"]["fp32_groups"]
+        for tensor in group
+    ]
     return flat[order.index(name)]
 
 
@@ -102,15 +126,21 @@ def two_moments(files: dict[str, Any], model: paper.Model) -> None:
 
 
 def a_step(files: dict[str, Any], model: paper.Model) -> None:
-    files["mp_rank_00_model_states.pt"]["optimizer"]["optimizer_state_dict"]["state"][0]["step"] += 1
+    files["mp_rank_00_model_states.pt"]["optimizer"]["optimizer_state_dict"]["state"][0][
+        "step"
+    ] += 1
 
 
 def a_weight_decay(files: dict[str, Any], model: paper.Model) -> None:
-    files["mp_rank_00_model_states.pt"]["optimizer"]["optimizer_state_dict"]["param_groups"][0]["weight_decay"] += 0.5
+    files["mp_rank_00_model_states.pt"]["optimizer"]["optimizer_state_dict"]["param_groups"][0][
+        "weight_decay"
+    ] += 0.5
 
 
 def a_weight(files: dict[str, Any], model: paper.Model) -> None:
-    files["mp_rank_00_model_states.pt"]["module"]["decoder.final_layernorm.weight"].view(torch.int16)[0] ^= 1
+    files["mp_rank_00_model_states.pt"]["module"]["decoder.final_layernorm.weight"].view(
+        torch.int16
+    )[0] ^= 1
 
 
 FAULTS = [one_bit, gate_and_up, two_groups_of_keys, two_moments, a_step, a_weight_decay, a_weight]

@@ -1,4 +1,5 @@
-"""Column cuts of a file's tensor, read straight into the target or through staging: the same bytes, and no others."""
+"""Column cuts of a file's tensor, read straight into the target or through staging: the same bytes,
+and no others."""
 
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import torch
 from megatron_ucp.core.box import Box
 from megatron_ucp.core.plan import Cast, Copy, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UsageError
-from megatron_ucp.formats import pt_file
 from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.pt import reader as pt_file
+from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard import execute
 
 ROWS, COLUMNS = 96, 512  # large enough to be read row by row
@@ -32,23 +33,39 @@ def where_of(file: PtFile) -> Where:
     return Where(file, file.record(file.tree.storage), 0, ROWS * COLUMNS, "float32")  # type: ignore[attr-defined]
 
 
-def plan_of(shape: tuple[int, ...], source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]],
-            kind: type[Copy] = Copy) -> Plan:
+def plan_of(
+    shape: tuple[int, ...],
+    source: tuple[int, tuple[int, ...]],
+    target: tuple[int, tuple[int, ...]],
+    kind: type[Copy] = Copy,
+) -> Plan:
     box = Box((0,) * len(shape), shape)
-    return Plan(((TARGET, "master"),), (kind(Side(SOURCE, *source), Side(TARGET, *target), shape, 0, box),), ())
+    return Plan(
+        ((TARGET, "master"),),
+        (kind(Side(SOURCE, *source), Side(TARGET, *target), shape, 0, box),),
+        (),
+    )
 
 
-@pytest.mark.parametrize(("low", "high", "pitch"), [(0, 256, 256), (128, 512, 384), (5, 6, 1), (100, 300, 512)])
-def test_columns_straight_into_the_target(file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, low: int, high: int,
-                                          pitch: int) -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "pitch"), [(0, 256, 256), (128, 512, 384), (5, 6, 1), (100, 300, 512)]
+)
+def test_columns_straight_into_the_target(
+    file: Path,
+    tensor: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    low: int,
+    high: int,
+    pitch: int,
+) -> None:
     monkeypatch.setattr(execute, "_through_staging", None)  # not this way
     out = torch.zeros(ROWS * pitch + 3)
     with PtFile(file) as opened:
         plan = plan_of((ROWS, high - low), (low, (COLUMNS, 1)), (3, (pitch, 1)))
         counts = execute.execute(plan, lambda _: where_of(opened), lambda _: out)
     filled = out[3:].view(ROWS, pitch)
-    assert torch.equal(filled[:, :high - low], tensor[:, low:high])
-    assert not out[:3].any() and not filled[:, high - low:].any()
+    assert torch.equal(filled[:, : high - low], tensor[:, low:high])
+    assert not out[:3].any() and not filled[:, high - low :].any()
     assert counts.read_bytes == counts.unsummed_bytes == ROWS * (high - low) * 4 and not counts.runs
 
 
@@ -63,7 +80,9 @@ def test_three_dims(file: Path, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("staging_bytes", [256, 2**20])
-def test_a_cast_goes_through_staging(file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, staging_bytes: int) -> None:
+def test_a_cast_goes_through_staging(
+    file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
+) -> None:
     monkeypatch.setattr(execute, "STAGING_BYTES", staging_bytes)
     out = torch.zeros(ROWS * 256, dtype=torch.float64)
     with PtFile(file) as opened:
@@ -76,8 +95,12 @@ def test_rows_outside_of_record_or_target(file: Path) -> None:
     with PtFile(file) as opened:
         record, memory = where_of(opened).record, memoryview(bytearray(64))
         end = record.size_bytes
-        for starts, places in ((range(end - 24, end, 16), range(0, 32, 16)), (range(-4, 28, 16), range(0, 32, 16)),
-                               (range(0, 32, 16), range(44, 76, 16)), (range(0, 32, 16), range(-4, 28, 16))):
+        for starts, places in (
+            (range(end - 24, end, 16), range(0, 32, 16)),
+            (range(-4, 28, 16), range(0, 32, 16)),
+            (range(0, 32, 16), range(44, 76, 16)),
+            (range(0, 32, 16), range(-4, 28, 16)),
+        ):
             with pytest.raises(UsageError, match="row lies outside"):
                 opened.read_rows_into(record, starts, 16, memory, places)
 
@@ -88,14 +111,22 @@ def test_rows_of_a_file_that_was_cut_short(file: Path) -> None:
         with file.open("r+b") as raw:
             raw.truncate(record.offset_bytes + 24)
         with pytest.raises(DamagedFileError, match="truncated"):
-            opened.read_rows_into(record, range(0, 32, 16), 16, memoryview(bytearray(32)), range(0, 32, 16))
+            opened.read_rows_into(
+                record, range(0, 32, 16), 16, memoryview(bytearray(32)), range(0, 32, 16)
+            )
 
 
-def test_short_counts_are_continued(file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_counts_are_continued(
+    file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = pt_file.os.preadv
     monkeypatch.setattr(pt_file.os, "preadv", lambda fd, into, at: whole(fd, [into[0][:5]], at))
     memory = bytearray(32)
     with PtFile(file) as opened:
-        opened.read_rows_into(where_of(opened).record, range(0, 80, 40), 16, memoryview(memory), range(16, -16, -16))
+        opened.read_rows_into(
+            where_of(opened).record, range(0, 80, 40), 16, memoryview(memory), range(16, -16, -16)
+        )
     flat = tensor.view(-1)
-    assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), torch.cat([flat[10:14], flat[:4]]))
+    assert torch.equal(
+        torch.frombuffer(memory, dtype=torch.float32), torch.cat([flat[10:14], flat[:4]])
+    )

@@ -1,4 +1,5 @@
-"""The command line itself: names of options, exit codes, JSON, pipes, Ctrl-C, and text from foreign files."""
+"""The command line itself: names of options, exit codes, JSON, pipes, Ctrl-C, and text from foreign
+files."""
 
 import argparse
 import json
@@ -25,42 +26,90 @@ def small(tmp_path: Path) -> Path:
     """A stage-0 checkpoint of stock DeepSpeed with a name that a terminal would obey."""
     folder = tmp_path / "small"
     folder.mkdir()
-    torch.save({"module": OrderedDict({NAME: torch.ones(3), "bias": torch.ones(2)}), "buffer_names": [], "dp_world_size": 1,
-                "mp_world_size": 1, "global_steps": 4, "skipped_steps": 0, "optimizer": None},
-               folder / "mp_rank_00_model_states.pt")
+    torch.save(
+        {
+            "module": OrderedDict({NAME: torch.ones(3), "bias": torch.ones(2)}),
+            "buffer_names": [],
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "global_steps": 4,
+            "skipped_steps": 0,
+            "optimizer": None,
+        },
+        folder / "mp_rank_00_model_states.pt",
+    )
     return folder
 
 
 def run(*words: str, code: str = "") -> "subprocess.Popen[str]":
-    start = ["-m", "megatron_ucp.cli"] if not code else ["-c", f"{code}\nimport sys\nfrom megatron_ucp.cli import main\n"
-                                                         "sys.exit(main(sys.argv[1:]))"]
-    return subprocess.Popen([sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    start = (
+        ["-m", "megatron_ucp.cli"]
+        if not code
+        else [
+            "-c",
+            f"{code}\nimport sys\nfrom megatron_ucp.cli import main\nsys.exit(main(sys.argv[1:]))",
+        ]
+    )
+    return subprocess.Popen(
+        [sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_underscores_are_dashes_in_names_of_options(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_underscores_are_dashes_in_names_of_options(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(small), "--no-table"]) == 0
     dashes = capsys.readouterr().out
     assert main(["inspect", str(small), "--no_table"]) == 0
     assert capsys.readouterr().out == dashes and "bias" not in dashes
-    assert cli._dashed(["a_b", "--c_d", "--e_f=g_h", "-i_j", "--", "--k_l"]) == ["a_b", "--c-d", "--e-f=g_h", "-i_j", "--", "--k_l"]
+    assert cli._dashed(["a_b", "--c_d", "--e_f=g_h", "-i_j", "--", "--k_l"]) == [
+        "a_b",
+        "--c-d",
+        "--e-f=g_h",
+        "-i_j",
+        "--",
+        "--k_l",
+    ]
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_option_has_dashes_and_every_verb_json(verb: str) -> None:
     """What only has underscores could not be given at all."""
-    choices = next(action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    choices = next(
+        action.choices
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     actions = choices[verb]._actions
     assert "--json" in [option for action in actions for option in action.option_strings]
     for action in actions:
-        assert not action.option_strings or any("_" not in option for option in action.option_strings), action.option_strings
+        assert not action.option_strings or any(
+            "_" not in option for option in action.option_strings
+        ), action.option_strings
 
 
-@pytest.mark.parametrize("words", [["inspect"], ["frobnicate"], [], ["inspect", "a", "b"], ["diff", "a"],
-                                   ["verify", "a", "--no-such"], ["inspect", "a", "--tag"]])
-def test_wrong_usage_is_an_error_like_any_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect"],
+        ["frobnicate"],
+        [],
+        ["inspect", "a", "b"],
+        ["diff", "a"],
+        ["verify", "a", "--no-such"],
+        ["inspect", "a", "--tag"],
+    ],
+)
+def test_wrong_usage_is_an_error_like_any_other(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("megatron-ucp: ") and "what to do: see `megatron-ucp" in told.err
+    assert (
+        told.out == ""
+        and told.err.startswith("megatron-ucp: ")
+        and "what to do: see `megatron-ucp" in told.err
+    )
     assert main([*words, "--json"]) == 2
     told = capsys.readouterr()
     assert told.err == "" and json.loads(told.out)["error"] == "UsageError"
@@ -73,17 +122,28 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "diff"])
-def test_a_path_that_is_not_there(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [verb, str(tmp_path / "nowhere"), *([str(tmp_path / "out")] if verb == "convert" else [])]
+def test_a_path_that_is_not_there(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        verb,
+        str(tmp_path / "nowhere"),
+        *([str(tmp_path / "out")] if verb == "convert" else []),
+    ]
     assert main([*words, "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
     assert "error" in told and "what_to_do" in told
 
 
-def test_names_of_files_can_not_command_a_terminal(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_files_can_not_command_a_terminal(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(small)]) == 0
     told = capsys.readouterr().out
-    assert not set("\x1b\x07\u202e\ud800") & set(told) and r"layer.\x1b]0;owned\x07\u202eweight\ud800" in told
+    assert (
+        not set("\x1b\x07\u202e\ud800") & set(told)
+        and r"layer.\x1b]0;owned\x07\u202eweight\ud800" in told
+    )
     assert main(["inspect", str(small), "--json"]) == 0
     assert NAME in [row["name"] for row in json.loads(capsys.readouterr().out)["table"]]
 
@@ -97,9 +157,15 @@ def test_a_reader_that_goes_away_is_no_error_message(small: Path) -> None:
 
 def test_ctrl_c_ends_with_130_and_leaves_nothing(small: Path) -> None:
     before = sorted(path.name for path in small.iterdir())
-    process = run("verify", "--deep", str(small), code=(
-        "import os, signal\nfrom megatron_ucp.formats.pt_file import PtFile\n"
-        "PtFile.check = PtFile.read_into = lambda *_: os.kill(os.getpid(), signal.SIGINT)"))
+    process = run(
+        "verify",
+        "--deep",
+        str(small),
+        code=(
+            "import os, signal\nfrom megatron_ucp.formats.pt.reader import PtFile\n"
+            "PtFile.check = PtFile.read_into = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+        ),
+    )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == "" and err == "megatron-ucp: interrupted\n"
     assert sorted(path.name for path in small.iterdir()) == before
@@ -111,8 +177,9 @@ def test_what_the_system_refuses_is_named(small: Path, capsys: pytest.CaptureFix
     assert "File name too long" in told and "what to do" in told and len(told) < 1000
 
 
-def test_inspect_believes_a_manifest_of_files_that_are_there(sources: Sources, tmp_path: Path,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_believes_a_manifest_of_files_that_are_there(
+    sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It opens none of them, so that it takes no longer on thousands of ranks; `verify` does."""
     folder, model = tmp_path / "copy", "mp_rank_00_model_states.pt"
     shutil.copytree(Path(sources.get(2, PLAIN)) / "trained", folder)
@@ -120,12 +187,20 @@ def test_inspect_believes_a_manifest_of_files_that_are_there(sources: Sources, t
     told = json.loads(capsys.readouterr().out)
     assert told["states"]["weights"]["dtypes"] == ["bfloat16", "float32", "int64"]
     assert told["states"]["fp32"]["dtypes"] == ["float32"]
-    assert told["states"]["exp_avg"]["bytes"] == told["states"]["fp32"]["bytes"] == 4 * sum(
-        _elems(row["shape"]) for row in told["table"] if row["kind"] == "trainable")
-    assert told["file_bytes"] == sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".pt", ".safetensors"))
+    assert (
+        told["states"]["exp_avg"]["bytes"]
+        == told["states"]["fp32"]["bytes"]
+        == 4 * sum(_elems(row["shape"]) for row in told["table"] if row["kind"] == "trainable")
+    )
+    assert told["file_bytes"] == sum(
+        path.stat().st_size for path in folder.iterdir() if path.suffix in (".pt", ".safetensors")
+    )
     size = (folder / model).stat().st_size
     (folder / model).write_bytes(bytes(size))
-    assert main(["inspect", str(folder), "--json"]) == 0 and json.loads(capsys.readouterr().out) == told
+    assert (
+        main(["inspect", str(folder), "--json"]) == 0
+        and json.loads(capsys.readouterr().out) == told
+    )
     assert main(["verify", str(folder)]) == 1
     os.truncate(folder / model, size - 1)
     assert main(["inspect", str(folder)]) == 2
@@ -139,8 +214,13 @@ def _elems(shape: str) -> int:
     return math.prod(int(n) for n in shape.split("x")) if shape != "scalar" else 1
 
 
-def test_inspect_of_a_checkpoint_without_a_manifest_says_sizes_too(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_checkpoint_without_a_manifest_says_sizes_too(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(small), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["file_bytes"] == (small / "mp_rank_00_model_states.pt").stat().st_size and told["files"] == 1
+    assert (
+        told["file_bytes"] == (small / "mp_rank_00_model_states.pt").stat().st_size
+        and told["files"] == 1
+    )
     assert sum(state["bytes"] for state in told["states"].values()) > 0

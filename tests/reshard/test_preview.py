@@ -1,4 +1,5 @@
-"""Plans: what they predict is what a load reads, on paper it is what arithmetic says, and the verb shows and refuses it."""
+"""Plans: what they predict is what a load reads, on paper it is what arithmetic says, and the verb
+shows and refuses it."""
 
 import json
 import sys
@@ -13,8 +14,8 @@ import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Copy
-from megatron_ucp.core.target import Target
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard import execute, preview
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
@@ -22,11 +23,15 @@ from tests.engines.sources import Sources
 from tests.engines.tensor_jobs import Mega
 from tests.reshard.test_execute import COLUMNS, ROWS, plan_of, where_of
 
-READS, TENSOR, PIPE = "tests.reshard.preview_jobs:reads", "tests.engines.tensor_jobs:save", "tests.engines.pipeline_jobs:save"
+READS, TENSOR, PIPE = (
+    "tests.reshard.preview_jobs:reads",
+    "tests.engines.tensor_jobs:save",
+    "tests.engines.pipeline_jobs:save",
+)
 SPLIT = {"zero_optimization": {"sub_group_size": 30}, "bf16": {"enabled": True}}
 
 
-# ---------------------------------------------------------------- and a real load
+# ------------------------------------------------ and a real load
 
 # (ranks of the source, source, ranks of the target, target, its DeepSpeed config)
 NETS: dict[str, tuple[int, Setup, int, Setup, Any]] = {
@@ -35,7 +40,13 @@ NETS: dict[str, tuple[int, Setup, int, Setup, Any]] = {
     "the same mesh": (2, Setup(1, "bf16"), 2, Setup(1, "bf16"), None),
     "ZeRO-0 to ZeRO-2": (2, Setup(0, "bf16"), 4, Setup(2, "bf16"), None),
     "ZeRO-3 to ZeRO-0": (4, Setup(3, "fp32"), 2, Setup(0, "fp32"), None),
-    "into sub-groups": (2, Setup(1, "bf16"), 2, Setup(3, "bf16", zero_config=(("sub_group_size", 30),)), SPLIT),
+    "into sub-groups": (
+        2,
+        Setup(1, "bf16"),
+        2,
+        Setup(3, "bf16", zero_config=(("sub_group_size", 30),)),
+        SPLIT,
+    ),
 }
 # tp, pp (0: an engine without a pipeline), dp, ZeRO
 STAGES: dict[str, tuple[Staged, int, tuple[int, int, int, int]]] = {
@@ -44,7 +55,11 @@ STAGES: dict[str, tuple[Staged, int, tuple[int, int, int, int]]] = {
     "ZeRO-3 to tp=2": (Staged("llama", 1, 3, layers=2), 2, (2, 0, 2, 1)),
     "two stages to none": (Staged("llama", 1, 1, pp=2), 4, (2, 0, 2, 3)),
     "none to four stages, tied": (Staged("gpt", 1, 3, pp=0, tied=True), 2, (1, 4, 1, 1)),
-    "frozen norms and buffers in stages": (Staged("llama", 1, 1, pp=2, extras=True), 2, (1, 3, 1, 1)),
+    "frozen norms and buffers in stages": (
+        Staged("llama", 1, 1, pp=2, extras=True),
+        2,
+        (1, 3, 1, 1),
+    ),
     "two stages to two of tp=2": (Staged("gpt", 1, 1, pp=2, tied=True), 4, (2, 2, 1, 1)),
 }
 
@@ -59,7 +74,9 @@ def compare(predicted: preview.Preview, loads: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("universal", [False, True])
-def test_a_plan_is_what_a_load_reads(sources: Sources, tmp_path: Path, name: str, universal: bool) -> None:
+def test_a_plan_is_what_a_load_reads(
+    sources: Sources, tmp_path: Path, name: str, universal: bool
+) -> None:
     before, source, after, target, config = NETS[name]
     folder = Path(sources.get(before, source)) / "filled"
     if universal:
@@ -67,14 +84,18 @@ def test_a_plan_is_what_a_load_reads(sources: Sources, tmp_path: Path, name: str
         folder = tmp_path / "universal"
     found = preview.preview(folder, Target(Mesh(dp=after, zero=target.zero)), config=config)
     compare(found, sources.ranks.run(after, READS, replace(target, seed=9), str(folder)))
-    assert {file for one in found.ranks for file in one.files} <= {p.relative_to(folder).as_posix() for p in folder.rglob("*.pt")}
+    assert {file for one in found.ranks for file in one.files} <= {
+        p.relative_to(folder).as_posix() for p in folder.rglob("*.pt")
+    }
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_plan_of_other_axes_is_what_a_load_reads(sources: Sources, name: str) -> None:
     source, ranks, (tp, pp, dp, zero) = STAGES[name]
     folder = Path(sources.get(ranks, source, PIPE, more=0)) / "filled"
-    found = preview.preview(folder, Target(Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform" if pp else None))
+    found = preview.preview(
+        folder, Target(Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform" if pp else None)
+    )
     setup = replace(source, tp=tp, pp=pp, zero=zero, seed=9)
     compare(found, sources.ranks.run(tp * (pp or 1) * dp, READS, setup, str(folder)))
 
@@ -93,18 +114,33 @@ def test_checksums_read_gaps_besides(sources: Sources) -> None:
     """What nobody needs of a record is padding; the plan does not count it."""
     folder = str(Path(sources.get(2, Setup(1, "bf16"))) / "filled")
     found = preview.preview(folder, Target(Mesh(dp=4, zero=3)))
-    read = sum(load["read_bytes"] for load in sources.ranks.run(4, READS, Setup(3, "bf16", seed=9), folder, checksums=True))
-    assert 0 <= read - sum(one.read_bytes for one in found.ranks) <= 9 * 8  # 3 records of 3 buffers: at most two elements each
+    read = sum(
+        load["read_bytes"]
+        for load in sources.ranks.run(4, READS, Setup(3, "bf16", seed=9), folder, checksums=True)
+    )
+    assert (
+        0 <= read - sum(one.read_bytes for one in found.ranks) <= 9 * 8
+    )  # 3 records of 3 buffers: at most two elements each
 
 
-@pytest.mark.parametrize(("shape", "source", "target"), [
-    ((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1))),    # row by row
-    ((ROWS, 1), (5, (COLUMNS, 1)), (0, (1, 1))),        # one element of each row
-    ((8, 256), (128, (COLUMNS, 1)), (0, (256, 1))),     # small: over the gaps
-    ((2, 3), (0, (COLUMNS, 1)), (0, (3, 1))), ((100,), (7, (1,)), (0, (1,))),
-    ((ROWS, COLUMNS), (0, (COLUMNS, 1)), (0, (COLUMNS, 1)))])
-def test_bytes_of_one_copy(tmp_path: Path, shape: tuple[int, ...], source: Any, target: Any) -> None:
-    assert (preview.STAGING_BYTES, preview.ROWS_FROM_BYTES) == (execute.STAGING_BYTES, execute.ROWS_FROM_BYTES)
+@pytest.mark.parametrize(
+    ("shape", "source", "target"),
+    [
+        ((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1))),  # row by row
+        ((ROWS, 1), (5, (COLUMNS, 1)), (0, (1, 1))),  # one element of each row
+        ((8, 256), (128, (COLUMNS, 1)), (0, (256, 1))),  # small: over the gaps
+        ((2, 3), (0, (COLUMNS, 1)), (0, (3, 1))),
+        ((100,), (7, (1,)), (0, (1,))),
+        ((ROWS, COLUMNS), (0, (COLUMNS, 1)), (0, (COLUMNS, 1))),
+    ],
+)
+def test_bytes_of_one_copy(
+    tmp_path: Path, shape: tuple[int, ...], source: Any, target: Any
+) -> None:
+    assert (preview.STAGING_BYTES, preview.ROWS_FROM_BYTES) == (
+        execute.STAGING_BYTES,
+        execute.ROWS_FROM_BYTES,
+    )
     torch.save(torch.zeros(ROWS, COLUMNS), tmp_path / "x.pt")
     plan, out = plan_of(shape, source, target), torch.empty(ROWS * COLUMNS)
     op = plan.ops[0]
@@ -114,66 +150,128 @@ def test_bytes_of_one_copy(tmp_path: Path, shape: tuple[int, ...], source: Any, 
     assert preview.read_size(op, op.source, 4) == counts.read_bytes
 
 
-# ---------------------------------------------------------------- arithmetic
+# ------------------------------------------------ arithmetic
 
-NET_ELEMS, NET_FROZEN_BYTES, NET_BUFFER_BYTES = 11 * 7 + 13 * 7 + 13 + 7 * 13 + 7 + 7 + 7 + 1, 7 * 7 * 4, 7 * 4 + 8
+NET_ELEMS, NET_FROZEN_BYTES, NET_BUFFER_BYTES = (
+    11 * 7 + 13 * 7 + 13 + 7 * 13 + 7 + 7 + 7 + 1,
+    7 * 7 * 4,
+    7 * 4 + 8,
+)
 
 
 @pytest.mark.parametrize(("dp", "zero"), [(1, 1), (2, 1), (4, 2), (4, 3), (3, 3)])
 def test_the_ranks_read_every_state_once(sources: Sources, dp: int, zero: int) -> None:
-    """Masters and two moments; each rank needs the buffers, and the frozen parameter that only ZeRO-3 cuts."""
-    found = preview.preview(sources.get(2, Setup(1, "fp32")), Target(Mesh(dp=dp, zero=zero)), tag="filled")
+    """Masters and two moments; each rank needs the buffers, and the frozen parameter that only
+    ZeRO-3 cuts."""
+    found = preview.preview(
+        sources.get(2, Setup(1, "fp32")), Target(Mesh(dp=dp, zero=zero)), tag="filled"
+    )
     assert found.stored_bytes == 12 * NET_ELEMS + NET_FROZEN_BYTES + NET_BUFFER_BYTES
     copies = dp * NET_BUFFER_BYTES + (1 if zero == 3 else dp) * NET_FROZEN_BYTES
     assert sum(one.read_bytes for one in found.ranks) == 12 * NET_ELEMS + copies
     assert sum(one.state_bytes for one in found.ranks) >= 12 * NET_ELEMS + copies  # padding
 
 
-SIZES = "layers=80,hidden=8192,heads=64,groups=8,ffn=28672,vocab=128256"  # LLaMA 3 with 70 billion parameters
+# LLaMA 3 with 70 billion parameters
+SIZES = "layers=80,hidden=8192,heads=64,groups=8,ffn=28672,vocab=128256"
 LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
 CUT, WHOLE = 80 * LAYER + 2 * 128256 * 8192, (2 * 80 + 1) * 8192
 
 
-@pytest.mark.parametrize(("source", "target"), [("tp=8,pp=4,dp=32,zero=1", "tp=4,pp=8,dp=32,zero=1"),
-                                                ("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2")])
-def test_a_simulation_of_1024_ranks(capsys: pytest.CaptureFixture[str], source: str, target: str) -> None:
-    assert main(["plan", "--simulate", "llama", "--sizes", SIZES, "--source-mesh", source, "--mesh", target, "--json"]) == 0
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("tp=8,pp=4,dp=32,zero=1", "tp=4,pp=8,dp=32,zero=1"),
+        ("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2"),
+    ],
+)
+def test_a_simulation_of_1024_ranks(
+    capsys: pytest.CaptureFixture[str], source: str, target: str
+) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "--simulate",
+                "llama",
+                "--sizes",
+                SIZES,
+                "--source-mesh",
+                source,
+                "--mesh",
+                target,
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     tp = Mesh.parse(target).tp
     assert CUT + WHOLE == 70_553_706_496 and len(found["ranks"]) == 1024
     assert found["stored_bytes"] == 12 * (CUT + WHOLE)  # fp32 masters and two moments
-    assert sum(rank["read_bytes"] for rank in found["ranks"]) == 12 * (CUT + tp * WHOLE)  # norms are whole on every tp rank
+    assert sum(rank["read_bytes"] for rank in found["ranks"]) == 12 * (
+        CUT + tp * WHOLE
+    )  # norms are whole on every tp rank
     assert all(rank["read_bytes"] == sum(rank["files"].values()) for rank in found["ranks"])
 
 
-@pytest.mark.parametrize(("family", "tied", "biases"), [("gpt", 0, 1), ("gpt", 1, 1), ("llama", 0, 0)])
+@pytest.mark.parametrize(
+    ("family", "tied", "biases"), [("gpt", 0, 1), ("gpt", 1, 1), ("llama", 0, 0)]
+)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_small_model_on_paper(family: str, tied: int, biases: int, zero: int) -> None:
     hidden, layers, vocab, ffn, tp, dp = 12, 3, 40, 48, 2, 3
     gate = 2 if family == "llama" else 1
-    sizes = preview.paper_sizes(family, f"layers={layers},hidden={hidden},heads=4,vocab={vocab},tied={tied}")
-    found = preview.simulate(family, sizes, Mesh(tp=4, dp=2, zero=1), Target(Mesh(tp=tp, dp=dp, zero=zero)))
+    sizes = preview.paper_sizes(
+        family, f"layers={layers},hidden={hidden},heads=4,vocab={vocab},tied={tied}"
+    )
+    found = preview.simulate(
+        family, sizes, Mesh(tp=4, dp=2, zero=1), Target(Mesh(tp=tp, dp=dp, zero=zero))
+    )
     cut = layers * (hidden * hidden * 4 + (gate + 1) * hidden * ffn) + (2 - tied) * vocab * hidden
     cut += layers * biases * (3 * hidden + ffn)
-    whole = (2 * layers + 1) * hidden * (1 + biases) + biases * (layers * 2 * hidden + 1024 * hidden)
+    whole = (2 * layers + 1) * hidden * (1 + biases) + biases * (
+        layers * 2 * hidden + 1024 * hidden
+    )
     assert found.stored_bytes == 12 * (cut + whole)
-    assert sum(one.read_bytes for one in found.ranks) == 12 * (cut + tp * whole) * (dp if zero == 0 else 1)
+    assert sum(one.read_bytes for one in found.ranks) == 12 * (cut + tp * whole) * (
+        dp if zero == 0 else 1
+    )
 
 
 def test_a_simulation_takes_the_settings_of_the_job() -> None:
     """Gaps after parameters make the buffers longer, and nothing else is read."""
-    sizes, source = preview.paper_sizes("gpt", "layers=2,hidden=12,heads=4,vocab=30"), Mesh(dp=2, zero=1)
+    sizes, source = (
+        preview.paper_sizes("gpt", "layers=2,hidden=12,heads=4,vocab=30"),
+        Mesh(dp=2, zero=1),
+    )
     plain = preview.simulate("gpt", sizes, source, Target(Mesh(dp=2, zero=2)))
     given = preview.simulate("gpt", sizes, source, Target(Mesh(dp=2, zero=2), alignment=True))
-    said = preview.simulate("gpt", sizes, source, Target(Mesh(dp=2, zero=2)), {"zero_optimization": {"parameter_alignment": True}})
-    states, reads = [[sum(getattr(one, what) for one in found.ranks) for found in (plain, given, said)]
-                     for what in ("state_bytes", "read_bytes")]
+    said = preview.simulate(
+        "gpt",
+        sizes,
+        source,
+        Target(Mesh(dp=2, zero=2)),
+        {"zero_optimization": {"parameter_alignment": True}},
+    )
+    states, reads = [
+        [sum(getattr(one, what) for one in found.ranks) for found in (plain, given, said)]
+        for what in ("state_bytes", "read_bytes")
+    ]
     assert states[0] < states[1] and given == said and len(set(reads)) == 1
 
 
-# ---------------------------------------------------------------- the verb
+# ------------------------------------------------ the verb
 
-PAPER = ["plan", "--simulate", "gpt", "--sizes", "layers=2,hidden=16,heads=4,vocab=32", "--source-mesh", "tp=2,dp=2,zero=1"]
+PAPER = [
+    "plan",
+    "--simulate",
+    "gpt",
+    "--sizes",
+    "layers=2,hidden=16,heads=4,vocab=32",
+    "--source-mesh",
+    "tp=2,dp=2,zero=1",
+]
 
 
 def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,9 +279,21 @@ def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", folder, "--tag", "filled", "--mesh", "dp=4,zero=3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == {"source_mesh", "mesh", "ranks", "stored_bytes", "notes"}
-    assert (found["source_mesh"], found["mesh"], found["notes"]) == ("tp=1,pp=1,dp=2,zero=1", "tp=1,pp=1,dp=4,zero=3", [])
+    assert (found["source_mesh"], found["mesh"], found["notes"]) == (
+        "tp=1,pp=1,dp=2,zero=1",
+        "tp=1,pp=1,dp=4,zero=3",
+        [],
+    )
     first = found["ranks"][0]
-    assert first.keys() == {"rank", "coord", "files", "copies", "state_bytes", "peak_bytes", "read_bytes"}
+    assert first.keys() == {
+        "rank",
+        "coord",
+        "files",
+        "copies",
+        "state_bytes",
+        "peak_bytes",
+        "read_bytes",
+    }
     assert first["coord"].keys() == {"tp", "pp", "cp", "sp", "dp"}
     assert [rank["coord"]["dp"] for rank in found["ranks"]] == [0, 1, 2, 3]
     assert set(first["files"]) <= {path.name for path in (Path(folder) / "filled").iterdir()}
@@ -192,7 +302,10 @@ def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> 
     assert lines[0] == "tp=1,pp=1,dp=2,zero=1  to  tp=1,pp=1,dp=4,zero=3" and len(lines) == 7
     total = sum(rank["read_bytes"] for rank in found["ranks"])
     times = total / found["stored_bytes"]
-    assert lines[-1] == f"all ranks read {total / 1e6:,.1f} MB, {times:.3f} times the states of the checkpoint"
+    assert (
+        lines[-1]
+        == f"all ranks read {total / 1e6:,.1f} MB, {times:.3f} times the states of the checkpoint"
+    )
 
 
 def test_a_table_of_many_ranks_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,13 +317,16 @@ def test_a_table_of_many_ranks_is_cut(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("mesh", ["tp=1,pp=2,dp=3,zero=1", "dp=1"])
 def test_a_picture(tmp_path: Path, mesh: str) -> None:
     from matplotlib.image import imread
+
     assert main([*PAPER, "--mesh", mesh, "--picture", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = torch.from_numpy(imread(tmp_path / "plan.png"))
     assert len(torch.unique(pixels.reshape(-1, pixels.shape[-1]), dim=0)) > 8
 
 
-def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*PAPER, "--mesh", "dp=2,zero=1", "--picture", str(tmp_path / "plan.png")]) == 2
     assert "a picture needs matplotlib" in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -220,36 +336,68 @@ REFUSALS: list[tuple[str, list[str]]] = [
     ("a plan is for one mesh", PAPER),
     ("needs a checkpoint", ["plan", "--mesh", "dp=2"]),
     ("no tag folder", ["plan", "{tmp}", "--mesh", "dp=2"]),
-    ("needs sizes and a source mesh", ["plan", "--simulate", "gpt", "--mesh", "dp=2", "--source-mesh", "dp=4"]),
-    ("needs sizes and a source mesh", ["plan", "--simulate", "gpt", "--mesh", "dp=2", "--sizes", "layers=2"]),
+    (
+        "needs sizes and a source mesh",
+        ["plan", "--simulate", "gpt", "--mesh", "dp=2", "--source-mesh", "dp=4"],
+    ),
+    (
+        "needs sizes and a source mesh",
+        ["plan", "--simulate", "gpt", "--mesh", "dp=2", "--sizes", "layers=2"],
+    ),
     ("needs sizes and a source mesh", [*PAPER, "--mesh", "dp=2", "--tag", "trained"]),
     ("needs sizes and a source mesh", [*PAPER, "--mesh", "dp=2", "--rules", "mine.toml"]),
     ("no such family", ["plan", "--simulate", "bert", *PAPER[3:], "--mesh", "dp=2"]),
-    ("a size of the model is missing", [*PAPER[:4], "layers=2,hidden=16,heads=4", *PAPER[5:], "--mesh", "dp=2"]),
+    (
+        "a size of the model is missing",
+        [*PAPER[:4], "layers=2,hidden=16,heads=4", *PAPER[5:], "--mesh", "dp=2"],
+    ),
     ("no size of a model", [*PAPER[:4], "layers=2,width=16", *PAPER[5:], "--mesh", "dp=2"]),
     ("no size of a model", [*PAPER[:4], "layers=two", *PAPER[5:], "--mesh", "dp=2"]),
-    ("does not divide the padded vocabulary", [*PAPER[:4], "layers=2,hidden=24,heads=6,vocab=32", *PAPER[5:], "--mesh", "tp=3"]),
+    (
+        "does not divide the padded vocabulary",
+        [*PAPER[:4], "layers=2,hidden=24,heads=6,vocab=32", *PAPER[5:], "--mesh", "tp=3"],
+    ),
     ("does not divide attention heads", [*PAPER, "--mesh", "tp=8"]),
-    ("heads do not divide", [*PAPER[:4], "layers=2,hidden=16,heads=3,vocab=32", *PAPER[5:], "--mesh", "tp=1"]),
+    (
+        "heads do not divide",
+        [*PAPER[:4], "layers=2,hidden=16,heads=3,vocab=32", *PAPER[5:], "--mesh", "tp=1"],
+    ),
     ("ZeRO 0 and 1 only", [*PAPER, "--mesh", "pp=2,dp=2,zero=3"]),
     ("this axis is not converted", [*PAPER, "--mesh", "ep=2,dp=2,zero=1"]),
     ("this is no mesh", [*PAPER, "--mesh", "dp=0"]),
-    ("the picture can't be written", [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/none/plan.png"]),
+    (
+        "the picture can't be written",
+        [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/none/plan.png"],
+    ),
     ("the picture can't be written", [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/plan.docx"]),
     ("can't be read as JSON", [*PAPER, "--mesh", "dp=2", "--config", "{tmp}/none.json"]),
 ]
 
 
 @pytest.mark.parametrize(("words", "arguments"), REFUSALS, ids=range(len(REFUSALS)))
-def test_refused_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, arguments: list[str]) -> None:
+def test_refused_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, arguments: list[str]
+) -> None:
     assert main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 2
     out, message = capsys.readouterr()
-    assert out == "" and message.startswith("megatron-ucp: ") and words in message and "Traceback" not in message
+    assert (
+        out == ""
+        and message.startswith("megatron-ucp: ")
+        and words in message
+        and "Traceback" not in message
+    )
 
 
 def test_refused_for_a_checkpoint(sources: Sources, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, llama = sources.get(2, Setup(1, "bf16")), sources.get(4, Mega("llama", 2, 1), TENSOR, more=0)
-    for folder, mesh, words in ((plain, "tp=2", "nobody declared"), (plain, "pp=2", "not known"), (llama, "tp=5", "can't be cut"),
-                                (llama, "pp=2", "how the layers are divided")):
+    plain, llama = (
+        sources.get(2, Setup(1, "bf16")),
+        sources.get(4, Mega("llama", 2, 1), TENSOR, more=0),
+    )
+    for folder, mesh, words in (
+        (plain, "tp=2", "nobody declared"),
+        (plain, "pp=2", "not known"),
+        (llama, "tp=5", "can't be cut"),
+        (llama, "pp=2", "how the layers are divided"),
+    ):
         assert main(["plan", folder, "--mesh", mesh]) == 2
         assert words in capsys.readouterr().err

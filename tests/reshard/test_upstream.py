@@ -1,8 +1,10 @@
-"""The cases of upstream's own tests of universal checkpoints, written anew: their dimensions, our converter, stock's load and ours.
+"""The cases of upstream's own tests of universal checkpoints, written anew: their dimensions, our
+converter, stock's load and ours.
 
-Upstream compares what it loads with `allclose`, its model has neither frozen parameters nor buffers, and it has no stage 2.
-Here everything is compared bit by bit, and what stock's load leaves out is written down exactly. S and L are the numbers of its
-known defects, as in `tests/engines/test_defects.py`.
+Upstream compares what it loads with `allclose`, its model has neither frozen parameters nor
+buffers, and it has no stage 2. Here everything is compared bit by bit, and what stock's load leaves
+out is written down exactly. S and L are the numbers of its known defects, as in
+`tests/engines/test_defects.py`.
 """
 
 import shutil
@@ -19,27 +21,58 @@ from tests.engines.tensor_jobs import Mega
 
 pytestmark = pytest.mark.ranks
 LOADS = "tests.reshard.upstream_jobs:loads"
-# dtype, stage, optimizer, load_optimizer_states, whether there are sub-groups, (ranks of the source, ranks of the target)
+# dtype, stage, optimizer, load_optimizer_states, whether there are sub-groups, (ranks of the
+# source, ranks of the target)
 Case = tuple[str, int, str, bool, bool, tuple[int, int]]
-DIMENSIONS = (("fp32", "bf16", "fp16"), (1, 2, 3), ("AdamW", "FusedAdam"), (True, False), (False, True), ((2, 2), (4, 2), (2, 4)))
+DIMENSIONS = (
+    ("fp32", "bf16", "fp16"),
+    (1, 2, 3),
+    ("AdamW", "FusedAdam"),
+    (True, False),
+    (False, True),
+    ((2, 2), (4, 2), (2, 4)),
+)
 CASES: list[Case] = list(product(*DIMENSIONS))
-SPREAD = CASES[::11]  # 11 has no divisor in common with the sizes of the dimensions: they all go round
-SUB_GROUP = {2: 100, 4: 50}  # upstream's size at two ranks; in elements of one rank, so that there are two sub-groups at four, too
+SPREAD = CASES[
+    ::11
+]  # 11 has no divisor in common with the sizes of the dimensions: they all go round
+SUB_GROUP = {
+    2: 100,
+    4: 50,
+    # upstream's size at two ranks; in elements of one rank, so that there are two sub-groups at
+    # four, too
+}
 FORGOTTEN = {"values calls", "values scale", "weights frozen.weight"}  # S4, S5
-WEIGHTS_ALONE = {"full", "scalars", "hyper"}  # moments and steps that are not there, and the rate before the scheduler's next step
+WEIGHTS_ALONE = {
+    "full",
+    "scalars",
+    "hyper",
+}  # moments and steps that are not there, and the rate before the scheduler's next step
 
 
 def setup_of(case: Case, ranks: int, seed: int = 1) -> Setup:
     dtype, stage, optimizer, _, split, _ = case
-    return Setup(stage, dtype, optimizer, zero_config=(("sub_group_size", SUB_GROUP[ranks]),) if split else (), groups=1, seed=seed)
+    return Setup(
+        stage,
+        dtype,
+        optimizer,
+        zero_config=(("sub_group_size", SUB_GROUP[ranks]),) if split else (),
+        groups=1,
+        seed=seed,
+    )
 
 
-def converted(sources: Sources, ranks: int, setup: Any, job: str = "tests.engines.jobs:save") -> str:
-    """A folder with native saves and, beside them, the universal folder of the newest one: as stock's converter leaves it."""
+def converted(
+    sources: Sources, ranks: int, setup: Any, job: str = "tests.engines.jobs:save"
+) -> str:
+    """A folder with native saves and, beside them, the universal folder of the newest one: as
+    stock's converter leaves it."""
     folder = Path(sources.get(ranks, setup, job, more=0))
     if not (folder / "filled_universal").exists():
         ucp.convert(folder / "filled", folder / "filled_universal", "universal")
-    assert (folder / "latest").read_text() == "filled" and (folder / "latest_universal").read_text() == "filled_universal"
+    assert (folder / "latest").read_text() == "filled" and (
+        folder / "latest_universal"
+    ).read_text() == "filled_universal"
     return str(folder)
 
 
@@ -48,30 +81,49 @@ def kinds(found: dict[str, Any]) -> set[str]:
 
 
 def test_the_spread_has_every_pair_of_values() -> None:
-    pairs = [{(i, case[i], j, case[j]) for case in cases for i in range(6) for j in range(i)} for cases in (SPREAD, CASES)]
+    pairs = [
+        {(i, case[i], j, case[j]) for case in cases for i in range(6) for j in range(i)}
+        for cases in (SPREAD, CASES)
+    ]
     assert pairs[0] == pairs[1] and len(CASES) == 216 and len(SPREAD) == 20
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in SPREAD else pytest.mark.slow,
-                                               id="-".join(str(value).replace(" ", "") for value in case)) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            marks=() if case in SPREAD else pytest.mark.slow,
+            id="-".join(str(value).replace(" ", "") for value in case),
+        )
+        for case in CASES
+    ],
+)
 def test_case(sources: Sources, case: Case) -> None:
     dtype, stage, optimizer, states, split, (before, after) = case
     folder = converted(sources, before, setup_of(case, before))
     flats = 2 if stage == 3 and split else 1
     left_out = WEIGHTS_ALONE | ({"scale"} if dtype == "fp16" else set())
-    for rank in sources.ranks.run(after, LOADS, setup_of(case, after, seed=9), folder, states, timeout_s=200):
+    for rank in sources.ranks.run(
+        after, LOADS, setup_of(case, after, seed=9), folder, states, timeout_s=200
+    ):
         for found in rank.values():
             assert len(found["before"]) >= 24, "the target was like the source before the load"
         for found in (rank["universal"], rank["native"]):
             assert kinds(found) == (set() if states else left_out)
-            assert found["flats"] == (flats if states else 0) and found["states"] == (MOMENTS if states else ["fp32"])
+            assert found["flats"] == (flats if states else 0) and found["states"] == (
+                MOMENTS if states else ["fp32"]
+            )
             assert found["step tensors"] == (flats if states and optimizer == "AdamW" else 0)
         stock = rank["stock"]
         assert stock["error"] == ""
         given = states or stage < 3  # S12: stages 1 and 2 load the states although they should not
         assert kinds(stock) == (FORGOTTEN if given else FORGOTTEN | left_out)
-        assert stock["flats"] == (flats if given else 0) and stock["states"] == (MOMENTS if given else ["fp32"])
-        # S1: ZeRO-3 has one step tensor for all of its flats, which then counts once for each of them
+        assert stock["flats"] == (flats if given else 0) and stock["states"] == (
+            MOMENTS if given else ["fp32"]
+        )
+        # S1: ZeRO-3 has one step tensor for all of its flats, which then counts once for each of
+        # them
         assert stock["step tensors"] == (1 if given and optimizer == "AdamW" else 0)
 
 
@@ -79,26 +131,40 @@ MOMENTS = ["exp_avg", "exp_avg_sq", "fp32"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_s2_stock_gives_all_groups_of_zero_3_the_first_ones_settings(sources: Sources, stage: int) -> None:
+def test_s2_stock_gives_all_groups_of_zero_3_the_first_ones_settings(
+    sources: Sources, stage: int
+) -> None:
     folder = converted(sources, 2, Setup(stage, "bf16"))
     for rank in sources.ranks.run(2, LOADS, Setup(stage, "bf16", seed=9), folder, True):
         assert kinds(rank["universal"]) == kinds(rank["native"]) == set()
         assert kinds(rank["stock"]) == FORGOTTEN | ({"hyper"} if stage == 3 else set())
         decays = {"embed.weight": 0.1, "up.weight": 0.1, "up.bias": 0.0, "gain": 0.0}
         assert {name: rank["native"]["decay"][name] for name in decays} == decays
-        assert {name: rank["stock"]["decay"][name] for name in decays} == {n: 0.1 if stage == 3 else d for n, d in decays.items()}
+        assert {name: rank["stock"]["decay"][name] for name in decays} == {
+            n: 0.1 if stage == 3 else d for n, d in decays.items()
+        }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_l12_stock_needs_the_native_files_for_weights_alone(sources: Sources, tmp_path: Path, stage: int) -> None:
-    """At ZeRO-3 it reads them by the way (and does not use them): a universal folder alone is not enough there."""
+def test_l12_stock_needs_the_native_files_for_weights_alone(
+    sources: Sources, tmp_path: Path, stage: int
+) -> None:
+    """At ZeRO-3 it reads them by the way (and does not use them): a universal folder alone is not
+    enough there."""
     source = converted(sources, 2, Setup(stage, "bf16"))
     for name in ("filled_universal", "latest_universal", "oracle.pt"):
-        (shutil.copytree if name == "filled_universal" else shutil.copy)(Path(source) / name, tmp_path / name)
-    for rank in sources.ranks.run(2, LOADS, Setup(stage, "bf16", seed=9), str(tmp_path), False, ("stock", "universal")):
+        (shutil.copytree if name == "filled_universal" else shutil.copy)(
+            Path(source) / name, tmp_path / name
+        )
+    for rank in sources.ranks.run(
+        2, LOADS, Setup(stage, "bf16", seed=9), str(tmp_path), False, ("stock", "universal")
+    ):
         assert kinds(rank["universal"]) == WEIGHTS_ALONE
         if stage == 3:
-            assert rank["stock"]["error"] == f"ValueError: Unable to find 'latest' file at {tmp_path}/latest"
+            assert (
+                rank["stock"]["error"]
+                == f"ValueError: Unable to find 'latest' file at {tmp_path}/latest"
+            )
             assert sorted(rank["stock"]["differences"]) == sorted(rank["stock"]["before"])
         else:
             assert rank["stock"]["error"] == "" and kinds(rank["stock"]) == FORGOTTEN
@@ -110,11 +176,18 @@ def test_stock_loads_no_universal_folder_at_stage_0(sources: Sources, dtype: str
     folder = converted(sources, 2, Setup(0, dtype))
     for rank in sources.ranks.run(2, LOADS, Setup(0, dtype, seed=9), folder, True):
         assert kinds(rank["universal"]) == kinds(rank["native"]) == set()
-        assert rank["stock"]["error"] == STAGE_0[dtype] and "weights up.weight" in rank["stock"]["differences"]
+        assert (
+            rank["stock"]["error"] == STAGE_0[dtype]
+            and "weights up.weight" in rank["stock"]["differences"]
+        )
 
 
 NO_OPTIMIZER = "TypeError: 'NoneType' object is not subscriptable"
-STAGE_0 = {"fp32": "AttributeError: 'NoneType' object has no attribute 'copy'", "bf16": NO_OPTIMIZER, "fp16": NO_OPTIMIZER}
+STAGE_0 = {
+    "fp32": "AttributeError: 'NoneType' object has no attribute 'copy'",
+    "bf16": NO_OPTIMIZER,
+    "fp16": NO_OPTIMIZER,
+}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -124,14 +197,21 @@ def test_stock_cuts_for_tensor_parallelism_at_stages_1_and_2(sources: Sources, s
     for rank in sources.ranks.run(2, LOADS, Mega("llama", 2, stage, seed=9), folder, True):
         assert kinds(rank["universal"]) == kinds(rank["native"]) == set()
         if stage == 3:
-            assert rank["stock"]["error"].startswith("RuntimeError: start (") and "exceeds dimension size" in rank["stock"]["error"]
+            assert (
+                rank["stock"]["error"].startswith("RuntimeError: start (")
+                and "exceeds dimension size" in rank["stock"]["error"]
+            )
         else:
-            assert rank["stock"]["error"] == "" and kinds(rank["stock"]) == set()  # no frozen parameters, no buffers
+            assert (
+                rank["stock"]["error"] == "" and kinds(rank["stock"]) == set()
+            )  # no frozen parameters, no buffers
 
 
 @pytest.mark.parametrize("fault", ["one bit", "one moment", "one step"])
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = converted(sources, 2, Setup(3, "bf16", groups=1))
     seen = {"one bit": "full ", "one moment": "full ", "one step": "scalars: "}[fault]
-    for rank in sources.ranks.run(2, LOADS, Setup(3, "bf16", groups=1, seed=9), folder, True, ("universal",), plant=fault):
+    for rank in sources.ranks.run(
+        2, LOADS, Setup(3, "bf16", groups=1, seed=9), folder, True, ("universal",), plant=fault
+    ):
         assert any(difference.startswith(seen) for difference in rank["universal"]["differences"])

@@ -13,8 +13,8 @@ import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.plan import Slot, padding
 from megatron_ucp.errors import NotFoundError
-from megatron_ucp.formats.deepspeed import NativeCheckpoint
-from megatron_ucp.formats.pt_file import PtFile
+from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.pt.reader import PtFile
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, drop_record, without_manifest
@@ -43,13 +43,21 @@ def test_a_good_checkpoint_at_tp2(sources: Sources) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_every_flipped_byte_of_a_tensor_is_found(sources: Sources, tmp_path: Path, zero: int) -> None:
-    folder = shutil.copytree(Path(sources.get(2, Setup(zero, "bf16"))) / "trained", tmp_path / "copy")
+def test_every_flipped_byte_of_a_tensor_is_found(
+    sources: Sources, tmp_path: Path, zero: int
+) -> None:
+    folder = shutil.copytree(
+        Path(sources.get(2, Setup(zero, "bf16"))) / "trained", tmp_path / "copy"
+    )
     places = []
     for path in sorted(folder.glob("*.pt")):
         with PtFile(path) as file:
-            places += [(path, file.records[n].offset_bytes + i) for n in file.records if "/data/" in n
-                       for i in range(file.records[n].size_bytes)]
+            places += [
+                (path, file.records[n].offset_bytes + i)
+                for n in file.records
+                if "/data/" in n
+                for i in range(file.records[n].size_bytes)
+            ]
     dice = random.Random(zero)
     for path, at in dice.sample(places, FLIPS // 2):
         with open(path, "r+b") as file:
@@ -66,7 +74,9 @@ def test_every_flipped_byte_of_a_tensor_is_found(sources: Sources, tmp_path: Pat
     assert ucp.verify(folder, deep=True).findings == ()
 
 
-def test_missing_and_foreign_files(sources: Sources, broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_foreign_files(
+    sources: Sources, broken: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = broken()
     path = next((folder / "filled").glob("*rank_1*optim*"))
     other = next((folder / "trained").glob("*rank_1*optim*"))
@@ -92,16 +102,24 @@ def test_nan_is_found_unless_it_is_allowed(sources: Sources, broken: Any) -> Non
     path = next(folder.glob("*rank_1*optim*"))
 
     def change(tree: Any) -> None:
-        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][3] = float("nan")
+        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][3] = float(
+            "nan"
+        )
+
     rewritten(path, change)
     found = ucp.verify(folder, deep=True).findings
     assert [(one.what, one.file) for one in found] == [("a record holds NaN", str(path))]
-    assert ucp.verify(folder, deep=True, allow_nan=True).findings == () == ucp.verify(folder).findings
+    assert (
+        ucp.verify(folder, deep=True, allow_nan=True).findings == () == ucp.verify(folder).findings
+    )
 
 
 def test_nan_in_the_padding_is_none(sources: Sources, tmp_path: Path) -> None:
     """ZeRO-3 saves padding that nobody ever set."""
-    folder = without_manifest(Path(shutil.copytree(sources.get(4, Setup(3, "bf16")), tmp_path / "copy"))) / "filled"
+    folder = (
+        without_manifest(Path(shutil.copytree(sources.get(4, Setup(3, "bf16")), tmp_path / "copy")))
+        / "filled"
+    )
     path = next(folder.glob("*rank_3*optim*"))
     with NativeCheckpoint(folder) as checkpoint:
         buffer = checkpoint.manifest.buffers[0]
@@ -112,12 +130,16 @@ def test_nan_in_the_padding_is_none(sources: Sources, tmp_path: Path) -> None:
     def plant(at: int) -> None:
         def change(tree: Any) -> None:
             tree["optimizer_state_dict"]["fp32_flat_groups"][0].data[at] = float("nan")
+
         rewritten(path, change)
+
     for at in unused:
         plant(at)
     assert ucp.verify(folder, deep=True).findings == ()
     plant(used)
-    assert [(one.what, one.file) for one in ucp.verify(folder, deep=True).findings] == [("a record holds NaN", str(path))]
+    assert [(one.what, one.file) for one in ucp.verify(folder, deep=True).findings] == [
+        ("a record holds NaN", str(path))
+    ]
 
 
 def test_copies_that_differ_are_found(sources: Sources, tmp_path: Path) -> None:
@@ -129,22 +151,31 @@ def test_copies_that_differ_are_found(sources: Sources, tmp_path: Path) -> None:
     def change(tree: Any) -> None:
         groups = tree["optimizer_state_dict"]["base_optimizer_state"]["state"]
         groups[1]["exp_avg"][0] += 1  # the group of norms
+
     rewritten(next(folder.glob("*mp_rank_01_optim*")), change)
     manifest = json.loads((folder / "ucp_manifest.json").read_text())
-    with PtFile(next(folder.glob("*mp_rank_01_optim*"))) as file:  # the manifest says that this is the file
+    with PtFile(
+        next(folder.glob("*mp_rank_01_optim*"))
+    ) as file:  # the manifest says that this is the file
         assert file.directory_sha256 != before
-        manifest["files"] = [[n, file.size_bytes, file.directory_sha256] if sha == before else [n, size, sha]
-                             for n, size, sha in manifest["files"]]
+        manifest["files"] = [
+            [n, file.size_bytes, file.directory_sha256] if sha == before else [n, size, sha]
+            for n, size, sha in manifest["files"]
+        ]
     (folder / "ucp_manifest.json").write_text(json.dumps(manifest))
     assert ucp.verify(folder).findings == ()
     found = ucp.verify(folder, deep=True).findings
-    assert {one.what for one in found} == {"two copies of the state exp_avg differ"} and len(found) == 1
+    assert {one.what for one in found} == {"two copies of the state exp_avg differ"} and len(
+        found
+    ) == 1
     assert found[0].parameter.endswith("layernorm.weight") and found[0].found == "tp 0 and tp 1"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_copy_on_another_stage(sources: Sources, tmp_path: Path, tied: bool) -> None:
-    origin = sources.get(2, Staged("llama", 1, 1, pp=2, tied=tied), "tests.engines.pipeline_jobs:save", more=0)
+    origin = sources.get(
+        2, Staged("llama", 1, 1, pp=2, tied=tied), "tests.engines.pipeline_jobs:save", more=0
+    )
     folder = without_manifest(shutil.copytree(Path(origin) / "trained", tmp_path / "copy"))
     shutil.copy(Path(origin) / "trained" / "ucp_manifest.json", folder)
     assert ucp.verify(folder, deep=True).findings == ()
@@ -154,18 +185,28 @@ def test_a_tied_copy_on_another_stage(sources: Sources, tmp_path: Path, tied: bo
     names = json.loads((folder / "ucp_manifest.json").read_text())
     head = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
     last = [b for b in ucp.describe(folder).buffers if b.at == (("pp", 1),)]
-    index, start = next((i, m.start) for i, b in enumerate(last) for m in b.members if m.param == head)
+    index, start = next(
+        (i, m.start) for i, b in enumerate(last) for m in b.members if m.param == head
+    )
 
     def change(tree: Any) -> None:
-        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][index]["exp_avg_sq"][start + 3] += 1
+        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][index]["exp_avg_sq"][
+            start + 3
+        ] += 1
+
     rewritten(path, change)
     with PtFile(path) as file:
-        names["files"] = [[n, file.size_bytes, file.directory_sha256] if sha == before else [n, size, sha]
-                          for n, size, sha in names["files"]]
+        names["files"] = [
+            [n, file.size_bytes, file.directory_sha256] if sha == before else [n, size, sha]
+            for n, size, sha in names["files"]
+        ]
     (folder / "ucp_manifest.json").write_text(json.dumps(names))
     found = ucp.verify(folder, deep=True).findings
-    assert [(one.parameter, one.what) for one in found] == ([("embedding.word_embeddings.weight",
-                                                              "two copies of the state exp_avg_sq differ")] if tied else [])
+    assert [(one.parameter, one.what) for one in found] == (
+        [("embedding.word_embeddings.weight", "two copies of the state exp_avg_sq differ")]
+        if tied
+        else []
+    )
 
 
 def test_a_file_without_checksums_is_a_note_and_no_damage(sources: Sources, broken: Any) -> None:

@@ -1,4 +1,5 @@
-"""What the ranks do in the cases of upstream's tests of universal checkpoints: stock's load and ours of one folder."""
+"""What the ranks do in the cases of upstream's tests of universal checkpoints: stock's load and
+ours of one folder."""
 
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,32 @@ from tests.engines.convert_jobs import close, make
 from tests.engines.jobs import plant_fault
 
 
-def loads(setup: Any, folder: str, states: bool, ways: tuple[str, ...] = ("stock", "universal", "native"),
-          plant: str | None = None) -> dict[str, Any]:
-    """A fresh engine for each way: stock's own load of the universal folder, ours of it, ours of the native files."""
+def loads(
+    setup: Any,
+    folder: str,
+    states: bool,
+    ways: tuple[str, ...] = ("stock", "universal", "native"),
+    plant: str | None = None,
+) -> dict[str, Any]:
+    """A fresh engine for each way: stock's own load of the universal folder, ours of it, ours of
+    the native files."""
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
     return {way: _load(setup, folder, states, way, want, plant) for way in ways}
 
 
-def _load(setup: Any, folder: str, states: bool, way: str, want: dict[str, Any], plant: str | None) -> dict[str, Any]:
-    """What differs from the source before and after; the optimizer's states, its flats, and the step tensors of them all."""
+def _load(
+    setup: Any, folder: str, states: bool, way: str, want: dict[str, Any], plant: str | None
+) -> dict[str, Any]:
+    """What differs from the source before and after; the optimizer's states, its flats, and the
+    step tensors of them all."""
     engine = make(setup, attach=way != "stock", universal=way == "stock")
     before, error = differences(want, canonical(engine)), ""
     if way != "stock":
-        ucp.load(engine, f"{folder}/{'filled' if way == 'native' else 'filled_universal'}", load_optimizer_states=states)
+        ucp.load(
+            engine,
+            f"{folder}/{'filled' if way == 'native' else 'filled_universal'}",
+            load_optimizer_states=states,
+        )
     else:
         try:  # by `latest_universal`, as the user of stock DeepSpeed does
             engine.load_checkpoint(folder, load_optimizer_states=states)
@@ -32,8 +46,17 @@ def _load(setup: Any, folder: str, states: bool, way: str, want: dict[str, Any],
     if plant is not None:
         plant_fault(engine, plant)
     have, held = canonical(engine), base_of(engine).state
-    steps = {id(state["step"]) for state in held.values() if isinstance(state.get("step"), torch.Tensor)}
-    out = {"before": before, "error": error, "differences": differences(want, have), "flats": len(held), "step tensors": len(steps),
-           "states": sorted({key for _, key in have["full"]}), "decay": {n: h["weight_decay"] for n, h in have["hyper"].items()}}
+    steps = {
+        id(state["step"]) for state in held.values() if isinstance(state.get("step"), torch.Tensor)
+    }
+    out = {
+        "before": before,
+        "error": error,
+        "differences": differences(want, have),
+        "flats": len(held),
+        "step tensors": len(steps),
+        "states": sorted({key for _, key in have["full"]}),
+        "decay": {n: h["weight_decay"] for n, h in have["hyper"].items()},
+    }
     close(engine, setup)
     return out

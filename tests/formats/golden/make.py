@@ -1,9 +1,11 @@
-"""Makes the golden checkpoints of this folder again:  python -m tests.formats.golden.make  [case ...]
+"""Makes the golden checkpoints of this folder again:  python -m tests.formats.golden.make  [case
+...]
 
-Each case is one tag folder, and beside it `<case>.npz`: every element of every master and optimizer state, steps and
-hyper-parameters, gathered from the live engine without the package (`tests.engines.canonical`). `made_with.json` says
-with which versions. The current layouts are files as DeepSpeed wrote them; the older ones are such files with the
-keys, types and records taken out or changed that older versions (DeepSpeed 0.5 to 0.14, torch 1.13) did not write.
+Each case is one tag folder, and beside it `<case>.npz`: every element of every master and optimizer
+state, steps and hyper-parameters, gathered from the live engine without the package
+(`tests.engines.canonical`). `made_with.json` says with which versions. The current layouts are
+files as DeepSpeed wrote them; the older ones are such files with the keys, types and records taken
+out or changed that older versions (DeepSpeed 0.5 to 0.14, torch 1.13) did not write.
 """
 
 import io
@@ -29,10 +31,24 @@ FOLDER = Path(__file__).parent
 MAX_FILE_BYTES = 30_000
 OLD_VERSION = "0.5.10"
 GRADIENTS = (("data_types", {"grad_accum_dtype": "fp32"}),)
-LATER_MODEL_KEYS = ("frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names", "global_samples",
-                    "checkpoint_parallel_dimensions", "random_ltd", "data_sampler", "ds_config")
-LATER_OPTIMIZER_KEYS = ("param_alignment_paddings", "param_slice_mappings", "group_paddings",
-                        "ds_zero_partition_groups", "clip_grad")
+LATER_MODEL_KEYS = (
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "buffer_names",
+    "global_samples",
+    "checkpoint_parallel_dimensions",
+    "random_ltd",
+    "data_sampler",
+    "ds_config",
+)
+LATER_OPTIMIZER_KEYS = (
+    "param_alignment_paddings",
+    "param_slice_mappings",
+    "group_paddings",
+    "ds_zero_partition_groups",
+    "clip_grad",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,8 @@ class Case:
 
 
 def older(tree: dict[str, Any]) -> None:
-    """In place: as before fragments, alignment paddings and the recording of frozen and shared parameters."""
+    """In place: as before fragments, alignment paddings and the recording of frozen and shared
+    parameters."""
     tree["ds_version"] = OLD_VERSION
     for key in LATER_MODEL_KEYS:
         tree.pop(key, None)
@@ -72,17 +89,23 @@ def zero(stage: int, **more: Any) -> Setup:
 # one group, as its shapes were a dict; nothing frozen, as that was not saved
 OLD: dict[str, Any] = {"groups": 1, "net": "Thawed"}
 CASES = {
-    "zero0_fp32": Case(Setup(0)), "zero0_bf16": Case(zero(0)), "zero1": Case(zero(1)), "zero2": Case(zero(2)),
-    "zero3": Case(zero(3)), "bf16_optimizer": Case(zero(1, config=GRADIENTS)),
+    "zero0_fp32": Case(Setup(0)),
+    "zero0_bf16": Case(zero(0)),
+    "zero1": Case(zero(1)),
+    "zero2": Case(zero(2)),
+    "zero3": Case(zero(3)),
+    "bf16_optimizer": Case(zero(1, config=GRADIENTS)),
     "zero1_elastic": Case(zero(1, zero_config=(("elastic_checkpoint", True),))),
     **{f"zero{stage}_old": Case(zero(stage, **OLD), older) for stage in (1, 2, 3)},
 }
 
 
 def save(setup: Setup, folder: str) -> dict[str, Any]:
-    """On every rank: trains, fills masters and moments with values that all differ, saves; what the engine holds."""
+    """On every rank: trains, fills masters and moments with values that all differ, saves; what the
+    engine holds."""
     from tests.engines.canonical import base_of, canonical, fill, names
     from tests.engines.model import make_engine, train
+
     engine = make_engine(setup, attach=False)
     train(engine, 3)
     fill(engine)
@@ -90,9 +113,16 @@ def save(setup: Setup, folder: str) -> dict[str, Any]:
     held, named = canonical(engine), names(engine)
     groups = getattr(engine.optimizer, "fp16_groups", None) if setup.zero == 0 else []
     if groups is None:
-        groups = [[p for p in group["params"] if p.requires_grad] for group in base_of(engine).param_groups]
-    out = {"full": {key: tensor.numpy() for key, tensor in held["full"].items()}, "scalars": held["scalars"],
-           "hyper": held["hyper"], "order": [[named[p] for p in group] for group in groups]}
+        groups = [
+            [p for p in group["params"] if p.requires_grad]
+            for group in base_of(engine).param_groups
+        ]
+    out = {
+        "full": {key: tensor.numpy() for key, tensor in held["full"].items()},
+        "scalars": held["scalars"],
+        "hyper": held["hyper"],
+        "order": [[named[p] for p in group] for group in groups],
+    }
     engine.destroy()
     return out
 
@@ -100,17 +130,25 @@ def save(setup: Setup, folder: str) -> dict[str, Any]:
 def record(held: dict[str, Any], path: Path) -> None:
     """Arrays `<parameter>|<state>`, and as JSON what is no array."""
     arrays = {"|".join(key): array for key, array in held["full"].items()}
-    rest = {"scalars": {"|".join(key): value for key, value in held["scalars"].items()}, "order": held["order"],
-            "hyper": held["hyper"]}
+    rest = {
+        "scalars": {"|".join(key): value for key, value in held["scalars"].items()},
+        "order": held["order"],
+        "hyper": held["hyper"],
+    }
     numpy.savez_compressed(path, json=numpy.array(json.dumps(rest)), **arrays)
 
 
 def save_old(tree: Any, path: Path) -> None:
-    """As torch 1.13: protocol 2, and none of the records that came later, `byteorder` among them."""
+    """As torch 1.13: protocol 2, and none of the records that came later, `byteorder` among
+    them."""
     buffer = io.BytesIO()
     torch.save(tree, buffer, pickle_protocol=2)
     with zipfile.ZipFile(buffer) as archive:
-        kept = [name for name in archive.namelist() if name == "archive/data.pkl" or name.startswith("archive/data/")]
+        kept = [
+            name
+            for name in archive.namelist()
+            if name == "archive/data.pkl" or name.startswith("archive/data/")
+        ]
         entries = [Entry(name, archive.read(name)) for name in kept]
     path.write_bytes(zip_of([*entries, Entry("archive/version", b"3\n")]))
 

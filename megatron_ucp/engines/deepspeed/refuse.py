@@ -1,0 +1,134 @@
+"""Features of DeepSpeed under which a load would not be exact, refused by name before anything is
+touched."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ucp.engines.deepspeed.live import is_pipeline
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.families.base import Model
+
+
+def _offload(section: str, device: str) -> Callable[[Any], bool]:
+    def found(engine: Any) -> bool:
+        config = getattr(engine._config.zero_config, section, None)
+        return config is not None and str(getattr(config.device, "value", config.device)) == device
+
+    return found
+
+
+def _partial(engine: Any) -> bool:
+    config = engine._config.zero_config.offload_optimizer
+    return config is not None and getattr(config, "ratio", 1.0) < 1.0
+
+
+def _super(engine: Any) -> bool:
+    config = engine._config.zero_config.offload_optimizer
+    return config is not None and bool(getattr(config, "super_offload", False))
+
+
+_REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "DeepSpeed-MoE layers",
+        lambda e: bool(e.has_moe_layers),
+        "resume on the mesh that wrote the checkpoint",
+    ),
+    (
+        "optimizer states offloaded to NVMe (zero_optimization.offload_optimizer.device: nvme)",
+        _offload("offload_optimizer", "nvme"),
+        "offload to cpu",
+    ),
+    (
+        "parameters offloaded to NVMe (zero_optimization.offload_param.device: nvme)",
+        _offload("offload_param", "nvme"),
+        "offload to cpu",
+    ),
+    ("SuperOffload (zero_optimization.offload_optimizer.super_offload)", _super, "switch it off"),
+    (
+        "partial offload (zero_optimization.offload_optimizer.ratio below 1)",
+        _partial,
+        "set ratio to 1",
+    ),
+    (
+        "ZenFlow (zero_optimization.zenflow)",
+        lambda e: e._config.zero_config.zenflow is not None,
+        "switch it off",
+    ),
+    (
+        "hpZ (zero_optimization.zero_hpz_partition_size above 1)",
+        lambda e: e._config.zero_config.zero_hpz_partition_size > 1,
+        "set it to 1",
+    ),
+    (
+        "quantized weights of ZeRO++ (zero_optimization.zero_quantized_weights)",
+        lambda e: bool(e._config.zero_config.zero_quantized_weights),
+        "switch it off",
+    ),
+    (
+        "node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of "
+        "other nodes",
+        lambda e: bool(e.use_node_local_storage()),
+        "save to storage that every rank sees",
+    ),
+]
+
+
+_REFUSED_WRITERS: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "a decoupled checkpoint writer (checkpoint.writer.decoupled): files are not whole when "
+        "save_checkpoint returns",
+        lambda e: bool(e.checkpoint_engine.is_decoupled()),
+        "set decoupled to false",
+    ),
+    (
+        "the legacy file format (checkpoint.checkpoint_serialization: false)",
+        lambda e: not e._config.checkpoint_config.get("checkpoint_serialization", True),
+        "leave checkpoint_serialization out",
+    ),
+    (
+        "a checkpoint writer other than torch's (checkpoint.writer), whose files were not checked",
+        lambda e: (
+            type(e.checkpoint_engine).__name__
+            not in ("TorchCheckpointEngine", "DecoupledCheckpointEngine")
+        ),
+        "leave the section checkpoint.writer out",
+    ),
+]
+
+
+def refuse_writer(engine: Any) -> None:
+    """Raises UnsupportedError where the engine's saves could not be described by a manifest."""
+    _refuse(engine, _REFUSED_WRITERS)
+
+
+def refuse_engine(engine: Any, model: Model | None) -> None:
+    """Raises UnsupportedError where the engine uses a feature under which a load would not be
+    exact."""
+    if is_pipeline(engine) and (model is None or not model.pipe):
+        raise UnsupportedError(
+            "this engine is a pipeline whose parameter names no family explains, which is not "
+            "supported",
+            expected="a family with pipeline names",
+            found=model.family.name if model else "no family",
+            fix='give family="gpt" or family="llama"',
+        )
+    if model is None and int(engine.mp_world_size) > 1:
+        raise UnsupportedError(
+            "this engine uses tensor parallelism without a family, which is not supported",
+            found=f"mp_world_size {engine.mp_world_size}",
+            fix='give family="gpt" or family="llama"',
+        )
+    _refuse(engine, _REFUSED)
+    offloaded = getattr(engine.optimizer, "offloaded_states", None)
+    if offloaded:
+        raise UnsupportedError(
+            "states of this engine are offloaded at the moment (engine.offload_states)",
+            found=", ".join(str(getattr(s, "value", s)) for s in offloaded),
+            fix="call engine.reload_states() before",
+        )
+
+
+def _refuse(engine: Any, rows: list[tuple[str, Callable[[Any], bool], str]]) -> None:
+    for what, found, fix in rows:
+        if found(engine):
+            raise UnsupportedError(f"this engine uses {what}, which is not supported", fix=fix)

@@ -1,0 +1,289 @@
+"""`save_checkpoint` of an attached engine: DeepSpeed's own files, whole and on disk before any name
+says so.
+
+Order: DeepSpeed writes into a folder aside; every rank writes its random states and syncs its files
+and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the tag's name,
+and replaces `latest` by rename. A failure of any rank before that leaves `latest` and every older
+tag as they were.
+"""
+
+import dataclasses
+import json
+import pickle
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.manifest import FileEntry, Manifest, to_json
+from megatron_ucp.engines import random_states
+from megatron_ucp.engines.deepspeed.live import Live
+from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
+from megatron_ucp.families.base import Model
+from megatron_ucp.formats import durable
+from megatron_ucp.reshard import agree
+
+# What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
+_REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How saves are made. `durable`: files are on disk before they count. `keep_latest`: whole tags
+    that are left after a save (None: all). `rng`: random states are kept. `loader`: its position is
+    kept."""
+
+    durable: bool = True
+    keep_latest: int | None = None
+    rng: bool = True
+    loader: ResumableLoader | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_latest is not None and (
+            isinstance(self.keep_latest, bool) or self.keep_latest < 1
+        ):
+            raise UsageError(
+                "keep_latest is a number of tags", expected="at least 1", found=self.keep_latest
+            )
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did, on this rank. `stock_seconds` are in DeepSpeed's own call, `sync_seconds` in
+    fsync; `notes` say which older tags went."""
+
+    path: str
+    seconds: float
+    stock_seconds: float
+    sync_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def save(
+    engine: Any,
+    model: Model | None,
+    how: Saving,
+    stock_save: Callable[..., Any],
+    save_dir: Any,
+    tag: str,
+    client_state: Any,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> SaveReport:
+    """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
+    RankError on the others."""
+    try:
+        return _save(
+            engine,
+            model,
+            how,
+            stock_save,
+            Path(save_dir),
+            tag,
+            client_state,
+            save_latest,
+            exclude_frozen,
+        )
+    except RuntimeError as error:  # collectives break when a rank dies
+        raise RankError(
+            "the save did not finish, and nothing of it counts: a rank died, or its collectives "
+            "failed",
+            file=Path(save_dir) / tag,
+            found=str(error).strip().partition("\n")[0],
+            fix="look at the other ranks' output; resume from the tag that `latest` names",
+        ) from error
+
+
+def _save(
+    engine: Any,
+    model: Model | None,
+    how: Saving,
+    stock_save: Callable[..., Any],
+    folder: Path,
+    tag: str,
+    client_state: Any,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> SaveReport:
+    started = time.perf_counter()
+    rank = agree.world()[0]
+    aside, sync = durable.aside_of(folder, tag), durable.Syncs(how.durable)
+    with ExitStack() as left:
+        with _as_save_error(), agree.together() as block:
+            block.value = (str(folder), tag)
+            if rank == 0:
+                durable.begin(folder, tag)
+                left.callback(
+                    shutil.rmtree, aside, ignore_errors=True
+                )  # there is none of that name after a save that went well
+        if len(set(block.values)) > 1:
+            raise UsageError(
+                "the ranks don't save into one tag",
+                expected=block.values[0],
+                found=sorted(set(block.values))[:4],
+            )
+        before = time.perf_counter()
+        with _catching_writes(engine) as written:
+            stock_save(
+                str(folder),
+                tag=aside.name,
+                client_state=client_state,
+                save_latest=False,
+                exclude_frozen_parameters=exclude_frozen,
+            )
+        stock_seconds = time.perf_counter() - before
+        live = Live(engine, model)
+        with agree.together() as stages:
+            own = live.part(live.present_states)
+            stages.value = live.told(own)
+        manifest = live.join(own, stages.values).manifest
+        live.wrapper.restore()
+        with _as_save_error(), agree.together() as block:
+            block.value = _settle(aside, written, how, rank, sync)
+        with _as_save_error(), agree.together():
+            if rank == 0:
+                entries = [entry for each in block.values for entry in each]
+                durable.commit(
+                    aside,
+                    to_json(_complete(manifest, entries, engine, how, save_latest, exclude_frozen)),
+                    sync,
+                )
+                if save_latest:
+                    durable.replace_text(folder / durable.LATEST, tag, sync)
+    notes = (
+        _prune(folder, how.keep_latest)
+        if rank == 0 and save_latest and how.keep_latest is not None
+        else []
+    )
+    return SaveReport(
+        str(folder / tag), time.perf_counter() - started, stock_seconds, sync.seconds, tuple(notes)
+    )
+
+
+@contextmanager
+def _as_save_error() -> Iterator[None]:
+    try:
+        yield
+    except DamagedFileError as error:  # what `together` makes of an OSError
+        raise SaveError(
+            "the checkpoint was not saved; `latest` and all older tags are as they were",
+            file=error.file,
+            found=error.found,
+        ) from error
+
+
+@contextmanager
+def _catching_writes(engine: Any) -> Iterator[list[Path | SaveError]]:
+    """What this rank writes during DeepSpeed's save, or why it could not: a rank that raised there
+    would leave the others in a barrier for ever."""
+    done: list[Path | SaveError] = []
+
+    def catching(
+        write: Callable[..., Any], name_of: Callable[..., Path | None]
+    ) -> Callable[..., None]:
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            path = name_of(*args, **kwargs)
+            try:
+                write(*args, **kwargs)
+                if path is not None:
+                    done.append(path)
+            except _REFUSALS as error:
+                done.append(
+                    SaveError(
+                        "a file could not be written",
+                        file=path,
+                        found=f"{type(error).__name__}: {error}",
+                    )
+                )
+
+        return wrapped
+
+    writer = engine.checkpoint_engine
+    replaced = [
+        (writer, "save", lambda state_dict, path: Path(path)),
+        (engine, "_copy_recovery_script", lambda save_path: None),
+    ]
+    before = [owner.__dict__.get(name) for owner, name, _ in replaced]
+    for owner, name, name_of in replaced:
+        setattr(owner, name, catching(getattr(owner, name), name_of))
+    try:
+        yield done
+    finally:
+        for (owner, name, _), old in zip(replaced, before, strict=True):
+            if old is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+
+def _settle(
+    aside: Path, written: list[Path | SaveError], how: Saving, rank: int, sync: durable.Syncs
+) -> list[FileEntry]:
+    """This rank's files, on disk, as lines of the manifest. Raises SaveError."""
+    for failure in written:
+        if isinstance(failure, SaveError):
+            raise failure
+    paths = [path for path in written if isinstance(path, Path)]
+    if how.rng:
+        paths.append(random_states.write(aside, rank))
+    for path in [*paths, aside]:
+        sync(path)
+    return [durable.entry_of(path) for path in paths]
+
+
+def _complete(
+    manifest: Manifest,
+    entries: list[FileEntry],
+    engine: Any,
+    how: Saving,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> Manifest:
+    """The engine's manifest with all that identifies the save."""
+    if exclude_frozen:
+        frozen = {spec.name for spec in manifest.params if spec.kind == "frozen"}
+        kept = [
+            i for i, b in enumerate(manifest.buffers) if not {m.param for m in b.members} & frozen
+        ]
+        manifest = dataclasses.replace(
+            manifest,
+            params=tuple(p for p in manifest.params if p.name not in frozen),
+            buffers=tuple(manifest.buffers[i] for i in kept),
+            scalars=tuple(manifest.scalars[i] for i in kept),
+        )
+    import deepspeed
+
+    run = {
+        random_states.STEPS: engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        random_states.SEED: torch.initial_seed(),
+        "ds_version": deepspeed.__version__,
+        "saved_at": time.time(),
+        "moved_latest": save_latest,
+    }
+    if how.loader is not None:
+        run["data"] = how.loader.state_dict()
+    groups = tuple(json.loads(json.dumps(group, default=str)) for group in manifest.groups)
+    return dataclasses.replace(
+        manifest,
+        files=tuple(sorted(entries, key=lambda entry: entry.name)),
+        save_id=uuid.uuid4().hex,
+        run=run,
+        groups=groups,
+    )
+
+
+def _prune(folder: Path, keep: int) -> list[str]:
+    """Lines about older tags. The save is done by now: what can't be removed is said, and no
+    error."""
+    try:
+        return durable.prune(folder, keep)
+    except OSError as error:
+        return [f"older tags could not be removed: {error}"]

@@ -1,0 +1,33 @@
+"""Marks an engine unusable while and after a load fails: it refuses to step and to save."""
+
+from typing import Any
+
+from megatron_ucp.errors import EngineUnusableError
+
+_METHODS = ("step", "train_batch", "save_checkpoint")  # a pipeline trains by `train_batch`
+_SAVED = "_ucp_methods_before_load"
+
+
+def mark_unusable(engine: Any) -> None:
+    """From now on `step`, `train_batch` and `save_checkpoint` raise EngineUnusableError. Twice is
+    once."""
+    if _SAVED in engine.__dict__:
+        return
+    engine.__dict__[_SAVED] = {
+        name: engine.__dict__.get(name) for name in _METHODS if hasattr(engine, name)
+    }
+    for name in engine.__dict__[_SAVED]:
+        setattr(engine, name, _refuse)
+
+
+def mark_usable(engine: Any) -> None:
+    """Takes the mark away."""
+    for name, method in engine.__dict__.pop(_SAVED, {}).items():
+        if method is None:
+            engine.__dict__.pop(name, None)
+        else:
+            engine.__dict__[name] = method
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise EngineUnusableError("a load failed after bytes were written into this engine")

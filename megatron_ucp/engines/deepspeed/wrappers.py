@@ -1,0 +1,371 @@
+"""DeepSpeed 0.19.8's optimizer wrappers: which flat buffers they hold, and how their training
+copies are refreshed.
+
+One class per wrapper; the attributes that they read are those that the wrapper itself steps with
+(reference: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`, `fp16/`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ucp.core import flat
+from megatron_ucp.errors import LayoutError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class LiveBuffer:
+    """One flat buffer: parameters with their starts, this rank's partition of it, and the master
+    tensor."""
+
+    params: tuple[Any, ...]
+    starts: tuple[int, ...]
+    length: int
+    partitions: int
+    part: int
+    rule: str
+    master: torch.Tensor
+    group: int | None
+
+
+class Wrapper:
+    """Base: an optimizer wrapper, `opt`, around the optimizer that steps, `base`."""
+
+    engine_name = ""
+    zero = 0
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.opt = engine.optimizer
+        self.base = self.opt.optimizer
+
+    def buffers(self) -> list[LiveBuffer]:
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Before anything is read or written."""
+
+    def restore(self) -> None:
+        """Undoes `prepare`. Collective."""
+
+    def refresh(self) -> None:
+        """Makes the training copies of all ranks equal to the masters. Collective."""
+        raise NotImplementedError
+
+    def group_of(self, flat: torch.Tensor) -> int | None:
+        """Number of the param group that steps a master tensor."""
+        for number, group in enumerate(self.base.param_groups):
+            if any(p is flat for p in group["params"]):
+                return number
+        return None
+
+    def scaler(self) -> tuple[Any, Mapping[str, str]]:
+        """The object with the loss scale, and canonical field -> attribute."""
+        return self.opt.loss_scaler, {}
+
+
+class Zero12(Wrapper):
+    """DeepSpeedZeroOptimizer, stages 1 and 2."""
+
+    engine_name = "zero12"
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.zero = 2 if self.opt.partition_gradients else 1
+
+    def buffers(self) -> list[LiveBuffer]:
+        out: list[LiveBuffer] = []
+        for g, master in enumerate(self.opt.single_partition_of_fp32_groups):
+            params, starts = (
+                self.opt.round_robin_bit16_groups[g],
+                self.opt.round_robin_bit16_offsets[g],
+            )
+            flat = self.opt.bit16_groups_flat[g]
+            _check_starts(self.engine, params, starts, flat)
+            out.append(
+                LiveBuffer(
+                    tuple(params),
+                    tuple(starts),
+                    flat.numel(),
+                    self.opt.partition_count[g],
+                    rank_in(self.opt.real_dp_process_group[g]),
+                    "whole",
+                    master,
+                    self.group_of(master),
+                )
+            )
+        return out
+
+    def refresh(self) -> None:
+        _refresh_flat(
+            self.opt,
+            self.opt.single_partition_of_fp32_groups,
+            self.opt.parallel_partitioned_bit16_groups,
+        )
+
+
+def _refresh_flat(
+    opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """Weights of all ranks from the masters, and the links from parameters to masters and states.
+    Collective."""
+    _share(opt, masters, partitioned)
+    opt._link_all_hp_params()
+    opt._hp_optimizer_states_linked = (
+        False  # the state tensors may be new: link them again on first use
+    )
+
+
+def _share(
+    opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """`opt.update_lp_params()`: this rank's masters into its partition of the weights, and that to
+    all ranks. Collective.
+
+    gloo's all-gather collects in fresh memory of the whole buffer's size first. A broadcast of each
+    partition writes in place: a quarter of the time, and the load needs no memory on top of the
+    engine's own.
+    """
+    if any(
+        partition.device.type != "cpu" for partitions in partitioned for partition in partitions
+    ):
+        opt.update_lp_params()
+        return
+    for master, partitions, group in zip(
+        masters, partitioned, opt.real_dp_process_group, strict=True
+    ):
+        partitions[rank_in(group)].data.copy_(master.data)
+        ranks = torch.distributed.get_process_group_ranks(group)
+        sent: list[Any] = [
+            torch.distributed.broadcast(partition.data, rank, group, async_op=True)
+            for rank, partition in zip(ranks, partitions, strict=True)
+        ]
+        for work in sent:
+            work.wait()
+
+
+class Bf16(Wrapper):
+    """BF16_Optimizer: ZeRO-1 with fp32 gradient accumulation."""
+
+    engine_name = "bf16"
+    zero = 1
+
+    def buffers(self) -> list[LiveBuffer]:
+        out: list[LiveBuffer] = []
+        for g, master in enumerate(self.opt.fp32_groups_flat_partition):
+            params, flat = self.opt.bf16_groups[g], self.opt.bf16_groups_flat[g]
+            starts, _ = flat.aligned_starts([p.numel() for p in params])
+            _check_starts(self.engine, params, starts, flat)
+            out.append(
+                LiveBuffer(
+                    tuple(params),
+                    tuple(starts),
+                    flat.numel(),
+                    self.opt.partition_count[g],
+                    rank_in(self.opt.real_dp_process_group[g]),
+                    "whole",
+                    master,
+                    self.group_of(master),
+                )
+            )
+        return out
+
+    def refresh(self) -> None:
+        _refresh_flat(
+            self.opt, self.opt.fp32_groups_flat_partition, self.opt.bf16_partitioned_groups
+        )
+
+    def scaler(self) -> tuple[Any, Mapping[str, str]]:
+        return None, {}
+
+
+class Zero3(Wrapper):
+    """DeepSpeedZeroOptimizer_Stage3."""
+
+    engine_name = "zero3"
+    zero = 3
+
+    def prepare(self) -> None:
+        self.opt.checkpoint_event_prologue()
+
+    def restore(self) -> None:
+        self.opt.checkpoint_event_epilogue()
+
+    def buffers(self) -> list[LiveBuffer]:
+        out: list[LiveBuffer] = []
+        for i, master in enumerate(self.opt.fp32_partitioned_groups_flat):
+            params = self.opt.fp16_groups[i]
+            group = self.opt._get_sub_group_process_group(i)
+            count = torch.distributed.get_world_size(group=group)
+            starts, used = flat.aligned_starts([p.ds_tensor.ds_numel for p in params])
+            for param, start in zip(params, starts, strict=True):
+                where = self.opt.grad_position[self.opt.get_param_id(param)]
+                if (where[0], where[1], where[2]) != (
+                    i,
+                    start,
+                    param.ds_tensor.ds_numel,
+                ) or param.ds_tensor.ds_numel != -(-param.ds_numel // count):
+                    raise LayoutError(
+                        "the engine keeps a parameter elsewhere than ZeRO-3's formulas say",
+                        parameter=self.engine.param_names[param],
+                        found=str(where),
+                        expected=f"sub-group {i}, offset {start}, {-(-param.ds_numel // count)} "
+                        "elements",
+                    )
+            out.append(
+                LiveBuffer(
+                    tuple(params),
+                    tuple(starts),
+                    used,
+                    count,
+                    rank_in(group),
+                    "each",
+                    master,
+                    self.opt.sub_group_to_group_id[i],
+                )
+            )
+        return out
+
+    def refresh(self) -> None:
+        for i, master in enumerate(self.opt.fp32_partitioned_groups_flat):
+            flat = self.opt.fp16_partitioned_groups_flat[i]
+            flat.data.copy_(master.data)
+            # as DeepSpeed's own load does: the partitions may have been moved off the flat buffer
+            for piece, values in zip(
+                self.opt.fp16_partitioned_groups[i],
+                self.opt.unflatten(flat, self.opt.fp16_partitioned_groups[i]),
+                strict=True,
+            ):
+                piece.data = values.data
+        self.opt.checkpoint_event_epilogue()
+
+
+class Unfused(Wrapper):
+    """FP16_UnfusedOptimizer: bf16 and fp16 at stage 0."""
+
+    engine_name = "zero0"
+
+    def buffers(self) -> list[LiveBuffer]:
+        return [
+            LiveBuffer((param,), (0,), param.numel(), 1, 0, "whole", master, g)
+            for g, (params, masters) in enumerate(
+                zip(self.opt.fp16_groups, self.opt.fp32_groups, strict=True)
+            )
+            for param, master in zip(params, masters, strict=True)
+        ]
+
+    def refresh(self) -> None:
+        for params, masters in zip(self.opt.fp16_groups, self.opt.fp32_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                param.data.copy_(master.data)
+
+    def scaler(self) -> tuple[Any, Mapping[str, str]]:
+        return self.opt.loss_scale_config, {
+            "dynamic": "dynamic_loss_scale",
+            "min_scale": "min_loss_scale",
+        }
+
+
+class FusedFlat(Unfused):
+    """FP16_Optimizer: FusedAdam at stage 0."""
+
+    def buffers(self) -> list[LiveBuffer]:
+        out: list[LiveBuffer] = []
+        for g, master in enumerate(self.opt.fp32_groups_flat):
+            params = self.opt.fp16_groups[g]
+            starts, used = flat.aligned_starts([p.numel() for p in params])
+            out.append(
+                LiveBuffer(
+                    tuple(params), tuple(starts), used, 1, 0, "whole", master, self.group_of(master)
+                )
+            )
+        return out
+
+    def refresh(self) -> None:
+        for params, master in zip(self.opt.fp16_groups, self.opt.fp32_groups_flat, strict=True):
+            at = 0
+            for param in params:
+                param.data.copy_(master.data[at : at + param.numel()].view_as(param))
+                at += param.numel()
+
+
+class Plain(Wrapper):
+    """The user's own optimizer, unwrapped: fp32 at stage 0. Its parameters are the masters."""
+
+    engine_name = "zero0"
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.opt = self.base = engine.optimizer
+
+    def buffers(self) -> list[LiveBuffer]:
+        return [
+            LiveBuffer((param,), (0,), param.numel(), 1, 0, "whole", param, g)
+            for g, group in enumerate(self.base.param_groups)
+            for param in group["params"]
+            if param.requires_grad and param.numel()
+        ]
+
+    def refresh(self) -> None:
+        pass
+
+    def scaler(self) -> tuple[Any, Mapping[str, str]]:
+        return None, {}
+
+
+class NoOptimizer(Plain):
+    """An engine without an optimizer: weights only."""
+
+    engine_name = "none"
+
+    def buffers(self) -> list[LiveBuffer]:
+        return []
+
+
+_WRAPPERS: dict[str, type[Wrapper]] = {
+    "DeepSpeedZeroOptimizer": Zero12,
+    "BF16_Optimizer": Bf16,
+    "DeepSpeedZeroOptimizer_Stage3": Zero3,
+    "FP16_UnfusedOptimizer": Unfused,
+    "FP16_Optimizer": FusedFlat,
+}
+
+
+def wrapper_of(engine: Any) -> Wrapper:
+    """The wrapper class for an engine. Raises UnsupportedError for one that is not known."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return NoOptimizer(engine)
+    kind = _WRAPPERS.get(type(optimizer).__name__)
+    if kind is not None:
+        return kind(engine)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return Plain(engine)
+    raise UnsupportedError(
+        "this optimizer wrapper is not known",
+        found=type(optimizer).__qualname__,
+        expected=", ".join([*_WRAPPERS, "a torch optimizer at stage 0"]),
+    )
+
+
+def rank_in(group: Any) -> int:
+    return torch.distributed.get_rank(group=group)
+
+
+def _check_starts(
+    engine: Any, params: Sequence[Any], starts: Sequence[int], flat: torch.Tensor
+) -> None:
+    """Raises LayoutError where a parameter is not the view of the flat buffer that its start
+    says."""
+    for param, start in zip(params, starts, strict=True):
+        found = (param.data_ptr() - flat.data_ptr()) / flat.element_size()
+        if found != start:
+            raise LayoutError(
+                "a parameter does not lie where its flat buffer says",
+                parameter=engine.param_names[param],
+                expected=f"element {start}",
+                found=f"element {found}",
+                fix="load before states are offloaded, and do not replace param.data",
+            )

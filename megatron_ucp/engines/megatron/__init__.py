@@ -1,0 +1,1 @@
+"""megatron-core's models, whole and in pipeline stages."""

@@ -1,0 +1,509 @@
+"""megatron-core's own GPTModel in two families, GPT and LLaMA, to be trained under DeepSpeed; on
+CPUs too.
+
+    models.start(tp=2, seed=1)        # after torch.distributed is initialised
+    model = models.build(config)      # weights do not depend on tp
+    optimizer = AdamW(models.param_groups(model, 1e-3, 0.1))
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, mpu=models.mpu(), config=...)
+    engine.backward(models.loss(engine, tokens, labels))
+    models.stop()
+
+`engines/pipeline` builds the same models in stages.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.errors import UsageError
+from megatron_ucp.families import find_family
+from megatron_ucp.families.base import Model, Sizes
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu", "unfused_norm")
+
+# Names of the process groups that `start` made. Not the groups: they would be kept alive after the
+# end of the world.
+_groups: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the families differ in, as arguments of megatron-core."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    gated: bool
+    biases: bool
+    position_embedding_type: Literal["learned_absolute", "rope"]
+
+
+FAMILIES = {
+    "gpt": Family(
+        "LayerNorm", gated=False, biases=True, position_embedding_type="learned_absolute"
+    ),
+    "llama": Family("RMSNorm", gated=True, biases=False, position_embedding_type="rope"),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a model and how it is initialised. `vocab` is the padded vocabulary,
+    `true_vocab` the tokenizer's; `ffn` the width of one half of a gated MLP; `groups` the key-value
+    groups; `positions` the longest sequence.
+
+    `dtype` is what the DeepSpeed config trains in (fp32, bf16, fp16); the model itself is built in
+    fp32, from which DeepSpeed takes the masters. Raises UsageError for sizes that make no model.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    vocab: int
+    true_vocab: int
+    positions: int
+    head_dim: int | None = None
+    tied: bool = False
+    norm_eps: float = 1e-5
+    rotary_base: int = 10000
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
+    sequence_parallel: bool = False
+    dtype: str = "fp32"
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise UsageError(
+                "there is no builder for this family",
+                expected=", ".join(FAMILIES),
+                found=self.family,
+            )
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise UsageError(
+                "a model trains in another dtype", expected="fp32, bf16 or fp16", found=self.dtype
+            )
+        if self.heads % self.groups:
+            raise UsageError(
+                "the attention heads do not divide into the key-value groups",
+                expected=f"a multiple of {self.groups} heads",
+                found=self.heads,
+            )
+        if self.head_dim is None and self.hidden % self.heads:
+            raise UsageError(
+                "the hidden size does not divide into the attention heads",
+                expected=f"a multiple of {self.heads}, or a head size",
+                found=self.hidden,
+            )
+        if self.vocab < self.true_vocab:
+            raise UsageError(
+                "the padded vocabulary is smaller than the tokenizer's",
+                expected=f"at least {self.true_vocab}",
+                found=self.vocab,
+            )
+
+    def sizes(self) -> Sizes:
+        """The sizes as the family's table takes them."""
+        family = FAMILIES[self.family]
+        learned = family.position_embedding_type == "learned_absolute"
+        return Sizes(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            groups=self.groups,
+            head_dim=self.head_dim or self.hidden // self.heads,
+            ffn=self.ffn,
+            vocab=self.vocab,
+            true_vocab=self.true_vocab,
+            positions=self.positions if learned else 0,
+            tied=self.tied,
+            gated=family.gated,
+            biases=family.biases,
+            norm_biases=family.normalization == "LayerNorm",
+        )
+
+
+def start(tp: int, seed: int, pp: int = 1) -> None:
+    """Makes megatron-core's process groups for the current world (dp = world / tp / pp, default
+    rank order) and seeds all generators as Megatron does. Applies the patches that training needs;
+    those for machines without a GPU only there.
+
+    Collective. Raises UsageError when torch.distributed is not initialised, when tp x pp does not
+    divide the world, or when the groups of an earlier `start` are still there.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not initialised", fix="call deepspeed.init_distributed() first"
+        )
+    world = dist.get_world_size()
+    if tp < 1 or world % tp:
+        raise UsageError(
+            "the tensor-parallel size does not divide the number of ranks",
+            expected=f"a divisor of {world}",
+            found=tp,
+        )
+    if pp < 1 or world // tp % pp:
+        raise UsageError(
+            "the number of pipeline stages does not divide the number of ranks",
+            expected=f"a divisor of {world // tp} ({world} ranks, tensor-parallel size {tp})",
+            found=pp,
+        )
+    import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
+
+    for name in PATCHES:
+        patches.apply(name)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if parallel_state.model_parallel_is_initialized():
+        raise UsageError(
+            "megatron-core's process groups are there already", fix="call models.stop() first"
+        )
+    _groups.clear()
+    with closed_by_stop():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            create_gloo_process_groups=False,
+        )
+    seed = stage_seed(seed)
+    torch.manual_seed(
+        seed
+    )  # dropout outside of the tensor-parallel regions: alike on all tensor-parallel ranks
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def stage_seed(seed: int) -> int:
+    """The seed of this rank's pipeline stage: Megatron's rule, under which stages draw apart."""
+    from megatron.core import parallel_state
+
+    return seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+
+
+@contextlib.contextmanager
+def closed_by_stop() -> Iterator[None]:
+    """The process groups that are made inside are closed by `stop`."""
+    before = set(_open_groups())
+    yield
+    _groups.update(set(_open_groups()) - before)
+
+
+def stop() -> None:
+    """Takes down what `start` made, so that it can be called again with other sizes. Collective.
+
+    Destroy the engines first. megatron-core forgets its groups but leaves them open, with a few
+    sockets and threads each; they are closed here.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for name, group in _open_groups().items():
+        if name in _groups:
+            dist.destroy_process_group(group)
+    _groups.clear()
+
+
+def _open_groups() -> dict[str, Any]:
+    """All process groups that this rank belongs to, by name."""
+    from torch.distributed import distributed_c10d
+
+    return (
+        {name: group for group, name in distributed_c10d._world.pg_names.items()}
+        if dist.is_initialized()
+        else {}
+    )
+
+
+class _Mpu:
+    """megatron-core's parallel_state with the names that DeepSpeed asks for.
+
+    DeepSpeed sums gradient norms over, and numbers model files by, the "model parallel" group.
+    megatron-core's own `get_model_parallel_group` would be tensor x pipeline; without pipeline
+    stages the two are the same ranks. A pipeline brings an object of its own to DeepSpeed; for what
+    else asks, this one has the right groups there too.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        from megatron.core import parallel_state
+
+        return getattr(parallel_state, name)
+
+    def get_model_parallel_rank(self) -> int:
+        return self.get_tensor_model_parallel_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.get_tensor_model_parallel_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return self.get_tensor_model_parallel_group()
+
+
+def mpu() -> Any:
+    """The object for `deepspeed.initialize(mpu=...)`. It asks megatron-core each time, so it
+    outlives `stop` and `start`."""
+    return _Mpu()
+
+
+def build(config: ModelConfig) -> "GPTModel":
+    """This rank's part of a model, on the CPU, in fp32. Call `start` first.
+
+    Raises LayoutError when the tensor-parallel size divides heads, vocabulary or ffn not,
+    UsageError before `start` and after a `start` with pipeline stages.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    tp, pp = check_started(config)
+    if pp > 1:
+        raise UsageError(
+            "models.start was called for a pipeline",
+            expected="pp 1",
+            found=pp,
+            fix="build the model with engines.pipeline.build_pipeline",
+        )
+    transformer = transformer_config(config, tp)
+    layers: Any = layer_specs(
+        transformer
+    )  # taken as well as the ModuleSpec that megatron-core declares
+    model = GPTModel(
+        transformer,
+        layers,
+        vocab_size=config.vocab,
+        max_sequence_length=config.positions,
+        position_embedding_type=FAMILIES[config.family].position_embedding_type,
+        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=config.tied,
+    )
+    for name, param in model.named_parameters():
+        prepare(name, param, config)
+    model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
+    return model
+
+
+def check_started(config: ModelConfig) -> tuple[int, int]:
+    """The sizes (tp, pp) that `start` was called with. Raises UsageError before it, LayoutError
+    where tp does not divide the model."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise UsageError(
+            "megatron-core's process groups are not there", fix="call models.start(tp, seed) first"
+        )
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    Model(find_family(config.family), config.sizes()).check_cut(tp)
+    return tp, parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def prepare(name: str, param: torch.nn.Parameter, config: ModelConfig) -> None:
+    """Attributes, first values and hooks of a parameter by its canonical name."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import (
+        set_defaults_if_not_set_tensor_model_parallel_attributes as set_defaults,
+    )
+
+    set_defaults(
+        param
+    )  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
+    _initialise(
+        name,
+        param,
+        config,
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    if getattr(param, "sequence_parallel", False):
+        param.register_hook(_sum_over_tensor_parallel)
+
+
+def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
+    """What megatron-core's modules are built from. It never speaks of pipeline stages:
+    megatron-core would count its own on top of those of DeepSpeed's pipeline, and number the layers
+    twice."""
+    from megatron.core.transformer import TransformerConfig
+
+    family = FAMILIES[config.family]
+    return TransformerConfig(
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        ffn_hidden_size=config.ffn,
+        num_attention_heads=config.heads,
+        num_query_groups=config.groups,
+        kv_channels=config.sizes().head_dim,
+        normalization=family.normalization,
+        layernorm_epsilon=config.norm_eps,
+        gated_linear_unit=family.gated,
+        add_bias_linear=family.biases,
+        activation_func=torch.nn.functional.silu if family.gated else torch.nn.functional.gelu,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        bf16=config.dtype == "bf16",
+        fp16=config.dtype == "fp16",  # softmax in fp32, whatever the scores' dtype is
+        tensor_model_parallel_size=tp,
+        sequence_parallel=config.sequence_parallel and tp > 1,
+        # `_initialise` fills the weights; these two only let megatron-core set the attributes that
+        # it sets while initialising
+        use_cpu_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        # The fusions need CUDA kernels, or compute something else: bias_activation_fusion is the
+        # tanh form of gelu.
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """An init method that does nothing."""
+
+
+class TaggedNorm:
+    """LayerNorm or RMSNorm that marks its parameters under sequence parallelism, where
+    megatron-core's own refuses."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules":
+    """megatron-core's local layer spec with norms that sequence parallelism can use."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer = get_gpt_layer_local_spec(normalization=transformer.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TaggedNorm  # type: ignore[union-attr]
+    return TransformerBlockSubmodules([layer] * transformer.num_layers, layer_norm=TaggedNorm)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def _initialise(name: str, param: torch.Tensor, config: ModelConfig, tp: int, rank: int) -> None:
+    """Draws the whole tensor from a generator of its own, seeded by (seed, name), and keeps this
+    rank's cut of it: every tensor-parallel size starts from the same model. Megatron's
+    distributions: N(0, std), the two projections that end in the residual stream N(0, std / sqrt(2
+    layers)), norm weights 1, biases 0."""
+    if name.endswith("layernorm.weight"):
+        param.fill_(1.0)
+        return
+    if name.endswith(".bias"):
+        param.zero_()
+        return
+    shape, std = list(param.shape), config.init_std
+    dim: int = param.partition_dim  # type: ignore[attr-defined]
+    if param.tensor_model_parallel:  # type: ignore[attr-defined]
+        shape[dim] *= tp
+    if name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
+        std /= (2 * config.layers) ** 0.5
+    # a CPU generator takes the low 32 bits of its seed only: seed and name must meet in them
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+    whole = torch.empty(shape).normal_(0.0, std, generator=generator)
+    if param.tensor_model_parallel:  # type: ignore[attr-defined]
+        # a gated MLP's fc1 is two stacked tensors (stride 2), each one cut
+        parts = whole.chunk(param.partition_stride, dim)  # type: ignore[attr-defined]
+        whole = torch.cat([part.chunk(tp, dim)[rank] for part in parts], dim)
+    param.copy_(whole)
+
+
+def _sum_over_tensor_parallel(grad: torch.Tensor) -> torch.Tensor:
+    """Under sequence parallelism a norm's gradient, and a row-parallel bias's, covers this rank's
+    part of the sequence.
+
+    As a hook on the leaf it runs once per backward pass, before autograd adds the gradient to
+    `.grad`, hence before ZeRO's own hooks take it. Summing after `engine.backward`, where Megatron
+    does it, is too late for ZeRO 1 to 3.
+    """
+    from megatron.core import parallel_state
+
+    total = (
+        grad.float() if grad.dtype != torch.float32 else grad.clone()
+    )  # rounded once, after the sum
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total.to(grad.dtype)
+
+
+def loss(
+    model: Any, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean cross entropy in fp32 over the tokens, or over those where `mask` is not 0; a scalar,
+    the same on all tensor-parallel ranks. `tokens`, `labels` and `mask` are [batch, sequence];
+    labels are the tokens shifted by one.
+
+    `model` is a model of `build` or a DeepSpeed engine around it. Raises UsageError for a sequence
+    that does not fit.
+    """
+    bare, length = _bare(model), tokens.shape[1]
+    check_length(length, bare.max_sequence_length, bare.config)
+    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+    each = model(
+        tokens, positions, not_attended(length, tokens.device), labels=labels
+    )  # [batch, sequence]
+    return mean_of(each.float(), mask)
+
+
+def check_length(length: int, longest: int, transformer: "TransformerConfig") -> None:
+    """Raises UsageError for a sequence that does not fit."""
+    parts = transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
+    if length > longest or length % parts:
+        raise UsageError(
+            "the sequence length does not fit the model",
+            found=length,
+            expected=f"at most {longest}" + (f", a multiple of {parts}" if parts > 1 else ""),
+        )
+
+
+def not_attended(length: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, sequence, sequence], True where a token must not look: at those after it."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def mean_of(each: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Mean of [batch, sequence], or of those where `mask` is not 0; 0 where it is 0 everywhere."""
+    if mask is None:
+        return each.mean()
+    weights = mask.float()
+    return (each * weights).sum() / weights.sum().clamp(min=1.0)
+
+
+def _bare(model: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    while not isinstance(model, GPTModel) and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def param_groups(model: torch.nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Megatron's two groups: matrices decay, biases and norms do not. Frozen parameters and empty
+    groups are left out; a pipeline stage may have one group only.
+
+    Call it before deepspeed.initialize: ZeRO-3 flattens parameters.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {
+            "params": [param for param in trained if param.dim() > 1],
+            "lr": lr,
+            "weight_decay": weight_decay,
+        },
+        {"params": [param for param in trained if param.dim() <= 1], "lr": lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,371 @@
+"""The models of `engines/models` in stages, on DeepSpeed's PipelineModule.
+
+    models.start(tp=2, seed=1, pp=2)  # after torch.distributed is initialised
+    model = pipeline.build_pipeline(config, pp=2, partition="type:transformer")
+    optimizer = AdamW(models.param_groups(model, 1e-3, 0.1))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=...)
+    # an iterator of (tokens, labels) or (tokens, (labels, mask))
+    loss = engine.train_batch(batches)
+    models.stop()
+
+Layers by position: 0 the embedding, 1 to L the transformer layers, L+1 the final norm, L+2 the
+head; a tied head is the embedding's word matrix on the last stage. `families/pipe` has the names
+that follow. ZeRO 0 and 1: DeepSpeed's pipeline takes no others.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.megatron.models import FAMILIES, ModelConfig
+from megatron_ucp.errors import UsageError
+from megatron_ucp.families import find_family
+from megatron_ucp.families.pipe import TIED_KEY
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+    from megatron.core.transformer import TransformerConfig
+
+PATCHES = ("pipeline_clip", "pipeline_group_norms", "pipeline_empty_norm")
+METHODS = "uniform, parameters, type:REGEX, or the number of layers of each stage"
+PARTITION = (
+    "type:transformer"  # the same number of transformer layers for each stage, as Megatron does
+)
+
+
+def build_pipeline(
+    config: ModelConfig, pp: int, partition: str | Sequence[int] = PARTITION
+) -> "PipelineModule":
+    """This rank's stage of a model, in fp32, with the first values that `models.build` gives. Call
+    `start(tp, seed, pp)` first.
+
+    `partition` says which of the L+3 layers (see above) a stage holds: one of DeepSpeed's methods
+    (`uniform`: as many layers each; `parameters`: balanced; `type:REGEX`: as many layers each of
+    those whose class name matches), or the counts, as "1,3,1,2" or a list. Collective. Raises
+    UsageError for more stages than layers and for a partition that does not fit, before `start`,
+    and where `start` got another pp; LayoutError as `models.build`.
+    """
+    tp, started = models.check_started(config)
+    if pp != started:
+        raise UsageError(
+            "models.start was called with another number of pipeline stages",
+            expected=started,
+            found=pp,
+        )
+    if "LOCAL_RANK" not in os.environ:
+        raise UsageError(
+            "DeepSpeed's pipeline needs a launcher's environment",
+            expected="LOCAL_RANK",
+            found="nothing",
+            fix="start with torchrun or deepspeed",
+        )
+    layers = config.layers + 3
+    if pp > layers:
+        raise UsageError(
+            "there are more pipeline stages than layers",
+            expected=f"at most {layers}: {config.layers} transformer "
+            "layers, embedding, final norm and head",
+            found=pp,
+        )
+    import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
+
+    for name in PATCHES:
+        patches.apply(name)
+    return _build(config, tp, pp, stage_method(partition, layers, pp))
+
+
+def stage_method(partition: str | Sequence[int], layers: int, pp: int) -> str | tuple[int, ...]:
+    """A name of DeepSpeed's, or how many layers each stage holds. Raises UsageError."""
+    if isinstance(partition, str) and not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", partition):
+        if partition in ("uniform", "parameters") or re.fullmatch("type:.+", partition):
+            return partition
+        raise UsageError(
+            "there is no such partition of a pipeline", expected=METHODS, found=partition
+        )
+    counts = tuple(
+        int(count) for count in (partition.split(",") if isinstance(partition, str) else partition)
+    )
+    if len(counts) != pp or min(counts) < 1 or sum(counts) != layers:
+        raise UsageError(
+            "the layers of the stages do not add up",
+            found=", ".join(map(str, counts)),
+            expected=f"{pp} numbers of at least 1 with the sum {layers}: transformer layers, "
+            "embedding, norm and head",
+        )
+    return counts
+
+
+def _build(
+    config: ModelConfig, tp: int, pp: int, method: str | tuple[int, ...]
+) -> "PipelineModule":
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    transformer = models.transformer_config(config, tp)
+    # (pipe, data, model) is megatron-core's default order of ranks: its tensor-parallel groups are
+    # the topology's
+    topology = PipeModelDataParallelTopology(
+        num_pp=pp, num_mp=tp, num_dp=dist.get_world_size() // (tp * pp)
+    )
+    layers = _specs(config, transformer)
+    with (
+        models.closed_by_stop(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):  # DeepSpeed prints the partition on rank 0
+        model = _staged_model()(config, transformer, layers, topology, method)
+    family = find_family(config.family)
+    canonical = family.pipe(config.sizes()) if family.pipe else {}
+    for name, param in model.named_parameters():
+        if canonical[name].startswith("decoder.final_layernorm."):
+            param.sequence_parallel = transformer.sequence_parallel  # type: ignore[attr-defined]  (as models.TaggedNorm)
+        models.prepare(canonical[name], param, config)
+    return model
+
+
+class Shared:
+    """What the transformer layers of a stage share: the attention mask and the rotary positions,
+    made once per length."""
+
+    def __init__(self, config: ModelConfig, transformer: "TransformerConfig") -> None:
+        self.transformer = transformer
+        self.mask = lru_cache(maxsize=8)(models.not_attended)
+        self.rotary: Any = None
+        if FAMILIES[config.family].position_embedding_type == "rope":
+            from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+            self.rotary = RotaryEmbedding(
+                config.sizes().head_dim,
+                rotary_percent=1.0,
+                rotary_base=config.rotary_base,
+                use_cpu_initialization=True,
+            )
+
+    def length(self, hidden: torch.Tensor) -> int:
+        """Of the whole sequence. `hidden` is [sequence, batch, hidden], under sequence parallelism
+        this rank's part."""
+        return len(hidden) * (
+            self.transformer.tensor_model_parallel_size if self.transformer.sequence_parallel else 1
+        )
+
+
+def _specs(config: ModelConfig, transformer: "TransformerConfig") -> "list[LayerSpec]":
+    """All layers by position."""
+    from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
+
+    family, shared = FAMILIES[config.family], Shared(config, transformer)
+    norm = torch.nn.RMSNorm if family.normalization == "RMSNorm" else torch.nn.LayerNorm
+    kind = _transformer_layer(shared)
+    submodules = models.layer_specs(transformer).layer_specs[0].submodules  # type: ignore[index]
+    embedding = {
+        "config": transformer,
+        "vocab_size": config.vocab,
+        "max_sequence_length": config.positions,
+        "position_embedding_type": family.position_embedding_type,
+    }
+    middle = [
+        *(
+            LayerSpec(kind, config=transformer, submodules=submodules, layer_number=number)
+            for number in range(1, config.layers + 1)
+        ),
+        LayerSpec(norm, config.hidden, eps=config.norm_eps),
+    ]
+    head = {"config": transformer, "init_method": transformer.init_method, "bias": False}
+    if not config.tied:
+        return [
+            LayerSpec(_embedding(), **embedding),
+            *middle,
+            LayerSpec(_head(), config.hidden, config.vocab, **head),
+        ]
+    tied: Any = {
+        "tied_weight_attr": "word_embeddings.weight"
+    }  # DeepSpeed takes a name as well as a list of them
+    return [
+        TiedLayerSpec(TIED_KEY, _embedding(), **tied, **embedding),
+        *middle,
+        TiedLayerSpec(
+            TIED_KEY,
+            _tied_head(),
+            transformer,
+            config.vocab,
+            **tied,
+            forward_fn=_tied_logits(config, head),
+        ),
+    ]
+
+
+def _embedding() -> type[torch.nn.Module]:
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+
+    class EmbeddingPipe(LanguageModelEmbedding):
+        """[batch, sequence] of tokens -> [sequence, batch, hidden]."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            models.check_length(tokens.shape[1], self.max_sequence_length, self.config)
+            return super().forward(
+                tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            )
+
+    return EmbeddingPipe
+
+
+def _transformer_layer(shared: Shared) -> type[torch.nn.Module]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class TransformerLayerPipe(TransformerLayer):
+        """megatron-core's layer, which makes its own mask and positions: a pipeline sends
+        activations alone."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            length = shared.length(hidden)
+            tracker: Any = (
+                get_cuda_rng_tracker()
+            )  # dropout, as megatron-core's TransformerBlock draws it
+            with tracker.fork() if self.config.sequence_parallel else contextlib.nullcontext():
+                out: Any = super().forward(
+                    hidden,
+                    attention_mask=shared.mask(length, hidden.device),
+                    rotary_pos_emb=shared.rotary and shared.rotary(length),
+                )
+                return out[0]
+
+    return TransformerLayerPipe
+
+
+def _head() -> type[torch.nn.Module]:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class HeadPipe(ColumnParallelLinear):
+        """[sequence, batch, hidden] -> logits of this rank's part of the vocabulary."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(hidden)[0]
+
+    return HeadPipe
+
+
+def _tied_head() -> type[torch.nn.Module]:
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+    class TiedHeadPipe(torch.nn.Module):
+        """The last stage's copy of the embedding: words alone, as it needs no positions."""
+
+        def __init__(self, transformer: "TransformerConfig", vocab: int) -> None:
+            super().__init__()
+            init: Any = transformer.embedding_init_method
+            self.word_embeddings = VocabParallelEmbedding(
+                vocab, transformer.hidden_size, init_method=init, config=transformer
+            )
+
+    return TiedHeadPipe
+
+
+def _tied_logits(config: ModelConfig, head: dict[str, Any]) -> Any:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    linear = ColumnParallelLinear(
+        config.hidden, config.vocab, **head, skip_weight_param_allocation=True
+    )  # holds nothing
+
+    def logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return linear(hidden, weight=module.word_embeddings.weight)[0]
+
+    return logits
+
+
+def _loss(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+    """As `models.loss`. `logits` are [sequence, batch, part of the vocabulary], `labels` [batch,
+    sequence] or with a mask."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    labels, mask = labels if isinstance(labels, tuple | list) else (labels, None)
+    each = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
+    return models.mean_of(each.transpose(0, 1).contiguous().float(), mask)
+
+
+def _staged_model() -> Any:
+    from deepspeed.runtime.pipe.module import PipelineModule
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
+
+    class StagedModel(PipelineModule):
+        """A PipelineModule that takes counts for a partition, sends whole sequences, and says its
+        sizes as a GPTModel does."""
+
+        def __init__(
+            self,
+            config: ModelConfig,
+            transformer: "TransformerConfig",
+            layers: "list[LayerSpec]",
+            topology: Any,
+            method: Any,
+        ) -> None:
+            super().__init__(layers, topology=topology, loss_fn=_loss, partition_method=method)
+            self.config = transformer
+            # read by engines/family
+            self.vocab_size, self.ucp_true_vocab, self.max_sequence_length = (
+                config.vocab,
+                config.true_vocab,
+                config.positions,
+            )
+            self.share_embeddings_and_output_weights = config.tied
+            self.position_embedding_type = FAMILIES[config.family].position_embedding_type
+
+        def _partition_layers(self, method: Any = "uniform") -> None:
+            if isinstance(method, tuple):
+                self.parts = [0, *itertools.accumulate(method)]
+                self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
+            else:
+                _check_types(method, self._layer_specs)
+                super()._partition_layers(method)
+
+        def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
+            # DeepSpeed takes activations for the same on all tensor-parallel ranks, and by default
+            # sends a part of them from each. Under sequence parallelism they differ: without the
+            # two lines the next stage would get a wrong mixture.
+            split = self.config.sequence_parallel
+            first, last = self.stage_id == 0, self.stage_id + 1 == self.num_stages
+            out: Any = super().forward(
+                scatter_to_sequence_parallel_region(forward_input)
+                if split and not first
+                else forward_input
+            )
+            return (
+                gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
+                if split and not last
+                else out
+            )
+
+    return StagedModel
+
+
+def _check_types(method: str, specs: "Sequence[LayerSpec]") -> None:
+    """Raises UsageError for `type:REGEX` that names no layer."""
+    if not method.startswith("type:"):
+        return
+    names = list(dict.fromkeys(spec.typename.__name__ for spec in specs))
+    try:
+        found = any(re.search(method.split(":")[1], name, re.IGNORECASE) for name in names)
+    except re.error as error:
+        raise UsageError(
+            "the type of a pipeline's partition is no regular expression",
+            found=f"{method}: {error}",
+        ) from None
+    if not found:
+        raise UsageError(
+            "no layer of the pipeline has such a type",
+            expected=f"a part of {', '.join(names)}",
+            found=method,
+        )

@@ -1,0 +1,218 @@
+"""How the parameters of a checkpoint are cut and named where no manifest says so: by a family, by
+rules, by stock's patterns."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layout import Replicate
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.rules import RuleSet, same_layout
+from megatron_ucp.errors import RuleError, UcpError
+from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.folder import TagFolder
+from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.pipe_names import TIED
+from megatron_ucp.formats.deepspeed.weights import no_extra_state
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+_NAMED = 5  # parameters that a note lists by name
+
+
+@dataclass
+class Declared:
+    """The first that is given speaks: `specs` (of a manifest or a family), `rules`, `info` (stock
+    DeepSpeed's `universal_checkpoint_info` in the model file `file`). `pipe` are a pipeline's names
+    of canonical ones, which `info` uses."""
+
+    tp: int
+    file: str
+    specs: Mapping[str, ParamSpec] | None = None
+    rules: RuleSet | None = None
+    info: Mapping[str, Any] | None = None
+    pipe: Mapping[str, str] = field(default_factory=dict[str, str])
+    _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
+    _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing says how parameters are cut."""
+        return self.specs is None and not self.info and not (self.rules and self.rules.rules)
+
+    @property
+    def notes(self) -> list[str]:
+        """What rests on stock's default alone, and where rules and stock's patterns disagree."""
+        found = {
+            "cut on dim 0 by stock DeepSpeed's default, as no pattern of universal_checkpoint_info "
+            "matches": self._by_default,
+            "the rules say another layout than universal_checkpoint_info": self._overruled,
+        }
+        return [
+            f"{what}: "
+            + ", ".join(list(names)[:_NAMED])
+            + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            for what, names in found.items()
+            if names
+        ]
+
+    def find(self, name: str, local: Ints, kind: str) -> ParamSpec | None:
+        """The whole parameter of which a rank holds `local`; None where nothing declares it. Raises
+        RuleError, LayoutError."""
+        if self.specs is not None:
+            return self.specs.get(name)
+        if self.rules is None or not self.rules.rules:
+            return self._by_stock(name, local) if self.tp > 1 and kind != "buffer" else None
+        if kind == "buffer" and not self.rules.matching(name):
+            return None
+        spec = self.rules.declare(name, local, {"tp": self.tp})
+        if self.info and kind != "buffer" and self.tp > 1 and not self._agrees(spec, local):
+            self._overruled[name] = None
+        return spec
+
+    def _by_stock(self, name: str, local: Ints) -> ParamSpec | None:
+        if not self.info:
+            return None
+        pipe = self.pipe.get(name, name)
+        if not stock_info.is_matched(self.info, pipe, self.file):
+            self._by_default[name] = None
+        return replace(stock_info.declared(self.info, pipe, local, self.tp, self.file), name=name)
+
+    def _agrees(self, spec: ParamSpec, local: Ints) -> bool:
+        try:
+            stock = stock_info.declared(
+                self.info or {}, self.pipe.get(spec.name, spec.name), local, self.tp, self.file
+            )
+        except UcpError:  # patterns that are no use to anybody
+            return False
+        return same_layout(stock.layout, spec.layout)
+
+
+def compared(manifest: Manifest, rules: RuleSet, file: str) -> Manifest:
+    """A recorded manifest that no rule contradicts. One of a run without a family says nothing
+    about tp > 1: there the rules' layouts take the place of its whole parameters. Raises
+    RuleError."""
+    for pipe, name in manifest.names.items() if rules.pipeline else ():
+        compared_name(pipe, name, rules, file)
+    return replace(
+        manifest,
+        params=tuple(compared_spec(spec, manifest, rules, file) for spec in manifest.params),
+    )
+
+
+def compared_name(pipe: str, name: str, rules: RuleSet, file: str) -> None:
+    """Raises RuleError where a [[pipeline]] entry says another name than the manifest."""
+    if (found := rules.canonical(pipe)) != name:
+        raise RuleError(
+            "a [[pipeline]] entry contradicts the manifest",
+            file=rules.source,
+            parameter=pipe,
+            expected=f"{name}, as {file} says",
+            found=found,
+            fix="correct the rules, or leave them out",
+        )
+
+
+def compared_spec(spec: ParamSpec, manifest: Manifest, rules: RuleSet, file: str) -> ParamSpec:
+    """One parameter of `compared`."""
+    if not rules.rules or (spec.kind == "buffer" and not rules.matching(spec.name)):
+        return spec
+    tp = manifest.mesh.tp
+    ruled = rules.declare(
+        spec.name, spec.layout.local_shape(spec.name, spec.shape, {"tp": (tp, 0)}), {"tp": tp}
+    )
+    if not says_layouts(manifest):
+        return replace(spec, layout=ruled.layout, extent=ruled.extent or spec.extent)
+    for what, ours, theirs in (
+        ("layout", spec.layout, ruled.layout),
+        ("vocabulary", spec.extent, ruled.extent or spec.extent),
+    ):
+        if ours != theirs and not (what == "layout" and same_layout(spec.layout, ruled.layout)):
+            raise RuleError(
+                f"a rule contradicts the manifest in the {what}",
+                file=rules.source,
+                parameter=spec.name,
+                expected=f"{ours}, as {file} says",
+                found=theirs,
+                fix="correct the rule, or leave the rules out",
+            )
+    return spec
+
+
+def says_layouts(manifest: Manifest) -> bool:
+    """Whether a manifest knows how parameters are cut; one of a run at tp=1 without a family knows
+    them as whole only."""
+    return (
+        bool(manifest.family)
+        or manifest.mesh.tp > 1
+        or any(not isinstance(spec.layout, Replicate) for spec in manifest.params)
+    )
+
+
+# ------------------------------------------------ a pipeline's names
+
+
+def pipe_names(folder: TagFolder, files: list[str], rules: RuleSet) -> dict[str, str]:
+    """Name in the pipeline -> canonical name, by the [[pipeline]] entries, for all that the layer
+    files and the model files `files` (one of each stage) hold. Raises RuleError."""
+    return renamed(pipe_keys(folder, files), rules)
+
+
+def renamed(pipes: Iterable[str], rules: RuleSet) -> dict[str, str]:
+    """Name in the pipeline -> canonical name. Raises RuleError where an entry is missing or two
+    parameters get one name."""
+    out = {pipe: rules.canonical(pipe) for pipe in pipes}
+    first: dict[str, str] = {}
+    for pipe, name in out.items():
+        other = first.setdefault(name, pipe)
+        if other != pipe and not (rules.may_share(pipe) and rules.may_share(other)):
+            raise RuleError(
+                "two parameters of the pipeline get one canonical name",
+                file=rules.source,
+                parameter=pipe,
+                expected="one name for each, or tied = true",
+                found=f"{name}, as {other} gets",
+                fix=f"edit the [[pipeline]] entries of {rules.source}",
+            )
+    return out
+
+
+def pipe_keys(folder: TagFolder, files: list[str]) -> list[str]:
+    """Names in the pipeline: as the model files list them, and position and key of all other
+    tensors of the layer files."""
+    named = dict.fromkeys(name for file in files for name in _listed(folder, file))
+    tied: dict[str, set[str]] = {}
+    for name in named:
+        if name.startswith(f"{TIED}."):
+            head, _, rest = name.removeprefix(f"{TIED}.").partition(".")
+            tied.setdefault(head, set()).add(rest)
+    own = {name.partition(".")[0] for name in named}
+    for (layer, rank), file in sorted(folder.names.layers.items()):
+        if rank:
+            continue
+        keys = [
+            key
+            for key, value in folder.tree(file).items()
+            if isinstance(value, TensorRef) and not no_extra_state(key, value)
+        ]
+        # the file of a tied module has the place of one of its users; its names are those of the
+        # module
+        if str(layer) not in own and any(rests <= set(keys) for rests in tied.values()):
+            continue
+        named.update(dict.fromkeys(f"{layer}.{key}" for key in keys))
+    return list(named)
+
+
+def _listed(folder: TagFolder, file: str) -> Iterator[str]:
+    """Parameters that the model file of a stage lists, or the optimizer files beside it."""
+    tree = folder.tree(file)
+    for named in [*(shapes_by_group(tree) or []), tree.get("frozen_param_shapes") or {}]:
+        yield from named
+    mp = next(mp for (_, mp), name in folder.names.model.items() if name == file)
+    for (_, rank), name in sorted(folder.names.optimizer.items()):
+        state = folder.tree(name).get("optimizer_state_dict") if rank == mp else None
+        mappings = state.get("param_slice_mappings") if isinstance(state, dict) else None
+        for named in mappings if isinstance(mappings, list) else []:
+            yield from (
+                (key for key in named if isinstance(key, str)) if isinstance(named, dict) else ()
+            )

@@ -1,0 +1,68 @@
+"""What a model file says besides its tensors: how parameters are flattened, in which dtype it
+trains, which names are one."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_ucp.core.manifest import Tie
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+Tree = Mapping[str, Any]
+
+
+def shapes_by_group(meta: Tree) -> Any:
+    """`param_shapes` of a model file, which older versions wrote as one dict for all; None at stage
+    0."""
+    shapes = meta.get("param_shapes")
+    shapes = [shapes] if isinstance(shapes, dict) else shapes
+    if shapes is None or (
+        isinstance(shapes, list)
+        and all(
+            isinstance(named, dict)
+            and all(
+                isinstance(name, str)
+                and isinstance(shape, tuple)
+                and all(type(n) is int and n >= 0 for n in shape)
+                for name, shape in named.items()
+            )
+            for named in shapes
+        )
+    ):
+        return shapes
+    raise DamagedFileError(
+        "the model file does not say how parameters are flattened",
+        expected="param_shapes: names and shapes",
+        found=type(shapes).__name__,
+    )
+
+
+def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
+    """Of the weights of a model file: as its config says; older files have none, but weights."""
+    config = meta.get("ds_config")
+    if config is None:
+        found = [ref.storage.dtype for ref in map(module.get, names) if isinstance(ref, TensorRef)]
+        return found[0] if found else "float32"
+    for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        section = config.get(key) if isinstance(config, dict) else None
+        if isinstance(section, dict) and section.get("enabled"):
+            return dtype
+    return "float32"
+
+
+def find_ties(module: Tree, flat: Iterable[str], shared: Mapping[str, str]) -> tuple[Tie, ...]:
+    """Names that share memory in the file, plus what its `shared_params` says; the name that is
+    flattened comes first."""
+    flat = set(flat)
+    by_place: dict[tuple[object, ...], list[str]] = {}
+    for name, ref in module.items():
+        if isinstance(ref, TensorRef) and ref.numel:
+            by_place.setdefault((ref.storage.key, ref.offset_elems, ref.shape), []).append(name)
+    groups: dict[str, list[str]] = {}
+    for names in by_place.values():
+        first = next((name for name in names if name in flat), names[0])
+        groups.setdefault(first, []).extend(name for name in names if name != first)
+    for alias, name in shared.items():
+        if alias not in groups.setdefault(name, []):
+            groups[name].append(alias)
+    return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)

@@ -1,0 +1,494 @@
+"""How DeepSpeed's optimizer wrappers lay out their states in files, told apart by the keys that are
+present.
+
+Each class reads the pickled tree of one optimizer file into flat buffers (reference: `state_dict`
+of the wrapper in DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which
+buffer.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_ucp.core import flat
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.states import ELEMENT, MASTER, check_known
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, StateMismatchError
+from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
+
+Tree = Mapping[str, Any]
+Scalar = Callable[[TensorRef], float]
+
+# Keys of a param group that say how an optimizer is built up, not how it steps.
+STRUCTURE = frozenset(
+    {"params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"}
+)
+_NUMPY = {
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+    "i1": "b",
+    "i2": "h",
+    "i4": "i",
+    "i8": "q",
+    "u1": "B",
+    "u2": "H",
+    "u4": "I",
+    "u8": "Q",
+    "b1": "?",
+}  # numpy's codes and those of struct
+SCALER = (
+    "dynamic",
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+    "min_scale",
+    "delayed_shift",
+    "cur_hysteresis",
+    "consecutive_hysteresis",
+    "raise_error_at_min_scale",
+)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The optimizer part of a checkpoint as one file shows it; must be equal in all files of one
+    save.
+
+    `indices` are the numbers under which the file keeps each buffer's states."""
+
+    engine: str
+    buffers: tuple[FlatBuffer, ...]
+    groups: tuple[Mapping[str, Any], ...]
+    scalars: tuple[Mapping[str, float], ...]
+    scaler: Mapping[str, Any]
+    indices: tuple[int, ...]
+
+
+class OptimizerFiles(Protocol):
+    """One wrapper's file format."""
+
+    def contents(
+        self,
+        tree: Tree,
+        shapes: Sequence[Mapping[str, Ints]],
+        partitions: int,
+        file: str,
+        scalar: Scalar,
+    ) -> Contents: ...
+
+    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
+        """The tensor with a state of the buffer that the file keeps under `index`, None where the
+        tree has none."""
+        ...
+
+
+def reader_for(tree: Tree, file: str) -> OptimizerFiles:
+    """The format of an optimizer state dict. Raises DamagedFileError where no known key is
+    present."""
+    if "fp32_flat_groups" in tree:
+        return Zero3()
+    if "single_partition_of_fp32_groups" in tree:
+        return Zero12()
+    if "fp32_groups_flat" in tree:
+        return FusedFlat()
+    if "fp32_groups" in tree:
+        return Unfused()
+    if "state" in tree and "param_groups" in tree:
+        return Plain()
+    raise DamagedFileError(
+        "this is no optimizer state of DeepSpeed",
+        file=file,
+        found=", ".join(map(str, tree))[:200],
+        expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state",
+    )
+
+
+def hyper(groups: Sequence[Tree], scalar: Scalar) -> tuple[Mapping[str, Any], ...]:
+    """Hyper-parameters of each group without what is structure; lists become tuples, 0-d tensors
+    numbers."""
+
+    def plain(value: Any, depth: int = 0) -> Any:
+        if isinstance(value, TensorRef):
+            return scalar(value)
+        if isinstance(value, list | tuple) and depth < 2 and len(value) <= 64:
+            return tuple(plain(v, depth + 1) for v in value)
+        return number(value)
+
+    return tuple({str(k): plain(v) for k, v in g.items() if k not in STRUCTURE} for g in groups)
+
+
+def number(value: Any) -> Any:
+    """A plain value, which is cheap to compare and to show; anything else as a mark of its type.
+
+    Values of a hostile file can share parts so often that comparing or printing them never ends. A
+    scalar of numpy, as a schedule that uses numpy leaves in `lr`, is the number that it holds.
+    """
+    if (
+        isinstance(value, Stand)
+        and value.qualname == "numpy.scalar"
+        and str(value.get("dtype"))[1:] in _NUMPY
+    ):
+        kind = str(value.get("dtype"))
+        return struct.unpack(kind[0].replace("|", "=") + _NUMPY[kind[1:]], value.state["data"])[0]  # type: ignore[arg-type]
+    return (
+        value
+        if value is None or isinstance(value, bool | int | float | str)
+        else f"<{type(value).__name__}>"
+    )
+
+
+def loss_scaler(value: Any) -> Mapping[str, Any]:
+    """The canonical form of a pickled loss scaler; empty without one."""
+    fields = value.state if isinstance(value, Stand) else {}
+    return {name: number(fields[name]) for name in SCALER if name in fields}
+
+
+def split_states(
+    entry: Tree, file: str, scalar: Scalar
+) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
+    """Element-wise states (name, dtype) and scalar ones of one entry of an optimizer's `state`."""
+    kept = {key: value for key, value in entry.items() if value is not None}
+    check_known(kept, file)
+    element: list[tuple[str, str]] = []
+    scalars: dict[str, float] = {}
+    for key, value in kept.items():
+        if key in ELEMENT:
+            if not isinstance(value, TensorRef):
+                raise DamagedFileError(
+                    f"the optimizer state {key} is no tensor", file=file, found=type(value).__name__
+                )
+            element.append((key, value.storage.dtype))
+        else:
+            scalars[key] = scalar(value) if isinstance(value, TensorRef) else float(value)
+    return tuple(element), scalars
+
+
+def _group_of(index: int, groups: Sequence[Tree]) -> int | None:
+    for number, group in enumerate(groups):
+        if index in group.get("params", ()):
+            return number
+    return None
+
+
+def _listed(tree: Tree, key: str, file: str) -> list[Any]:
+    value = tree.get(key)
+    if not isinstance(value, list):
+        raise DamagedFileError(
+            "an optimizer file lacks a list", file=file, expected=key, found=type(value).__name__
+        )
+    return value
+
+
+def _count(tree: Tree, partitions: int, file: str) -> None:
+    """Raises ForeignFileError unless the file was written by as many partitions as there are
+    files."""
+    value = tree.get("partition_count", partitions)
+    counts = value if isinstance(value, list) else [value]
+    if any(count != partitions for count in counts):
+        raise ForeignFileError(
+            "the partition count differs from the number of optimizer files",
+            file=file,
+            expected=f"{counts} files",
+            found=f"{partitions} files",
+            fix="put all optimizer files of one save, and no others, into the folder",
+        )
+
+
+class Zero12:
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks."""
+
+    def contents(
+        self,
+        tree: Tree,
+        shapes: Sequence[Mapping[str, Ints]],
+        partitions: int,
+        file: str,
+        scalar: Scalar,
+    ) -> Contents:
+        masters = _listed(tree, "single_partition_of_fp32_groups", file)
+        _count(tree, partitions, file)
+        if len(masters) != len(shapes):
+            raise ForeignFileError(
+                "model file and optimizer file hold different numbers of groups",
+                file=file,
+                expected=len(shapes),
+                found=len(masters),
+            )
+        base = tree.get("base_optimizer_state", {})
+        elastic = isinstance(base, list)
+        groups = [] if elastic else base.get("param_groups", [])
+        entries = dict(enumerate(base)) if elastic else base.get("state", {})
+        gaps = tree.get("param_alignment_paddings") or [[0] * len(s) for s in shapes]
+        buffers: list[FlatBuffer] = []
+        scalars: list[Mapping[str, float]] = []
+        for index, named in enumerate(shapes):
+            starts, at = [], 0
+            for shape, gap in zip(named.values(), gaps[index], strict=True):
+                starts.append(at)
+                at += math.prod(shape) + gap
+            members = tuple(
+                Member(name, start, math.prod(shape))
+                for (name, shape), start in zip(named.items(), starts, strict=True)
+            )
+            element, kept = split_states(entries.get(index, {}), file, scalar)
+            if "base_optimizer_state_step" in tree:
+                kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
+            scalars.append(kept)
+            buffers.append(
+                FlatBuffer(
+                    members,
+                    flat.whole_length(at, partitions),
+                    partitions,
+                    "whole",
+                    ((MASTER, masters[index].storage.dtype), *element),
+                    index if elastic else _group_of(index, groups),
+                )
+            )
+        return Contents(
+            "zero12" if "zero_stage" in tree else "bf16",
+            tuple(buffers),
+            ({},) * len(shapes) if elastic else hyper(groups, scalar),
+            tuple(scalars),
+            loss_scaler(tree.get("loss_scaler")),
+            tuple(range(len(buffers))),
+        )
+
+    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
+        if state == MASTER:
+            return tree["single_partition_of_fp32_groups"][index]
+        base = tree["base_optimizer_state"]
+        return (base[index] if isinstance(base, list) else base["state"].get(index, {})).get(state)
+
+
+class Zero3:
+    """ZeRO-3: one flat buffer per sub-group, every member cut for itself."""
+
+    def contents(
+        self,
+        tree: Tree,
+        shapes: Sequence[Mapping[str, Ints]],
+        partitions: int,
+        file: str,
+        scalar: Scalar,
+    ) -> Contents:
+        masters = _listed(tree, "fp32_flat_groups", file)
+        _count(tree, partitions, file)
+        if len(masters) != len(shapes):
+            raise ForeignFileError(
+                "model file and optimizer file hold different numbers of sub-groups",
+                file=file,
+                expected=len(shapes),
+                found=len(masters),
+            )
+        base = tree.get("optimizer_state_dict", {})
+        groups = base.get("param_groups", [])
+        buffers: list[FlatBuffer] = []
+        scalars: list[Mapping[str, float]] = []
+        for index, named in enumerate(shapes):
+            sizes = [math.prod(shape) for shape in named.values()]
+            starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
+            members = tuple(Member(*m) for m in zip(named, starts, sizes, strict=True))
+            element, kept = split_states(base.get("state", {}).get(index, {}), file, scalar)
+            scalars.append(kept)
+            buffers.append(
+                FlatBuffer(
+                    members,
+                    used,
+                    partitions,
+                    "each",
+                    ((MASTER, masters[index].storage.dtype), *element),
+                    _group_of(index, groups),
+                )
+            )
+        return Contents(
+            "zero3",
+            tuple(buffers),
+            hyper(groups, scalar),
+            tuple(scalars),
+            loss_scaler(tree.get("loss_scaler")),
+            tuple(range(len(buffers))),
+        )
+
+    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
+        if state == MASTER:
+            return tree["fp32_flat_groups"][index]
+        return tree["optimizer_state_dict"]["state"].get(index, {}).get(state)
+
+
+class _Unpartitioned:
+    """Stage 0: one buffer per parameter. Files name no parameters: `shapes` must list them in the
+    optimizer's order."""
+
+    engine = "zero0"
+
+    def base(self, tree: Tree) -> Tree:
+        return tree["optimizer_state_dict"]
+
+    def masters(self, tree: Tree) -> list[TensorRef] | None:
+        """Masters in the optimizer's order; None where the training weights are the masters."""
+        return None
+
+    def contents(
+        self,
+        tree: Tree,
+        shapes: Sequence[Mapping[str, Ints]],
+        partitions: int,
+        file: str,
+        scalar: Scalar,
+    ) -> Contents:
+        base, masters = self.base(tree), self.masters(tree)
+        groups = base["param_groups"]
+        indices = _stepped(groups, base["state"], [len(named) for named in shapes], file)
+        buffers: list[FlatBuffer] = []
+        scalars: list[Mapping[str, float]] = []
+        for number, named in enumerate(shapes):
+            for (name, shape), index in zip(named.items(), indices[number], strict=True):
+                entry = base["state"].get(index, {})
+                element, kept = split_states(entry, file, scalar)
+                refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
+                if any(tuple(ref.shape) != tuple(shape) for ref in refs):
+                    raise ForeignFileError(
+                        "the optimizer's parameters come in another order than the model's groups",
+                        file=file,
+                        parameter=name,
+                        expected=shape,
+                        found=refs[0].shape,
+                        fix="build the optimizer's groups as the run that saved it did, or save "
+                        "with "
+                        "a manifest (megatron_ucp.attach)",
+                    )
+                scalars.append(kept)
+                dtype = masters[index].storage.dtype if masters else "float32"
+                buffers.append(
+                    FlatBuffer(
+                        (Member(name, 0, math.prod(shape)),),
+                        math.prod(shape),
+                        1,
+                        "whole",
+                        ((MASTER, dtype), *element),
+                        number,
+                    )
+                )
+        return Contents(
+            self.engine,
+            tuple(buffers),
+            hyper(groups, scalar),
+            tuple(scalars),
+            _flat_scaler(tree),
+            tuple(index for chosen in indices for index in chosen),
+        )
+
+    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
+        if state == MASTER:
+            masters = self.masters(tree)
+            return masters[index] if masters else None
+        return self.base(tree)["state"].get(index, {}).get(state)
+
+
+class Unfused(_Unpartitioned):
+    """FP16_UnfusedOptimizer (bf16 and fp16 at stage 0): shaped masters and moments."""
+
+    def masters(self, tree: Tree) -> list[TensorRef]:
+        return [ref for group in tree["fp32_groups"] for ref in group]
+
+
+class Plain(_Unpartitioned):
+    """The user's own optimizer (fp32 at stage 0): the model's weights are the masters."""
+
+    def base(self, tree: Tree) -> Tree:
+        return tree
+
+
+class FusedFlat:
+    """FP16_Optimizer (FusedAdam at stage 0): one flat, unpadded buffer per group, one partition."""
+
+    def contents(
+        self,
+        tree: Tree,
+        shapes: Sequence[Mapping[str, Ints]],
+        partitions: int,
+        file: str,
+        scalar: Scalar,
+    ) -> Contents:
+        masters = _listed(tree, "fp32_groups_flat", file)
+        base = tree["optimizer_state_dict"]
+        buffers: list[FlatBuffer] = []
+        scalars: list[Mapping[str, float]] = []
+        for index, named in enumerate(shapes):
+            sizes = [math.prod(shape) for shape in named.values()]
+            starts, used = flat.aligned_starts(sizes)
+            if index >= len(masters) or masters[index].numel != used:
+                raise ForeignFileError(
+                    "the optimizer's groups differ from the model's",
+                    file=file,
+                    expected=used,
+                    found=[ref.numel for ref in masters],
+                )
+            element, kept = split_states(base["state"].get(index, {}), file, scalar)
+            scalars.append(kept)
+            buffers.append(
+                FlatBuffer(
+                    tuple(Member(*m) for m in zip(named, starts, sizes, strict=True)),
+                    used,
+                    1,
+                    "whole",
+                    ((MASTER, masters[index].storage.dtype), *element),
+                    _group_of(index, base["param_groups"]),
+                )
+            )
+        return Contents(
+            "zero0",
+            tuple(buffers),
+            hyper(base["param_groups"], scalar),
+            tuple(scalars),
+            _flat_scaler(tree),
+            tuple(range(len(buffers))),
+        )
+
+    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
+        if state == MASTER:
+            return tree["fp32_groups_flat"][index]
+        return tree["optimizer_state_dict"]["state"].get(index, {}).get(state)
+
+
+def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
+    """The loss scaler whose fields stand in the state dict itself (stage 0)."""
+    if "cur_scale" not in tree:
+        return {}
+    return {
+        "dynamic": number(tree.get("dynamic_loss_scale")),
+        **{name: number(tree[name]) for name in SCALER[1:] if name in tree},
+    }
+
+
+def _stepped(
+    groups: Sequence[Tree], state: Tree, wanted: Sequence[int], file: str
+) -> list[list[int]]:
+    """Optimizer indices of each group's parameters.
+
+    A plain optimizer also lists frozen parameters, which have no state: where the number of names
+    says so, only indices with state count. Raises StateMismatchError where names and indices can't
+    be matched one to one.
+    """
+    out: list[list[int]] = []
+    for number, group in enumerate(groups):
+        every = list(group["params"])
+        stepped = [index for index in every if index in state]
+        want = wanted[number] if number < len(wanted) else -1
+        if want not in (len(every), len(stepped)) or len(groups) != len(wanted):
+            raise StateMismatchError(
+                "the optimizer's groups differ from the model's",
+                file=file,
+                expected=f"{list(wanted)} parameters in the groups of the engine",
+                found=f"{[len(g['params']) for g in groups]} in the checkpoint",
+                fix="build the optimizer's groups as the run that saved it did, or save with a "
+                "manifest (megatron_ucp.attach)",
+            )
+        out.append(every if want == len(every) else stepped)
+    return out

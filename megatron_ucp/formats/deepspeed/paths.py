@@ -1,0 +1,198 @@
+"""Names of DeepSpeed's native files, and the way from a path that a user gives to a tag folder."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError, UsageError
+
+MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+MODEL_PARTITION = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+OPTIMIZER = re.compile(
+    r"(?P<pre>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
+)
+LAYER = re.compile(r"layer_(?P<layer>\d+)(-model_(?P<tp>\d+))?-model_states\.pt")
+REFUSED = {
+    r"layer_\d+-(?!(model_\d+-)?model_states\.pt).*model_states\.pt": "layer files of a pipeline "
+    "with other axes",
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of DeepSpeed-MoE",
+    r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt": "expert optimizer files of DeepSpeed-MoE",
+    r"offloaded_tensors": "tensors that were offloaded to NVMe",
+}
+_MAX_NAME_CHARS = 255
+
+
+@dataclass(frozen=True)
+class TagFiles:
+    """The state files of one tag folder, by (partition, model-parallel rank); partition is None for
+    unpartitioned. `layers` are a pipeline's, by (position, tensor-parallel rank)."""
+
+    folder: Path
+    model: Mapping[tuple[int | None, int], str]
+    optimizer: Mapping[tuple[int, int], str]
+    prefixes: tuple[str, ...] = field(default=())
+    layers: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+
+    @property
+    def names(self) -> list[str]:
+        return sorted([*self.model.values(), *self.optimizer.values(), *self.layers.values()])
+
+
+def resolve(path: str | Path, tag: str | None = None) -> Path:
+    """The tag folder for a path that is a tag folder or the folder above it. `latest` is always
+    followed.
+
+    Raises NotFoundError that lists what is there instead.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise NotFoundError(
+            "there is no such checkpoint folder",
+            file=path,
+            fix="check the path; every rank must see it",
+        )
+    if is_unfinished(path.absolute().name):
+        raise NotFoundError(
+            "this is a save that was not finished",
+            file=path,
+            expected="a tag folder",
+            found=path.name,
+            fix="load another tag; the next save removes this folder",
+        )
+    if tag is not None:
+        if not tag or "/" in tag or tag in (".", ".."):
+            raise UsageError(
+                "a tag is the plain name of a folder",
+                file=path,
+                expected="global_step100",
+                found=tag,
+            )
+        return _tag_folder(path, tag, "the tag that was asked for")
+    if (path / "latest").is_file():
+        return _tag_folder(path, read_pointer(path / "latest"), "the tag that `latest` names")
+    if has_state_files(path):
+        return path
+    if (path / "latest_universal").is_file():
+        return _tag_folder(
+            path, read_pointer(path / "latest_universal"), "the tag that `latest_universal` names"
+        )
+    raise NotFoundError(
+        "this folder holds no checkpoint",
+        file=path,
+        expected="a file `latest`, or *_states.pt files",
+        found=_tags(path),
+        fix="give the folder with the file `latest`, a tag folder, or tag=",
+    )
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a folder of that name is a save on its way, or what is left of one."""
+    return name.startswith(".") and name.endswith(".saving")
+
+
+def read_pointer(path: Path) -> str:
+    """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(_MAX_NAME_CHARS + 2).strip()
+    if (
+        not text
+        or "/" in text
+        or "\0" in text
+        or text in (".", "..")
+        or len(text) > _MAX_NAME_CHARS
+    ):
+        raise NotFoundError(
+            "the pointer to the newest tag can't be used",
+            file=path,
+            expected="the name of a folder",
+            found=repr(text[:80]),
+            fix="give tag=",
+        )
+    return text
+
+
+def _tag_folder(path: Path, tag: str, what: str) -> Path:
+    if not (path / tag).is_dir():
+        raise NotFoundError(
+            f"{what} does not exist",
+            file=path / tag,
+            expected="a folder",
+            found=_tags(path),
+            fix="give a tag= that exists",
+        )
+    return path / tag
+
+
+def _tags(path: Path) -> str:
+    found = sorted(p.name for p in path.iterdir() if p.is_dir() and has_state_files(p))
+    return "tags: " + ", ".join(found) if found else "no tag folder with state files"
+
+
+def nothing_there(path: str | Path) -> bool:
+    """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a
+    run's first start."""
+    path = Path(path)
+    if not path.exists():
+        return True
+    return (
+        path.is_dir()
+        and not (path / "latest").exists()
+        and not (path / "latest_universal").exists()
+        and not has_state_files(path)
+        and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
+    )
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a tag folder is one of DeepSpeed's universal format."""
+    return (folder / "zero").is_dir()
+
+
+def has_state_files(path: Path) -> bool:
+    """Whether a folder looks like a tag's."""
+    return not is_unfinished(path.name) and any(
+        p.name.endswith("_states.pt") for p in path.iterdir()
+    )
+
+
+def scan(folder: Path) -> TagFiles:
+    """The state files of a tag folder. Raises UnsupportedError for files that this version can't
+    read by name."""
+    model: dict[tuple[int | None, int], str] = {}
+    optimizer: dict[tuple[int, int], str] = {}
+    layers: dict[tuple[int, int], str] = {}
+    prefixes: set[str] = set()
+    for name in sorted(p.name for p in folder.iterdir()):
+        for pattern, what in REFUSED.items():
+            if re.fullmatch(pattern, name):
+                raise UnsupportedError(
+                    f"the checkpoint holds {what}, which this version does not read",
+                    file=folder / name,
+                    fix="resume on the mesh that wrote it with DeepSpeed's own load",
+                )
+        if found := MODEL.fullmatch(name):
+            model[None, int(found["mp"])] = name
+        elif found := MODEL_PARTITION.fullmatch(name):
+            model[int(found["dp"]), int(found["mp"])] = name
+        elif found := LAYER.fullmatch(name):
+            place = int(found["layer"]), int(found["tp"] or 0)
+            if layers.setdefault(place, name) != name:
+                raise ForeignFileError(
+                    "two layer files are for one place of the pipeline",
+                    file=folder / name,
+                    expected=layers[place],
+                    found=name,
+                )
+        elif found := OPTIMIZER.fullmatch(name):
+            optimizer[int(found["dp"]), int(found["mp"])] = name
+            prefixes.add(found["pre"] or "")
+    if not model:
+        raise NotFoundError(
+            "the tag folder holds no model states",
+            file=folder,
+            expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
+            found="no such file",
+            fix="load another tag",
+        )
+    return TagFiles(folder, model, optimizer, tuple(sorted(prefixes)), layers)

@@ -1,0 +1,101 @@
+"""Which parameters each stage's optimizer keeps, at stage 0 without a manifest: the files say only
+how many in each group.
+
+A stage is a run of layers, so the counts of its groups leave one way to cut the list of layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, combinations
+from typing import Any
+
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+
+
+def group_sizes(tree: Mapping[str, Any]) -> tuple[list[int], bool]:
+    """How much each parameter group of a stage-0 optimizer file holds, and whether that is elements
+    (or parameters)."""
+    if "fp32_groups_flat" in tree:
+        return [ref.numel for ref in tree["fp32_groups_flat"]], True
+    base = tree.get("optimizer_state_dict", tree)
+    stepped = [
+        len([index for index in group["params"] if index in base["state"]])
+        for group in base["param_groups"]
+    ]
+    return (
+        stepped if any(stepped) else [len(group["params"]) for group in base["param_groups"]]
+    ), False
+
+
+def of_stages(
+    order: Sequence[Sequence[str]],
+    names: PipeNames,
+    sizes: Sequence[Sequence[int]],
+    weigh: Callable[[str], int],
+    file: str,
+) -> list[list[list[str]]]:
+    """For each stage the names of each of its groups, in the optimizer's order. `order` has those
+    of all stages, `sizes` what each stage's groups hold, added up by `weigh`. Raises
+    StateMismatchError where no cut fits."""
+    layer = {
+        name: int(pipe.partition(".")[0])
+        for pipe, name in names.canonical.items()
+        if name not in names.tied
+    }
+    stops = [*names.layers, max(names.layers, default=0) + 1]
+    tied = [name for group in order for name in group if name in names.tied]
+    out: list[list[list[str]]] = []
+    first = 0
+    for number, wanted in enumerate(sizes):
+        found = _cut(
+            order,
+            layer,
+            tied,
+            wanted,
+            weigh,
+            first,
+            stops[-1:] if number == len(sizes) - 1 else [stop for stop in stops if stop > first],
+            number == 0,
+        )
+        if found is None:
+            raise StateMismatchError(
+                "the groups of a pipeline stage are not those of any run of the model's layers",
+                file=file,
+                expected=f"stage {number} with the layers from {first}",
+                found=f"groups of {list(wanted)}",
+                fix="build the optimizer's groups as the run that saved it did, or save with a "
+                "manifest "
+                "(megatron_ucp.attach)",
+            )
+        groups, first = found
+        out.append(groups)
+    return out
+
+
+def _cut(
+    order: Sequence[Sequence[str]],
+    layer: Mapping[str, int],
+    tied: Sequence[str],
+    wanted: Sequence[int],
+    weigh: Callable[[str], int],
+    first: int,
+    stops: Sequence[int],
+    is_first: bool,
+) -> tuple[list[list[str]], int] | None:
+    """The groups of the stage that begins at layer `first`, and the layer after it."""
+    # the first stage holds all of a tied module, a later one some of it or nothing
+    shares = (
+        [tuple(tied)]
+        if is_first
+        else list(chain.from_iterable(combinations(tied, n) for n in range(len(tied) + 1)))
+    )
+    for stop in stops:
+        for share in shares:
+            groups = [
+                [name for name in group if name in share or first <= layer.get(name, -1) < stop]
+                for group in order
+            ]
+            groups = [group for group in groups if group]
+            if [sum(map(weigh, group)) for group in groups] == list(wanted):
+                return groups, stop
+    return None

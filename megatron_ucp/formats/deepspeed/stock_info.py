@@ -1,0 +1,220 @@
+"""Stock DeepSpeed's `universal_checkpoint_info`: how parameters are cut, as regular expressions in
+the first model file.
+
+Semantics of `merge_tp_slices` in DeepSpeed 0.19.8's `ds_to_universal.py`: patterns match at the
+start of a name, and what no pattern matches is cut on dim 0.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardNC
+from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.rules import LONGEST_NAME
+from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
+from megatron_ucp.formats.deepspeed.pipe_names import TIED
+from megatron_ucp.formats.patterns import problem_of
+from megatron_ucp.formats.pt.unpickler import Stand
+
+REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
+ROW, VOCABULARY = "parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns"
+_ON_SEVERAL_STAGES = "pipeline_replicated_parameter_patterns"
+HALVES, SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
+
+
+def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str) -> ParamSpec:
+    """Whole shape and layout of the parameter of which a rank holds `local`.
+
+    Raises RuleError where two patterns match its name or one can't be used, UnsupportedError for
+    uneven sub-parameters, LayoutError for a dim that the parameter lacks, DamagedFileError for what
+    is no dict of patterns.
+    """
+    try:
+        return _spec(name, local, info, tp, file)
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise DamagedFileError(
+            "universal_checkpoint_info has another structure than DeepSpeed's",
+            file=file,
+            parameter=name,
+            found=f"{type(error).__name__}: {error}",
+        ) from None
+
+
+def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
+    """Whether a pattern matches; without one a parameter is cut on dim 0 by stock's convention
+    alone. Raises RuleError, DamagedFileError."""
+    return bool(_matches(name, info, file))
+
+
+def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, Any]]:
+    if len(name) > LONGEST_NAME:
+        raise RuleError(
+            "a name is too long for patterns",
+            file=file,
+            parameter=f"{name[:80]}...",
+            expected=f"at most {LONGEST_NAME} characters",
+            found=len(name),
+            fix="give a family",
+        )
+    found: list[tuple[str, Any]] = []
+    for kind in (REPLICATED, AVERAGED, ROW, VOCABULARY, HALVES):
+        found += [
+            (kind, pattern)
+            for pattern in _usable(info.get(kind), kind, file)
+            if re.match(pattern, name)
+        ]
+    for entry in _listed(info.get(SUB_PARAMS), SUB_PARAMS, file):
+        fields: Any = entry.state if isinstance(entry, Stand) else entry
+        patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
+        found += [
+            (SUB_PARAMS, fields)
+            for pattern in _usable(patterns, SUB_PARAMS, file)
+            if re.match(pattern, name)
+        ]
+    return found
+
+
+def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict[str, Any]:
+    """What stock's converter asks for of a native folder with these parameters, under the names
+    that `named` gives them; empty where its patterns can't say how one of them is cut, so that it
+    stops and does not cut that one on dim 0."""
+    cut = [
+        (named(spec.name), spec, _kind(spec.layout))
+        for spec in sorted(specs, key=lambda spec: spec.name)
+        if spec.kind != "buffer"
+    ]
+    if any(kind is None for _, _, kind in cut):
+        return {}
+    kinds: dict[str, set[str | None]] = {}
+    for name, _, kind in cut:
+        kinds.setdefault(_of_layers(name), set()).add(kind)
+    alike = all(len(found) == 1 for found in kinds.values())
+    out: dict[str, Any] = {"universal_checkpoint_version": 0.4}
+    for name, spec, kind in cut:
+        pattern = (_of_layers(name) if alike and kind != SUB_PARAMS else re.escape(name)) + "$"
+        if kind == SUB_PARAMS and isinstance(spec.layout, ShardNC):
+            shape = tuple(
+                spec.layout.parts if dim == spec.layout.dim else n
+                for dim, n in enumerate(spec.shape)
+            )
+            out.setdefault(SUB_PARAMS, []).append(
+                {"patterns": [pattern], "shape": shape, "partition_dim": spec.layout.dim}
+            )
+        elif kind and pattern not in out.setdefault(kind, []):
+            out[kind].append(pattern)
+        if name.startswith(f"{TIED}.") and pattern not in out.setdefault(_ON_SEVERAL_STAGES, []):
+            out[_ON_SEVERAL_STAGES].append(pattern)
+    return out
+
+
+def _of_layers(name: str) -> str:
+    """One pattern for a parameter of every layer."""
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
+
+
+def _kind(layout: Layout) -> str | None:
+    """Which list a parameter stands in; "" for stock's default, dim 0, None where it has no list
+    for it."""
+    if isinstance(layout, Replicate | Partial):
+        return REPLICATED if isinstance(layout, Replicate) else AVERAGED
+    if isinstance(layout, ShardNC) and layout.axis == "tp" and layout.unit == 1:
+        return (
+            HALVES
+            if layout.dim == 0 and len(layout.parts) == 2 and len({*layout.parts}) == 1
+            else SUB_PARAMS
+        )
+    return (
+        {Shard("tp", 0): "", Shard("tp", 1): ROW}.get(layout) if isinstance(layout, Shard) else None
+    )
+
+
+def _listed(value: Any, kind: str, file: str) -> Sequence[Any]:
+    if value is not None and not isinstance(value, list | tuple):
+        raise DamagedFileError(
+            "universal_checkpoint_info has another structure than DeepSpeed's",
+            file=file,
+            expected=f"{kind}: a list",
+            found=type(value).__name__,
+        )
+    return value or ()
+
+
+def _usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
+    """A list of patterns that can be matched in bounded time: whoever wrote the checkpoint wrote
+    them."""
+    for pattern in _listed(patterns, kind, file):
+        problem = problem_of(pattern) if isinstance(pattern, str) else "no text"
+        if problem:
+            raise RuleError(
+                "a pattern of universal_checkpoint_info can't be used",
+                file=file,
+                expected=f"a pattern in {kind}",
+                found=f"{problem} ({str(pattern)[:80]})",
+                fix="give a family or --rules instead",
+            )
+    return _listed(patterns, kind, file)
+
+
+def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -> ParamSpec:
+    found = _matches(name, info, file)
+    if len(found) > 1:
+        raise RuleError(
+            "two patterns of universal_checkpoint_info match one parameter",
+            file=file,
+            parameter=name,
+            expected="one pattern",
+            found=" and ".join(kind for kind, _ in found),
+            fix="give a family or --rules instead",
+        )
+    kind, entry = found[0] if found else ("", None)
+    layout = _layout(kind, entry, name, local, info, tp, file)
+    if any(cut.dim >= len(local) for cut in layout.cuts()):
+        raise LayoutError(
+            "universal_checkpoint_info cuts a dim that the parameter does not have",
+            file=file,
+            parameter=name,
+            expected=layout,
+            found=f"shape {local}",
+            fix="give a family or --rules instead",
+        )
+    shape = tuple(
+        n * tp if any(cut.dim == dim for cut in layout.cuts()) else n for dim, n in enumerate(local)
+    )
+    original: Any = info.get("original_vocab_size")
+    padded = kind == VOCABULARY and isinstance(original, int) and 0 < original <= shape[0]
+    return ParamSpec(
+        name, shape, "", layout=layout, extent=Extent(original, shape[0]) if padded else None
+    )
+
+
+def _layout(
+    kind: str, entry: Any, name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str
+) -> Layout:
+    if kind == REPLICATED or not local:
+        return Replicate()
+    if kind == AVERAGED:
+        return Partial("tp")
+    if kind == ROW:
+        return Shard("tp", 1)
+    if kind == HALVES:
+        return ShardNC("tp", 0, (local[0] * tp // 2,) * 2)
+    if kind == SUB_PARAMS:
+        dim = int(entry["partition_dim"])
+        sizes = entry["shape"][dim]
+        if (
+            not isinstance(sizes, list | tuple)
+            or sum(sizes) != local[dim] * tp
+            or any(size % tp for size in sizes)
+        ):
+            raise UnsupportedError(
+                "sub-parameters that are not cut evenly are not supported",
+                file=file,
+                parameter=name,
+                expected=f"sizes that add up to {local[dim] * tp}, each a multiple of {tp}",
+                found=sizes,
+                fix="give a family or --rules instead",
+            )
+        return ShardNC("tp", dim, tuple(sizes))
+    return Shard("tp", 0)

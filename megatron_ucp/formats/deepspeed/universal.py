@@ -1,0 +1,460 @@
+"""Reads DeepSpeed's universal folders: those of stock's converter, in both of its forms, and our
+own.
+
+A folder holds `zero/NAME/STATE.pt` for every parameter, which is whole there, and copies of model
+files that say which parameters belong together (reference: `ds_to_universal.py` of DeepSpeed
+0.19.8).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.core.states import ELEMENT, MASTER, VALUE
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
+from megatron_ucp.formats.base import Where
+from megatron_ucp.formats.deepspeed.declared import Declared, compared
+from megatron_ucp.formats.deepspeed.folder import STRUCTURE, TagFolder
+from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
+from megatron_ucp.formats.deepspeed.optimizer_files import Contents, hyper, loss_scaler, number
+from megatron_ucp.formats.deepspeed.pipe_names import TIED, PipeNames
+from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
+from megatron_ucp.formats.deepspeed.weights import no_extra_state
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+
+_PARAM = "param"
+
+
+class UniversalCheckpoint(TagFolder):
+    """One opened universal folder, with the attributes of NativeCheckpoint. `specs` or `rules`
+    declare layouts, which stock's folders do not hold; `names` or `rules` those of a pipeline's
+    parameters.
+
+    Raises a UcpError for anything that its directories and pickles can show. Tensor bytes are not
+    read.
+    """
+
+    pipeline, pipeline_stages, tensor_parallel, partitions = False, 1, 1, 1
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Mapping[str, ParamSpec] | None = None,
+        names: Mapping[str, str] | None = None,
+        rules: RuleSet | None = None,
+    ) -> None:
+        super().__init__(folder)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                self._read(specs, names, rules)
+            except STRUCTURE as error:
+                raise DamagedFileError(
+                    "the checkpoint has another structure than its keys promise",
+                    file=self.folder,
+                    found=f"{type(error).__name__}: {str(error)[:200]}",
+                ) from error
+            undo.pop_all()
+
+    def _read(
+        self,
+        specs: Mapping[str, ParamSpec] | None,
+        names: Mapping[str, str] | None,
+        rules: RuleSet | None,
+    ) -> None:
+        recorded = self.recorded.manifest
+        self.model_name = self._first_of_ranks()[0]
+        self.meta: Mapping[str, Any] = self.tree(self.model_name)
+        self.declared = Declared(
+            1,
+            self.full_path(self.model_name),
+            specs if recorded is None else recorded.by_name,
+            rules,
+        )
+        canonical = names if recorded is None else recorded.names
+        self._pipe = PipeNames(canonical) if canonical else None
+        self._global = (
+            self.tree(f"{ATOMS}/{GLOBAL}")
+            if (self.folder / ATOMS / GLOBAL).is_file()
+            else self._lost(GLOBAL)
+        )
+        self._atoms: dict[str, str] = {}  # canonical name -> folder
+        for path in sorted((self.folder / ATOMS).iterdir()):
+            if path.is_dir():
+                self._atoms.setdefault(self._name(path.name), path.name)
+        groups = self._groups()
+        self.manifest = self._manifest(groups, recorded)
+        self.contents = Contents(
+            "universal",
+            self.manifest.buffers,
+            self.manifest.groups,
+            self.manifest.scalars,
+            loss_scaler(self._global.get("loss_scaler")),
+            (),
+        )
+        self.stages = [self.contents]
+        if recorded is not None:
+            self._compare(recorded)
+            if rules is not None:
+                self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how parameters are cut."""
+        return self.declared.notes
+
+    def _lost(self, name: str) -> Any:
+        raise NotFoundError(
+            "a file of the universal folder is missing",
+            file=self.folder / ATOMS / name,
+            expected=name,
+            found="no such file",
+            fix="restore it, or convert again",
+        )
+
+    def _name(self, folder: str) -> str:
+        plain = (
+            self.recorded.manifest is not None and self._pipe is None
+        )  # an nn.Sequential has such names too
+        if plain or not re.match(rf"[0-9]+\.|{TIED}\.", folder):
+            return folder
+        if self._pipe is not None:
+            return self._pipe.find(folder, str(self.folder / ATOMS / folder))
+        if self.declared.rules is not None and self.declared.rules.pipeline:
+            return self.declared.rules.canonical(folder)
+        raise UnsupportedError(
+            "a universal folder of a pipeline needs a family or rules",
+            file=self.folder / ATOMS / folder,
+            found=folder,
+            fix="load it into an engine that was attached with family=; or give --rules with "
+            "[[pipeline]] entries",
+        )
+
+    # ---------------------------------------------------------------- structure
+
+    def _groups(self) -> list[dict[str, Ints]]:
+        """Names and shapes of each parameter group, in the order of the optimizer, as the model
+        files say."""
+        listed = self._param_groups()
+        out: list[dict[str, Ints]] = [{} for _ in listed]
+        sizes = [len(group.get("params") or ()) for group in listed]
+        for name in self._first_of_ranks():
+            shapes = shapes_by_group(self.tree(name))
+            if shapes is None:
+                raise UnsupportedError(
+                    "a model file of the universal folder does not say which parameters belong "
+                    "together",
+                    file=self.full_path(name),
+                    expected="param_shapes",
+                    found="none",
+                    fix="convert the native checkpoint with megatron-ucp convert",
+                )
+            split = len(shapes) != len(listed) and sum(sizes) == len(
+                shapes
+            )  # of ZeRO-3: one entry per sub-group
+            places = (
+                [g for g, size in enumerate(sizes) for _ in range(size)]
+                if split
+                else list(range(len(shapes)))
+            )
+            if max(places, default=-1) >= len(listed):
+                raise ForeignFileError(
+                    "the model file and the optimizer of a universal folder have different groups",
+                    file=self.full_path(name),
+                    expected=len(listed),
+                    found=len(shapes),
+                )
+            for group, named in zip(places, shapes, strict=True):
+                out[group].update(
+                    {self._name(param): tuple(shape) for param, shape in named.items()}
+                )
+        return out
+
+    def _first_of_ranks(self) -> list[str]:
+        """One model file of each model-parallel rank of the run that was converted."""
+        first: dict[int, str] = {}
+        for (_, mp), name in sorted(self.names.model.items(), key=lambda item: item[0][0] or -1):
+            first.setdefault(mp, name)
+        return [first[mp] for mp in sorted(first)]
+
+    def _param_groups(self) -> list[Any]:
+        base = self._global.get("optimizer_state_dict")
+        groups = (base.get("param_groups") if isinstance(base, dict) else None) or self._global.get(
+            "param_groups"
+        )
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise DamagedFileError(
+                "the universal folder does not say its parameter groups",
+                expected="param_groups",
+                file=self.full_path(f"{ATOMS}/{GLOBAL}"),
+                found=type(groups).__name__,
+            )
+        return groups
+
+    def _manifest(self, groups: list[dict[str, Ints]], recorded: Manifest | None) -> Manifest:
+        dtype = next(
+            (spec.dtype for spec in recorded.params if spec.kind == "trainable")
+            if recorded
+            else iter(()),
+            training_dtype(self.meta, {}, ()),
+        )
+        params: list[ParamSpec] = []
+        buffers: list[FlatBuffer] = []
+        scalars: list[Mapping[str, float]] = []
+        for group, named in enumerate(groups):
+            for name, shape in named.items():
+                states, kept = self._states(name)
+                whole = self._shape(name, MASTER, shape)
+                params.append(self._spec(name, whole, dtype, "trainable"))
+                size = math.prod(whole)
+                buffers.append(
+                    FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, group, axes=())
+                )
+                scalars.append(kept)
+        flat, buffer_names = (
+            {spec.name for spec in params},
+            {self._name(name) for name in self.meta.get("buffer_names") or []},
+        )
+        aliases = {self._name(name) for name in (self.meta.get("shared_params") or {})}
+        for name in self._atoms:
+            if name in flat or name in aliases:
+                continue
+            value = self._atom(name, MASTER)
+            if no_extra_state(name, value):
+                continue
+            size = value.numel
+            kind = "buffer" if name in buffer_names else "frozen"
+            params.append(self._spec(name, value.shape, value.storage.dtype, kind))
+            buffers.append(
+                FlatBuffer(
+                    (Member(name, 0, size),),
+                    size,
+                    1,
+                    "whole",
+                    ((VALUE, value.storage.dtype),),
+                    axes=(),
+                )
+            )
+            scalars.append({})
+        found = hyper(
+            self._param_groups(), lambda ref: self.scalar(self.full_path(f"{ATOMS}/{GLOBAL}"), ref)
+        )
+        run = {
+            key: number(self.meta.get(key))
+            for key in ("global_steps", "skipped_steps", "ds_version")
+        }
+        base = Manifest(
+            "universal", Mesh(), tuple(params), tuple(buffers), found, tuple(scalars), run=run
+        )
+        if recorded is None:
+            return base
+        return Manifest(
+            "universal",
+            Mesh(),
+            base.params,
+            base.buffers,
+            found,
+            base.scalars,
+            recorded.ties,
+            recorded.files,
+            recorded.optimizer,
+            recorded.family,
+            recorded.save_id,
+            {**recorded.run, **run},
+            recorded.names,
+        )
+
+    def _spec(self, name: str, shape: Ints, dtype: str, kind: str) -> ParamSpec:
+        declared = self.declared.find(name, shape, kind)
+        if (
+            declared is None or declared.shape != shape
+        ):  # another shape is an error of the comparison with the target
+            return ParamSpec(name, shape, dtype, kind)
+        return ParamSpec(name, shape, dtype, kind, declared.layout, declared.extent)
+
+    def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
+        """Element-wise states of a parameter with the masters first, and its step."""
+        folder = self.folder / ATOMS / self._folder(name)
+        found = {path.stem for path in folder.iterdir() if path.suffix == ".pt"}
+        if MASTER not in found:
+            raise NotFoundError(
+                "a parameter of the universal folder has lost its master weights",
+                file=folder / f"{MASTER}.pt",
+                parameter=name,
+                found=", ".join(sorted(found)) or "nothing",
+                fix="restore it, or convert again",
+            )
+        odd = sorted(found - {MASTER, STEP} - ELEMENT)
+        if odd:
+            raise UnsupportedError(
+                "the universal folder holds a state that is not known",
+                file=folder / f"{odd[0]}.pt",
+                parameter=name,
+                expected=" ".join(sorted(ELEMENT)),
+                found=odd[0],
+            )
+        states = [MASTER, *sorted(found & ELEMENT)]
+        if len(states) > 1 and STEP not in found and self._steps_apart:
+            raise NotFoundError(
+                "a parameter of the universal folder has lost its step",
+                file=folder / f"{STEP}.pt",
+                parameter=name,
+                found=", ".join(sorted(found)),
+                fix="restore it, or convert again",
+            )
+        kept = self._step(name) if STEP in found else self._common_step() if len(states) > 1 else {}
+        return tuple((state, self._atom(name, state).storage.dtype) for state in states), kept
+
+    @cached_property
+    def _steps_apart(self) -> bool:
+        """Whether parameters have their own steps, as in all but stock's folders of ZeRO-3."""
+        return any(
+            (self.folder / ATOMS / folder / f"{STEP}.pt").is_file()
+            for folder in self._atoms.values()
+        )
+
+    def _step(self, name: str) -> Mapping[str, float]:
+        file = f"{ATOMS}/{self._folder(name)}/{STEP}.pt"
+        value = self.file(file).tree
+        return {
+            STEP: self.scalar(self.full_path(file), value)
+            if isinstance(value, TensorRef)
+            else self._plain(value, file)
+        }
+
+    def _plain(self, value: Any, file: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DamagedFileError(
+                "a step is no number", file=self.full_path(file), found=type(value).__name__
+            )
+        return float(value)
+
+    def _common_step(self) -> Mapping[str, float]:
+        """Stock's folders of ZeRO-3 keep one step for all parameters."""
+        file = f"{ATOMS}/{GLOBAL}"
+        base = self._global.get("optimizer_state_dict")
+        state = base.get("state") if isinstance(base, dict) else None
+        entry = state.get(0) if isinstance(state, dict) else None
+        value = entry.get(STEP) if isinstance(entry, dict) else None
+        if value is None:
+            return {}
+        return {
+            STEP: self.scalar(self.full_path(file), value)
+            if isinstance(value, TensorRef)
+            else self._plain(value, file)
+        }
+
+    def _folder(self, name: str) -> str:
+        if name not in self._atoms:
+            raise NotFoundError(
+                "a parameter is missing in the universal folder",
+                file=self.folder / ATOMS,
+                parameter=name,
+                expected=f"{len(self._atoms)} folders and one of this name",
+                found="none",
+                fix="restore it, or convert again",
+            )
+        return self._atoms[name]
+
+    def _atom(self, name: str, state: str) -> TensorRef:
+        """The tensor of a state."""
+        file = f"{ATOMS}/{self._folder(name)}/{state}.pt"
+        tree: Any = self.file(file).tree
+        ref = tree.get(_PARAM) if isinstance(tree, dict) else tree
+        if not isinstance(ref, TensorRef) or not ref.is_contiguous:
+            raise DamagedFileError(
+                "a file of a universal folder holds no tensor",
+                file=self.full_path(file),
+                parameter=name,
+                found=type(ref).__name__,
+            )
+        return ref
+
+    def _shape(self, name: str, state: str, said: Ints) -> Ints:
+        """Stock's folders of ZeRO-3 hold flat tensors, and the model file their shapes; those of a
+        tensor-parallel run say the shape of one rank there."""
+        found = self._atom(name, state).shape
+        flat = len(found) == 1 and len(said) != 1
+        if flat and found[0] != math.prod(said):
+            raise ForeignFileError(
+                "a parameter of the universal folder has another size than the model file says",
+                file=self.folder / ATOMS / self._folder(name),
+                parameter=name,
+                expected=said,
+                found=found,
+            )
+        return said if flat else found
+
+    def _compare(self, recorded: Manifest) -> None:
+        """Raises ForeignFileError or NotFoundError where the folder is not what was written."""
+        ours = {spec.name: (spec.shape, spec.kind) for spec in self.manifest.params}
+        theirs = {spec.name: (spec.shape, spec.kind) for spec in recorded.params}
+        held = [
+            {
+                b.members[0].param: (dict(b.states), b.group, dict(kept))
+                for b, kept in zip(manifest.buffers, manifest.scalars, strict=True)
+            }
+            for manifest in (self.manifest, recorded)
+        ]
+        for what, one, other in (("parameters", ours, theirs), ("states, groups or steps", *held)):
+            odd = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+            if odd:
+                raise ForeignFileError(
+                    f"manifest and files disagree in the {what}",
+                    file=self.folder / FILE_NAME,
+                    parameter=odd[0],
+                    expected=other.get(odd[0]),
+                    found=one.get(odd[0]),
+                    fix="restore the files of one conversion, or convert again",
+                )
+
+    # ---------------------------------------------------------------- what the operations ask for
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot. Raises DamagedFileError or ForeignFileError."""
+        buffer = self.manifest.buffers[slot.buffer]
+        name = buffer.members[0].param
+        ref = self._atom(name, MASTER if slot.state == VALUE else slot.state)
+        dtype = dict(buffer.states)[slot.state]
+        if ref.numel != buffer.length or ref.storage.dtype != dtype:
+            raise ForeignFileError(
+                "a state has another size or type than its parameter",
+                parameter=name,
+                file=self.folder / ATOMS / self._folder(name),
+                expected=f"{buffer.length} of {dtype}",
+                found=f"{ref.shape} of {ref.storage.dtype}",
+            )
+        file = self.file(
+            f"{ATOMS}/{self._folder(name)}/{MASTER if slot.state == VALUE else slot.state}.pt"
+        )
+        return Where(
+            file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype
+        )
+
+    @property
+    def file_names(self) -> list[str]:
+        """Every file with state in it, relative to the folder."""
+        atoms = [
+            f"{ATOMS}/{folder}/{path.name}"
+            for folder in sorted(self._atoms.values())
+            for path in sorted((self.folder / ATOMS / folder).glob("*.pt"))
+        ]
+        return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
+
+    def model_of(self, mp: int, part: int = 0) -> str:
+        """Name of the model file; all of them say the same."""
+        return self.model_name
+
+    def optimizer_tree(self) -> Mapping[str, Any]:
+        """What is not per parameter: loss scaler, clipping, groups."""
+        return self._global

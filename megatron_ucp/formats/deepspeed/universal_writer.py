@@ -1,0 +1,172 @@
+"""DeepSpeed's universal folder for a manifest: one file per parameter and state, in one form that
+stages 1, 2 and 3 load.
+
+Stock's converter writes two forms, each for some stages. Where its loaders look (DeepSpeed 0.19.8):
+`load_hp_checkpoint_state_from_checkpoint_dir` (stages 1 and 2) wants shaped atoms in dicts,
+`step.pt` beside them and `mp_rank_00_model_states.pt`;
+`load_hp_checkpoint_state_from_checkpoint_dir_stage3` takes the same atoms, the step from
+`optimizer_state.pt` and `zero_pp_rank_0_mp_rank_00_model_states.pt`.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ucp.core.layout import ShardNC
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.deepspeed.native_writer import Run, scalar_tensor, scaler_of
+from megatron_ucp.formats.pt.output import Output, plain
+from megatron_ucp.formats.pt.values import Stand
+
+VERSION = 0.4
+STEP, ATOMS, GLOBAL = "step", "zero", "optimizer_state.pt"
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_SUB_PARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
+
+
+class UniversalWriter:
+    """The files of a manifest whose every buffer is one whole parameter (tp=1, no partitions).
+    Groups are those of an optimizer without pipeline. `pipe` gives other names (of a pipeline) to
+    parameters. Raises UnsupportedError for a name that can't be a folder's."""
+
+    def __init__(self, manifest: Manifest, run: Run, pipe: Mapping[str, str]) -> None:
+        self.manifest, self.run = manifest, run
+        self._names = {spec.name: pipe.get(spec.name, spec.name) for spec in manifest.params}
+        for name in self._names.values():
+            if not _NAME.fullmatch(name):
+                raise UnsupportedError(
+                    "a parameter's name can't be the name of a folder",
+                    parameter=name,
+                    expected="letters, digits, dots, _ and -",
+                    fix="convert to native",
+                )
+
+    def outputs(self) -> Iterator[Output]:
+        """Every file."""
+        for name in MODEL_FILES:
+            yield self._model(name)
+        yield self._global()
+        for number, buffer in enumerate(self.manifest.buffers):
+            spec = self.manifest.by_name[buffer.members[0].param]
+            folder = f"{ATOMS}/{self._names[spec.name]}"
+            for state, dtype in buffer.states:
+                output = Output(f"{folder}/{MASTER if state == VALUE else state}.pt")
+                output.tree = {
+                    **_cut(spec),
+                    "param": output.tensor(Slot(number, (), 0, state), dtype, spec.shape),
+                }
+                yield output
+            if (
+                scalars := self.manifest.scalars[number] if self.manifest.scalars else {}
+            ) and STEP in scalars:
+                output = Output(f"{folder}/{STEP}.pt")
+                output.tree = self._step(output, scalars[STEP])
+                yield output
+
+    def _step(self, output: Output, step: float) -> Any:
+        return int(step) if self.run.int_steps else scalar_tensor(output, step)
+
+    def _groups(self) -> list[tuple[Mapping[str, Any], list[str]]]:
+        """Settings and names of each parameter group, in its order."""
+        out: list[list[str]] = [[] for _ in self.manifest.groups]
+        for buffer in self.manifest.buffers:
+            if buffer.group is not None:
+                out[buffer.group] += [member.param for member in buffer.members]
+        return list(zip(self.manifest.groups, out, strict=True))
+
+    def _of_kind(self, kind: str) -> list[ParamSpec]:
+        return [spec for spec in self.manifest.params if spec.kind == kind]
+
+    def _model(self, name: str) -> Output:
+        """What a load takes besides atoms: counters, scheduler, client state, and which parameters
+        belong together."""
+        output, run, meta = Output(name), self.run, self.run.meta
+        kept = {key: output.adopt(value) for key, value in meta.items() if key not in run.own}
+        output.tree = {
+            "module": OrderedDict(),
+            "optimizer": None,
+            "buffer_names": [self._names[spec.name] for spec in self._of_kind("buffer")],
+            "param_shapes": [
+                OrderedDict(
+                    (self._names[n], Stand("torch.Size", (self.manifest.by_name[n].shape,)))
+                    for n in names
+                )
+                for _, names in self._groups()
+            ],
+            "frozen_param_shapes": OrderedDict(
+                (self._names[s.name], Stand("torch.Size", (s.shape,)))
+                for s in self._of_kind("frozen")
+            ),
+            "frozen_param_fragments": None,
+            "shared_params": {
+                alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases
+            },
+            "lr_scheduler": output.adopt(run.scheduler(0)),
+            "data_sampler": output.adopt(meta.get("data_sampler")),
+            "random_ltd": output.adopt(meta.get("random_ltd")),
+            "skipped_steps": meta.get("skipped_steps", 0),
+            "global_steps": meta.get("global_steps", 0),
+            **{key: meta[key] for key in ("global_samples",) if key in meta},
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": output.adopt(run.config),
+            "ds_version": run.version,
+            "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
+            **kept,
+        }
+        return output
+
+    def _global(self) -> Output:
+        """What is not per parameter, at the places where each stage's loader looks."""
+        output = Output(f"{ATOMS}/{GLOBAL}")
+        scaler, dynamic = scaler_of(self.run)
+        steps = [scalars[STEP] for scalars in self.manifest.scalars if STEP in scalars]
+        groups = [
+            {**plain(settings), "params": [at]} for at, (settings, _) in enumerate(self._groups())
+        ]
+        state = {0: {STEP: self._step(output, steps[0])}} if steps else {}
+        output.tree = {
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": dynamic,
+            "overflow": False,
+            "clip_grad": self.run.clip_grad,
+            "param_groups": groups,
+            "partition_count": 1,
+            "ds_version": self.run.version,
+            "zero_stage": Stand("deepspeed.runtime.zero.config.ZeroStageEnum", (1,)),
+            "optimizer_state_dict": {"state": state, "param_groups": groups},
+        }
+        return output
+
+
+def _cut(spec: ParamSpec) -> dict[str, Any]:
+    """How stock cuts the atom for a tensor-parallel target: along which dim, and which
+    sub-parameters each for itself."""
+    cuts = [cut for cut in spec.layout.cuts() if cut.axis == "tp"]
+    if not cuts:
+        return {"cat_dim": 0}
+    if isinstance(spec.layout, ShardNC):
+        if len(set(spec.layout.parts)) == 1 and spec.layout.dim == 0:
+            return {"cat_dim": 0, "param_n_sub_params": len(spec.layout.parts)}
+        shape = tuple(
+            spec.layout.parts if d == spec.layout.dim else n for d, n in enumerate(spec.shape)
+        )
+        return {
+            "cat_dim": spec.layout.dim,
+            "sub_param_shape": Stand(
+                _SUB_PARAMS,
+                (),
+                {
+                    "patterns": [re.escape(spec.name)],
+                    "shape": shape,
+                    "partition_dim": spec.layout.dim,
+                },
+            ),
+        }
+    return {"cat_dim": cuts[0].dim}

@@ -1,0 +1,194 @@
+"""Where a checkpoint keeps weights and buffers: in the model file of each rank, or in one file per
+layer of a pipeline."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.manifest import Tie
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats.deepspeed.folder import TagFolder
+from megatron_ucp.formats.deepspeed.model_file import find_ties
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+
+class Weights(Protocol):
+    """Weights and buffers by canonical name."""
+
+    def name_of(self, name: str, file: str) -> str:
+        """The canonical name of a parameter that a file calls `name`. Raises ModelMismatchError."""
+        ...
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        """What a tensor-parallel rank has, of all stages: name -> tensor reference."""
+        ...
+
+    def file_of(self, name: str, tp: int = 0) -> str:
+        """Name of the file that keeps a weight of `module`."""
+        ...
+
+    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
+        """Names of one and the same memory."""
+        ...
+
+    def stateless(self) -> dict[str, Any]:
+        """Entries that hold nothing (see `no_extra_state`), which a strict load asks for all the
+        same."""
+        ...
+
+    def check(self, file: str) -> None:
+        """Compares a file with the first one of its kind. Raises ForeignFileError."""
+        ...
+
+
+class WholeModel:
+    """No pipeline: `module` in the model file of each tensor-parallel rank."""
+
+    def __init__(self, folder: TagFolder, files: Mapping[int, str]) -> None:
+        self._folder, self._files = folder, files
+
+    def name_of(self, name: str, file: str) -> str:
+        return name
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        module = self._folder.tree(self._files[tp]).get("module")
+        if not isinstance(module, dict):
+            raise DamagedFileError(
+                "the model file holds no weights",
+                file=self._folder.full_path(self._files[tp]),
+                expected="module, or layer files beside it",
+                found=type(module).__name__,
+            )
+        return cast("Mapping[str, Any]", module)
+
+    def file_of(self, name: str, tp: int = 0) -> str:
+        return self._files[tp]
+
+    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
+        return find_ties(
+            self.module(), flat, self._folder.tree(self._files[0]).get("shared_params") or {}
+        )
+
+    def stateless(self) -> dict[str, Any]:
+        return {name: value for name, value in self.module().items() if no_extra_state(name, value)}
+
+    def check(self, file: str) -> None:
+        pass
+
+
+class LayerFiles:
+    """A pipeline: one file per position and tensor-parallel rank, with names relative to the layer.
+
+    Raises NotFoundError for a file that is missing, ForeignFileError for one too many.
+    """
+
+    def __init__(self, folder: TagFolder, names: PipeNames, tp: int) -> None:
+        self._folder, self._names, self._files = folder, names, folder.names.layers
+        self._modules: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
+        wanted = {
+            (layer, rank)
+            for layer in (*names.layers, *(layer for layer, _ in self._files))
+            for rank in range(tp)
+        }
+        missing = sorted(wanted - set(self._files))
+        if missing:
+            layer, rank = missing[0]
+            raise NotFoundError(
+                "a layer file of the pipeline is missing",
+                file=folder.folder,
+                found="no such file",
+                expected=f"position {layer}, tensor-parallel rank {rank}",
+                fix="restore it, or load another tag; or build the model with as many layers as "
+                "the run had",
+            )
+        extra = sorted(set(self._files) - wanted)
+        if extra:
+            raise ForeignFileError(
+                "there are layer files of more tensor-parallel ranks than the run had",
+                file=folder.full_path(self._files[extra[0]]),
+                expected=tp,
+                found=extra[0][1] + 1,
+            )
+
+    def name_of(self, name: str, file: str) -> str:
+        return self._names.find(name, file)
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        return self._read(tp)[0]
+
+    def file_of(self, name: str, tp: int = 0) -> str:
+        return self._read(tp)[1].get(name, "")
+
+    def _read(self, tp: int) -> tuple[dict[str, Any], dict[str, str]]:
+        if tp not in self._modules:
+            found: dict[str, Any] = {}
+            files: dict[str, str] = {}
+            for (layer, rank), file in sorted(self._files.items()):
+                for name, value in self._layer(layer, file).items() if rank == tp else ():
+                    if (
+                        name not in files
+                    ):  # the first position of a module that is tied is the one that is read
+                        found[name], files[name] = value, file
+            self._modules[tp] = found, files
+        return self._modules[tp]
+
+    def _layer(self, layer: int, file: str) -> dict[str, Any]:
+        """One file's tensors by canonical name; a megatron-core linear's `_extra_state` is none."""
+        tree = {
+            key: value
+            for key, value in self._folder.tree(file).items()
+            if not no_extra_state(key, value)
+        }
+        path = self._folder.full_path(file)
+        if not all(isinstance(key, str) for key in tree):
+            raise DamagedFileError(
+                "a layer file holds other things than names and tensors", file=path
+            )
+        return {
+            self._names.of_layer(layer, key, frozenset(tree), path): value
+            for key, value in tree.items()
+        }
+
+    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
+        return ()  # one canonical name for all stages that hold a parameter
+
+    def stateless(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for (layer, rank), file in sorted(self._files.items()):
+            tree = self._folder.tree(file) if rank == 0 else {}
+            keys = frozenset(key for key, value in tree.items() if not no_extra_state(key, value))
+            out |= {
+                self._names.of_layer(layer, key, keys, file): value
+                for key, value in tree.items()
+                if key not in keys
+            }
+        return out
+
+    def check(self, file: str) -> None:
+        ((layer, rank),) = (place for place, name in self._files.items() if name == file)
+        ours, theirs = (_shapes(self._layer(layer, self._files[layer, r])) for r in (0, rank))
+        if ours != theirs:
+            name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+            raise ForeignFileError(
+                "a layer file differs from the one of the first tensor-parallel rank",
+                file=self._folder.full_path(file),
+                parameter=name,
+                expected=ours.get(name),
+                found=theirs.get(name),
+            )
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[Ints, str] | None]:
+    return {
+        name: (ref.shape, ref.storage.dtype) if isinstance(ref, TensorRef) else None
+        for name, ref in tensors.items()
+    }
+
+
+def no_extra_state(name: str, value: Any) -> bool:
+    """megatron-core's local layer spec has an `_extra_state` per linear layer that says nothing:
+    None, or empty."""
+    return str(name).endswith("_extra_state") and (
+        value is None or (isinstance(value, TensorRef) and not value.numel)
+    )

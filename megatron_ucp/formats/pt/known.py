@@ -1,0 +1,441 @@
+"""The closed list: every class and function that a `.pt` file may name, and what calling it makes.
+
+A row's function gets plain values, TensorRefs, Stands and Globals, checks them, and returns one of
+these. No row imports what it stands for, and none allocates more than the pickle's size allows
+(`Machine.spend`).
+"""
+
+import datetime
+import pathlib
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING
+
+from megatron_ucp.errors import UnsafePickleError, UnsupportedError
+from megatron_ucp.formats.pt.values import ITEMSIZE, Global, Stand, StorageRef, TensorRef, shown
+
+if TYPE_CHECKING:  # the machine takes its rows from here
+    from megatron_ucp.formats.pt.unpickler import Machine
+
+_MAX_DIMS = 64
+_STORAGES = {
+    "Float": "float32",
+    "BFloat16": "bfloat16",
+    "Half": "float16",
+    "Double": "float64",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Untyped": "uint8",
+}
+
+
+# What calling a known global means: a function of (machine, name, args).
+_Build = Callable[["Machine", str, tuple[object, ...]], object]
+
+
+def stand(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    return Stand(name, args)
+
+
+def _fragment(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if len(args) not in (0, 2):
+        machine.fail(f"{name} is malformed", expected="numel and start", found=args)
+    return Stand(name, (), dict(zip(("numel", "start"), args, strict=False)))
+
+
+def _counts(machine: "Machine", value: object, what: str) -> tuple[int, ...]:
+    """`value` as a tuple of sizes or strides."""
+    if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS:
+        sizes = tuple([item for item in value if type(item) is int and 0 <= item < 2**63])
+        if len(sizes) == len(value):
+            return sizes
+    machine.fail(
+        f"a {what} is malformed", expected=f"at most {_MAX_DIMS} numbers of at least 0", found=value
+    )
+
+
+def _size(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    return _counts(machine, args[0] if len(args) == 1 else args, "torch.Size")
+
+
+def _view(
+    machine: "Machine", storage: object, offset: object, size: object, stride: object
+) -> TensorRef:
+    shape, steps = (
+        _counts(machine, size, "tensor's shape"),
+        _counts(machine, stride, "tensor's stride"),
+    )
+    if (
+        not isinstance(storage, StorageRef)
+        or type(offset) is not int
+        or offset < 0
+        or len(shape) != len(steps)
+    ):
+        machine.fail(
+            "a tensor is malformed",
+            expected="a storage, an offset, a shape and a stride of equal length",
+            found=(storage, offset, size, stride),
+        )
+    if 0 not in shape:
+        last = offset + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+        if last >= storage.elems:
+            machine.fail(
+                "a tensor reaches past its storage",
+                expected=f"at most {storage.elems} elements",
+                found=f"element {last} of storage {storage.key}",
+            )
+        machine.spend(
+            max(0, prod(shape) - storage.elems) * ITEMSIZE[storage.dtype]
+        )  # strides of 0: few bytes, any size
+    return TensorRef(storage, offset, shape, steps)
+
+
+def _tensor(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """_rebuild_tensor(storage, offset, size, stride) and v2 (.., requires_grad, hooks[,
+    metadata])."""
+    if len(args) not in ((4,) if name.endswith("_tensor") else (6, 7)):
+        machine.fail("a tensor is malformed", found=args)
+    _check_metadata(machine, args[6:])
+    return _view(machine, *args[:4])
+
+
+def _tensor_v3(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """v3: (untyped storage, offset, size, stride, requires_grad, hooks, dtype[, metadata]), for
+    unsigned and 8-bit."""
+    if (
+        len(args) not in (7, 8)
+        or not isinstance(args[0], StorageRef)
+        or not isinstance(args[6], str)
+    ):
+        machine.fail("a tensor is malformed", found=args)
+    _check_metadata(machine, args[7:])
+    storage, dtype = args[0], args[6].removeprefix("torch.")
+    if dtype not in ITEMSIZE or storage.size_bytes % ITEMSIZE[dtype]:
+        machine.fail(
+            "a tensor is malformed",
+            expected="a dtype whose size divides the storage",
+            found=args[6],
+        )
+    return _view(
+        machine, StorageRef(storage.key, dtype, storage.size_bytes // ITEMSIZE[dtype]), *args[1:4]
+    )
+
+
+def _check_metadata(machine: "Machine", rest: tuple[object, ...]) -> None:
+    if rest and rest[0] and (not isinstance(rest[0], dict) or any(rest[0].values())):
+        raise UnsupportedError(
+            "a tensor is a lazy conjugate or negative: its stored bytes are not its values",
+            file=machine.file,
+            fix="save it again after resolve_conj() and resolve_neg()",
+        )
+
+
+def _parameter(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if len(args) not in (3, 4) or not isinstance(args[0], TensorRef):
+        machine.fail("a parameter is malformed", found=args)
+    return args[0]
+
+
+def _from_type(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """A tensor that carries Python attributes (ZeRO-3 flats): (function, class, its arguments,
+    attributes)."""
+    if len(args) != 4 or not all(isinstance(item, Global) for item in args[:2]):
+        machine.fail("a tensor is malformed", found=args)
+    func, kind, inner, state = args
+    if kind.qualname not in _TENSOR_CLASSES or not isinstance(state, dict | tuple | None):  # type: ignore[union-attr]
+        machine.fail("a tensor's class or attributes are malformed", found=(kind, state))
+    tensor = machine.call(func, inner)
+    if not isinstance(tensor, TensorRef):
+        machine.fail("a tensor is malformed", found=func)
+    return tensor
+
+
+def _zero_stage(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] <= 3:
+        machine.fail("a ZeRO stage is malformed", expected="0 to 3", found=args)
+    return args[0]
+
+
+def _enum_member(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
+    looked up."""
+    if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
+        machine.fail("an enum member is malformed", found=args)
+    kind, member = args[0].qualname, args[1]
+    if KNOWN.get(kind, stand) is _zero_stage:
+        stages = {
+            "disabled": 0,
+            "optimizer_states": 1,
+            "gradients": 2,
+            "weights": 3,
+            "max_stage": 3,
+        }
+        return stages[member]
+    if KNOWN.get(kind, stand) is not stand:
+        raise UnsafePickleError(
+            f"the pickle asks for an attribute of {kind}", file=machine.file, found=member
+        )
+    return Stand(kind, (member,))
+
+
+def _ordered_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if args:
+        machine.fail(f"{name} is malformed", expected="no arguments", found=args)
+    return OrderedDict()
+
+
+def _counter(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """A real Counter of the dict that it is pickled with (the milestones of torch's
+    MultiStepLR)."""
+    items = args[0] if args else {}
+    if len(args) > 1 or type(items) is not dict:
+        machine.fail("a Counter is malformed", expected="a dict of counts", found=args)
+    machine.spend(64 * len(items))
+    return Counter(items)
+
+
+def _deque(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """A real deque: (items, longest length), its items mostly appended afterwards."""
+    items, most = args[0] if args else (), args[1] if len(args) > 1 else None
+    if len(args) <= 2 and isinstance(items, tuple | list):
+        if most is None or type(most) is int and 0 <= most < 2**63:
+            machine.spend(16 * len(items))
+            return deque(items, most)
+    machine.fail("a deque is malformed", expected="items and a longest length", found=args)
+
+
+def _default_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    kinds = {
+        "builtins.list": list,
+        "builtins.dict": dict,
+        "builtins.int": int,
+        "builtins.float": float,
+        "builtins.set": set,
+    }
+    factory = args[0] if args else None
+    if len(args) > 1 or not (
+        factory is None or isinstance(factory, Global) and factory.qualname in kinds
+    ):
+        machine.fail(
+            "a defaultdict's factory is none of the known ones",
+            expected=", ".join(kinds),
+            found=args,
+        )
+    return defaultdict(kinds[factory.qualname] if isinstance(factory, Global) else None)
+
+
+def _builtin(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """Plain values that have no opcode of their own in some protocol."""
+    if (
+        name in ("builtins.set", "builtins.frozenset")
+        and len(args) == 1
+        and isinstance(args[0], list)
+    ):
+        machine.check_keys(args[0])
+        machine.spend(32 * len(args[0]))
+        return (set if name == "builtins.set" else frozenset)(args[0])
+    if name in ("builtins.bytearray", "builtins.bytes"):
+        return (bytearray if name == "builtins.bytearray" else bytes)(_raw(machine, args))
+    if name == "builtins.complex" and [type(item) for item in args] == [float, float]:
+        return complex(*args)  # type: ignore[arg-type]
+    if name in ("builtins.range", "builtins.slice") and len(args) == 3:
+        if all(item is None or type(item) is int and abs(item) < 2**63 for item in args):
+            return (range if name == "builtins.range" else slice)(*args)  # type: ignore[arg-type]
+    machine.fail(f"{name} is malformed", found=args)
+
+
+def _raw(machine: "Machine", args: tuple[object, ...]) -> bytes:
+    """Bytes, or the text that Python 2's protocol writes for them with the name of its encoding."""
+    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
+        machine.spend(len(args[0]))
+        return args[0].encode("latin-1")
+    if len(args) == 1 and isinstance(args[0], bytes | bytearray):
+        machine.spend(len(args[0]))
+        return bytes(args[0])
+    if args:
+        machine.fail("bytes are malformed", found=args)
+    return b""
+
+
+def _encode(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    return _raw(machine, args)
+
+
+def _text(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """Paths, devices and versions, as plain text."""
+    if name == "torch.device" and len(args) == 2 and type(args[1]) is int:
+        args = (args[0], str(args[1]))
+    parts = [part for part in args if isinstance(part, str)]
+    machine.spend(sum(map(len, parts)))
+    if len(parts) != len(args) or not (parts or name.startswith("pathlib")):
+        machine.fail(f"{name} is malformed", found=args)
+    if name.startswith("pathlib."):
+        windows = "Windows" in name
+        return str((pathlib.PureWindowsPath if windows else pathlib.PurePosixPath)(*parts))
+    return ":".join(parts)
+
+
+def _time(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """The real class: its constructors do nothing but check numbers."""
+    if not all(
+        type(item) in (int, bytes, str, datetime.timedelta, datetime.timezone) for item in args
+    ):
+        machine.fail(f"{name} is malformed", found=args)
+    return getattr(datetime, name.removeprefix("datetime."))(*args)
+
+
+# ---- numpy, without numpy: dtype text, shape and bytes ----
+
+
+def _dtype(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    text = args[0] if args else None
+    if isinstance(text, str) and text.lstrip("|<>=").startswith("O"):
+        raise UnsafePickleError(
+            "a numpy array holds pickled objects", file=machine.file, found=text
+        )
+    if not isinstance(text, str) or not re.fullmatch(r"[biufcSU]\d{1,6}", text, re.ASCII):
+        raise UnsupportedError(
+            "a numpy array has a dtype that is no plain number or text",
+            file=machine.file,
+            found=shown(text),
+        )
+    return Stand(name, (), {"dtype": "|" + text})
+
+
+def _dtype_state(machine: "Machine", target: Stand, state: object) -> None:
+    if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
+        machine.fail("a numpy dtype is malformed", found=state)
+    if any(item is not None for item in state[2:5]):
+        raise UnsupportedError("a numpy array has a structured dtype", file=machine.file)
+    target.state["dtype"] = f"{state[1]}{str(target.state['dtype'])[1:]}"
+
+
+def _empty_array(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if not args or not isinstance(args[0], Global) or args[0].qualname != "numpy.ndarray":
+        machine.fail("a numpy array is malformed", found=args)
+    return Stand("numpy.ndarray")
+
+
+def _array_state(machine: "Machine", target: Stand, state: object) -> None:
+    if not isinstance(state, tuple) or len(state) != 5:
+        machine.fail("a numpy array is malformed", found=state)
+    _, shape, dtype, fortran_order, data = state
+    target.state.update(_array(machine, dtype, shape, bool(fortran_order), data))
+
+
+def _array(
+    machine: "Machine", dtype: object, shape: object, fortran_order: bool, data: object
+) -> dict[str, object]:
+    sizes = _counts(machine, shape, "numpy array's shape")
+    if (
+        not isinstance(dtype, Stand)
+        or dtype.qualname != "numpy.dtype"
+        or not isinstance(data, bytes | bytearray)
+    ):
+        machine.fail("a numpy array is malformed", found=(dtype, shape))
+    kind = str(dtype.state["dtype"])
+    expected = prod(sizes) * int(kind[2:]) * (4 if kind[1] == "U" else 1)
+    if len(data) != expected:
+        machine.fail(
+            "a numpy array has too few or too many bytes", expected=expected, found=len(data)
+        )
+    return {"dtype": kind, "shape": sizes, "fortran_order": fortran_order, "data": bytes(data)}
+
+
+def _scalar(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if len(args) != 2:
+        machine.fail("a numpy scalar is malformed", found=args)
+    state = _array(machine, args[0], (), False, args[1])
+    return Stand(
+        "numpy.scalar", (state["dtype"], state["data"]), state
+    )  # in args too: it may be a dict key
+
+
+def _scalar_state(machine: "Machine", target: Stand, state: object) -> None:
+    machine.fail("the pickle sets attributes of a numpy scalar")
+
+
+def _from_buffer(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if len(args) != 4 or args[3] not in ("C", "F"):
+        machine.fail("a numpy array is malformed", found=args)
+    return Stand("numpy.ndarray", (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
+
+
+NUMPY_STATES = {
+    "numpy.dtype": _dtype_state,
+    "numpy.ndarray": _array_state,
+    "numpy.scalar": _scalar_state,
+}
+_TENSOR_CLASSES = frozenset(
+    {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"}
+)
+STORAGE_DTYPES = {
+    f"{module}.{kind}Storage": dtype
+    for kind, dtype in _STORAGES.items()
+    for module in ("torch", "torch.storage")
+}
+
+# A row is a class or function that may be named, and what calling it makes; None: it may be named
+# but not called.
+KNOWN: dict[str, _Build | None] = {
+    **dict.fromkeys(
+        [
+            *STORAGE_DTYPES,
+            *_TENSOR_CLASSES,
+            "torch.storage.TypedStorage",
+            "numpy.ndarray",
+            *(
+                f"builtins.{kind}"
+                for kind in ("list", "dict", "int", "float", "str", "bool", "tuple")
+            ),
+        ]
+    ),
+    **{
+        f"builtins.{kind}": _builtin
+        for kind in ("set", "frozenset", "complex", "bytearray", "bytes", "slice", "range")
+    },
+    **{f"datetime.{kind}": _time for kind in ("date", "datetime", "time", "timedelta", "timezone")},
+    **{f"pathlib.{kind}Path": _text for kind in ("Posix", "PurePosix", "Windows", "PureWindows")},
+    "torch.device": _text,
+    "torch.torch_version.TorchVersion": _text,
+    "_codecs.encode": _encode,
+    "builtins.getattr": _enum_member,
+    "torch.Size": _size,
+    "collections.OrderedDict": _ordered_dict,
+    "collections.defaultdict": _default_dict,
+    "collections.Counter": _counter,
+    "collections.deque": _deque,
+    "argparse.Namespace": stand,
+    "types.SimpleNamespace": stand,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "numpy.dtype": _dtype,
+    "numpy._core.multiarray._reconstruct": _empty_array,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy._core.numeric._frombuffer": _from_buffer,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _zero_stage,
+    "deepspeed.utils.tensor_fragment.fragment_address": _fragment,
+    **dict.fromkeys(
+        [
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.config.DtypeEnum",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+            "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
+            "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum",
+        ],
+        stand,
+    ),
+}

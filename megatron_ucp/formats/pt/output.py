@@ -1,0 +1,68 @@
+"""Files that are written: their pickled trees, and where the bytes of each storage come from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.formats.pt.unpickler import resolve
+from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.pt.writer import contiguous
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """The training copy of a parameter that a tensor-parallel rank has: its master in the training
+    dtype."""
+
+    param: str
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the source's model file that belongs to no parameter (client state, scheduler):
+    copied as it is."""
+
+    ref: TensorRef
+
+
+Payload = Slot | Weight | Stored | bytes
+
+
+@dataclass
+class Output:
+    """One .pt file: its name in the tag folder, its tree, and what fills each storage, by key."""
+
+    name: str
+    tree: Any = None
+    payloads: dict[str, Payload] = field(default_factory=dict[str, Payload])
+
+    def tensor(
+        self, payload: Payload, dtype: str, shape: Ints, used: Ints | None = None
+    ) -> TensorRef:
+        """A tensor that fills a storage of its own, or of which only the first `used` elements are
+        one."""
+        key = str(len(self.payloads))
+        self.payloads[key] = payload
+        ref = contiguous(key, dtype, shape)
+        return ref if used is None else TensorRef(ref.storage, 0, used, (1,) * len(used))
+
+    def adopt(self, value: Any) -> Any:
+        """A value of the source's model file, with the tensors in it, for this file."""
+        return resolve(value, lambda ref: self.tensor(Stored(ref), ref.storage.dtype, ref.shape))
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters without the marks that stand for values which are no plain ones."""
+    return {key: value for key, value in settings.items() if not is_mark(value)}
+
+
+def is_mark(value: Any) -> bool:
+    """Whether a hyper-parameter is, or holds, a mark."""
+    return (
+        any(map(is_mark, value))
+        if isinstance(value, tuple)
+        else isinstance(value, str) and value.startswith("<")
+    )

@@ -1,0 +1,110 @@
+"""One fate for all ranks: a failure on one rank is raised on every rank, and nobody waits for
+ever."""
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron_ucp.errors import DamagedFileError, RankError, UcpError
+
+T = TypeVar("T")
+_AT_ONCE_BYTES = 4096
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) without torch.distributed."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather(value: T) -> list[T]:
+    """The value of every rank, by rank. Collective: one, where the values are small, and a second
+    one for what does not fit."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    data = pickle.dumps(value)
+    first = _all_gather(
+        len(data).to_bytes(8, "little") + data[: _AT_ONCE_BYTES - 8], _AT_ONCE_BYTES
+    )
+    sizes = [int.from_bytes(part[:8], "little") for part in first]
+    if (longest := max(sizes)) > _AT_ONCE_BYTES - 8:
+        first = [bytes(8) + part for part in _all_gather(data, longest)]
+    return [
+        pickle.loads(part[8 : 8 + size]) for part, size in zip(first, sizes, strict=True)
+    ]  # our own ranks' bytes
+
+
+def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
+    """The bytes of every rank, each filled up to one size. (torch's all_gather_object takes two
+    collectives for any value.)"""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_object_coll_device
+
+    device = _get_object_coll_device(dist.group.WORLD)
+    mine = torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8).to(device)
+    out = [
+        torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        for _ in range(dist.get_world_size())
+    ]
+    dist.all_gather(out, mine)
+    return [part.cpu().numpy().tobytes() for part in out]
+
+
+class together:
+    """Every rank leaves this block without an error, or every rank raises the error of the lowest
+    failing rank. Collective.
+
+    An error that is no UcpError (a defect, an interrupt) goes on unchanged on its own rank; the
+    others get a RankError. `value`, set in the block, is in `values` of all ranks after it, by
+    rank.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.values: list[Any] = []
+
+    def __enter__(self) -> "together":
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        told = _as_ucp_error(error)
+        found = gather((told, self.value if told is None else None))
+        if error is not None and error is not told and not isinstance(error, OSError):
+            return  # goes on as it is
+        for rank, (first, _) in enumerate(found):
+            if first is not None and rank == world()[0]:
+                raise (told or first)
+            if first is not None:
+                first.problem += f" (on rank {rank})"
+                raise first
+        self.values = [value for _, value in found]
+
+
+def _as_ucp_error(error: BaseException | None) -> UcpError | None:
+    if error is None or isinstance(error, UcpError):
+        return error
+    if isinstance(error, OSError):
+        told = DamagedFileError(
+            "the operating system refused to read or write",
+            file=error.filename,
+            found=f"{type(error).__name__}: {os.strerror(error.errno) if error.errno else error}",
+            fix="check the disk, its permissions and the path on every rank",
+        )
+        told.__cause__ = error
+        return told
+    return RankError(
+        "another rank failed with an error that is no checkpoint error; its own output shows it"
+    )
+
+
+def collect(make: Callable[[], T]) -> list[T]:
+    """What `make` returns on every rank, by rank; an error is raised as by `together`. One
+    collective."""
+    with together() as block:
+        block.value = make()
+    return block.values
