@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import description
-from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts, whole_length
+from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts
+from megatron_ucp.formats.deepspeed.formulas import whole_length
 from megatron_ucp.core.layout import Layout, Replicate, Shard
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, to_json
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 
 RESULTS, LIMIT_S = Path(__file__).parent / "results" / "inspect.json", 1.0

@@ -21,9 +21,11 @@ from typing import Any
 
 from benchmarks.machine import description
 from benchmarks.model import TINY
-from megatron_ucp.core.flat import FlatBuffer, Member, whole_length
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.formats.deepspeed.formulas import whole_length
 from megatron_ucp.core.layout import Replicate, Shard
-from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec, to_json
+from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from tests.ranks import RankPool
 

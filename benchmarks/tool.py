@@ -263,7 +263,7 @@ def saved(folder: Path) -> Path:
 def written(folder: Path, sizes: str) -> Path:
     """A GPT of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every
     number is 1.5."""
-    from megatron_ucp.core.manifest import to_json
+    from megatron_ucp.core.manifest_json import to_json
     from megatron_ucp.core.mesh import Mesh
     from megatron_ucp.families import find_family
     from megatron_ucp.formats import durable

@@ -26,7 +26,7 @@ from megatron_ucp.formats.deepspeed.paths import (
     TagFiles,
     has_state_files,
     nothing_there,
-    resolve,
+    tag_folder,
     scan,
 )
 from megatron_ucp.formats.pt.reader import PtFile
@@ -126,7 +126,7 @@ def _folder(
         if tag is None and Path(args.load).is_dir() and not has_state_files(Path(args.load)):
             found = ucp.newest_whole(args.load, specs, names)
             return found.folder, found.passed_over
-        return resolve(args.load, tag), ()
+        return tag_folder(args.load, tag), ()
     except NotFoundError as error:
         error.what_to_do = "give a --load, --ckpt-step or --load-tag that exists and is whole"
         raise

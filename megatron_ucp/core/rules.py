@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
+from megatron_ucp.core.layout import Extent, Layout, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 
-LONGEST_NAME = (
-    512  # characters; bounds the work of matching, as patterns bound the ways in which they match
-)
+# In characters; it bounds the work of matching, as patterns bound the ways in which they match.
+LONGEST_NAME = 512
 
 
 @dataclass(frozen=True)
@@ -202,10 +200,9 @@ class RuleSet:
         )
 
     def may_share(self, pipe: str) -> bool:
-        """Whether another name of the pipeline may have the same canonical one."""
-        return pipe.startswith(f"{TIED}.") or any(
-            entry.tied and entry.matches(pipe) for entry in self.pipeline
-        )
+        """Whether an entry says that another name of the pipeline may have the same canonical
+        one."""
+        return any(entry.tied and entry.matches(pipe) for entry in self.pipeline)
 
     def check_length(self, name: str) -> None:
         """Raises RuleError for a name that is too long to match."""
@@ -233,10 +230,3 @@ def _closest(text: str, among: tuple[str, ...]) -> str:
 def _plain(text: str) -> str:
     """Layer numbers and the pattern for numbers look alike, and a pattern has no backslashes."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "0", text.replace(r"\d+", "0").replace("\\", ""))
-
-
-def same_layout(one: Layout, other: Layout) -> bool:
-    """Whether two layouts put the same elements at the same places."""
-    return one == other or (
-        one.cuts() == other.cuts() and isinstance(one, Partial) == isinstance(other, Partial)
-    )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
-from megatron_ucp.core.partition import Layers
 from megatron_ucp.errors import LayoutError, RuleError
 
 

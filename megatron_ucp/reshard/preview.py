@@ -11,7 +11,8 @@ from pathlib import Path
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coord, Mesh
-from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows, prove
+from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows
+from megatron_ucp.core.proof import prove
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family

@@ -12,11 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
+from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot, cuts_of
+from megatron_ucp.core.plan import Slot
 
 SIZES = (1, 2, 3, 4)
 WIDTH = 12  # divides by every size above
@@ -173,7 +174,7 @@ def flat_buffers(
         ]
     if mesh.zero < 3:
         order = (
-            flat.round_robin(len(specs), mesh.dp)
+            formulas.round_robin(len(specs), mesh.dp)
             if draw(st.booleans())
             else list(range(len(specs)))
         )
@@ -183,9 +184,11 @@ def flat_buffers(
         members = tuple(
             Member(specs[i].name, start, sizes[i]) for i, start in zip(order, starts, strict=True)
         )
-        return [FlatBuffer(members, flat.whole_length(used, mesh.dp), mesh.dp, "whole", **common)]
+        return [
+            FlatBuffer(members, formulas.whole_length(used, mesh.dp), mesh.dp, "whole", **common)
+        ]
     out = []
-    for chosen in flat.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
+    for chosen in formulas.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
         starts, used = flat.aligned_starts([-(-sizes[i] // mesh.dp) for i in chosen])
         members = tuple(
             Member(specs[i].name, start, sizes[i]) for i, start in zip(chosen, starts, strict=True)
@@ -220,7 +223,7 @@ def oracle_slots(manifest: Manifest, state: str) -> dict[Slot, np.ndarray]:
     out = {}
     numbers = {spec.name: i for i, spec in enumerate(sorted(manifest.params, key=lambda s: s.name))}
     for b, buffer in enumerate(manifest.buffers):
-        for cut in cuts_of(manifest, buffer):
+        for cut in manifest.cuts_of(buffer):
             place = {axis: (manifest.mesh.size(axis), index) for axis, index in cut}
             flats = [
                 oracle_local(manifest.by_name[m.param], place).reshape(-1)
@@ -250,5 +253,5 @@ def all_wants(manifest: Manifest, state: str) -> list[tuple[Slot, str]]:
     return [
         (Slot(b, cut, part, state), state)
         for b, buffer in enumerate(manifest.buffers)
-        for cut, part in product(cuts_of(manifest, buffer), range(buffer.partitions))
+        for cut, part in product(manifest.cuts_of(buffer), range(buffer.partitions))
     ]

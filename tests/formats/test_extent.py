@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ucp.core import manifest
-from megatron_ucp.core.manifest import FILE_NAME, from_json
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.unpickler import MAX_DEPTH, loads
 from megatron_ucp.formats.recorded import Recorded, open_regular

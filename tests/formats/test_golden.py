@@ -21,7 +21,7 @@ from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizer_files import reader_for
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard.diff import read_state
+from megatron_ucp.reshard.canonical import read_state
 
 from .golden.make import CASES, FOLDER
 

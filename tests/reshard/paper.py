@@ -17,7 +17,8 @@ import torch
 
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Replicate
-from megatron_ucp.core.manifest import Manifest, ParamSpec, to_json
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE

@@ -12,12 +12,13 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Stage, check_replicas, join
-from megatron_ucp.core.states import ELEMENT, MASTER, VALUE
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.optimizer_files import STRUCTURE
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.optimizers import ELEMENT
 
 # How an optimizer is run on some hardware, and what its class says already (AdamW is Adam with
 # `decoupled_weight_decay`); not what a run sets.

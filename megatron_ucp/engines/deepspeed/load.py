@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Plan, Slot, Want, make_plan, prove
-from megatron_ucp.core.states import MASTER, VALUE, Kept, kept_by, require_equal
+from megatron_ucp.core.plan import Plan, Slot, Want, make_plan
+from megatron_ucp.core.proof import prove
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import IMPLEMENTATION, Live, dtype_name
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
@@ -26,9 +27,10 @@ from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError, UcpError, UsageError
 from megatron_ucp.formats.deepspeed.whole import check_file
+from megatron_ucp.formats.optimizers import Kept, kept_by, require_equal
 from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.execute import DTYPES, Counts, check_runs, execute, fresh
+from megatron_ucp.reshard.execute import TORCH_DTYPES, Counts, check_runs, execute, fresh
 from megatron_ucp.reshard.match import (
     ALLOWANCES,
     Fit,
@@ -382,7 +384,7 @@ def _allocate(live: Live, buffer: LiveBuffer, states: tuple[str, ...]) -> None:
         del held[key]
     for key in states:
         old = held.get(key)
-        dtype = DTYPES[live.state_dtype(dtype_name(buffer.master.dtype))]
+        dtype = TORCH_DTYPES[live.state_dtype(dtype_name(buffer.master.dtype))]
         if (
             not isinstance(old, torch.Tensor)
             or old.shape != buffer.master.shape

@@ -9,9 +9,9 @@ import torch
 from megatron_ucp.engines.deepspeed.live import is_pipeline
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.deepspeed.native import OWN_KEYS, PER_GROUP
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef, resolve
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef, with_tensors
 from megatron_ucp.formats.registry import Checkpoint
-from megatron_ucp.reshard.execute import DTYPES, bytes_of
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ def _tensors(source: Checkpoint, value: Any) -> Any:
                 bytes_of(memory),
             )
         return torch.as_strided(
-            memory.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride
+            memory.view(TORCH_DTYPES[ref.storage.dtype]), ref.shape, ref.stride
         ).clone()
 
-    return resolve(value, read, file=str(source.folder / source.model_name))
+    return with_tensors(value, read, file=str(source.folder / source.model_name))
 
 
 def restore_extras(engine: Any, extras: Extras, notes: list[str]) -> None:

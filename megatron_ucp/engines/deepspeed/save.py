@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FileEntry, Manifest, to_json
+from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.deepspeed.live import Live
 from megatron_ucp.engines.loader import ResumableLoader

@@ -66,7 +66,7 @@ class Wrapper:
         return self.opt.loss_scaler, {}
 
 
-class Zero12(Wrapper):
+class LiveZero12(Wrapper):
     """DeepSpeedZeroOptimizer, stages 1 and 2."""
 
     engine_name = "zero12"
@@ -146,7 +146,7 @@ def _share(
             work.wait()
 
 
-class Bf16(Wrapper):
+class LiveBf16(Wrapper):
     """BF16_Optimizer: ZeRO-1 with fp32 gradient accumulation."""
 
     engine_name = "bf16"
@@ -181,7 +181,7 @@ class Bf16(Wrapper):
         return None, {}
 
 
-class Zero3(Wrapper):
+class LiveZero3(Wrapper):
     """DeepSpeedZeroOptimizer_Stage3."""
 
     engine_name = "zero3"
@@ -242,7 +242,7 @@ class Zero3(Wrapper):
         self.opt.checkpoint_event_epilogue()
 
 
-class Unfused(Wrapper):
+class LiveUnfused(Wrapper):
     """FP16_UnfusedOptimizer: bf16 and fp16 at stage 0."""
 
     engine_name = "zero0"
@@ -268,7 +268,7 @@ class Unfused(Wrapper):
         }
 
 
-class FusedFlat(Unfused):
+class LiveFusedFlat(LiveUnfused):
     """FP16_Optimizer: FusedAdam at stage 0."""
 
     def buffers(self) -> list[LiveBuffer]:
@@ -291,7 +291,7 @@ class FusedFlat(Unfused):
                 at += param.numel()
 
 
-class Plain(Wrapper):
+class LivePlain(Wrapper):
     """The user's own optimizer, unwrapped: fp32 at stage 0. Its parameters are the masters."""
 
     engine_name = "zero0"
@@ -315,7 +315,7 @@ class Plain(Wrapper):
         return None, {}
 
 
-class NoOptimizer(Plain):
+class NoOptimizer(LivePlain):
     """An engine without an optimizer: weights only."""
 
     engine_name = "none"
@@ -325,11 +325,11 @@ class NoOptimizer(Plain):
 
 
 _WRAPPERS: dict[str, type[Wrapper]] = {
-    "DeepSpeedZeroOptimizer": Zero12,
-    "BF16_Optimizer": Bf16,
-    "DeepSpeedZeroOptimizer_Stage3": Zero3,
-    "FP16_UnfusedOptimizer": Unfused,
-    "FP16_Optimizer": FusedFlat,
+    "DeepSpeedZeroOptimizer": LiveZero12,
+    "BF16_Optimizer": LiveBf16,
+    "DeepSpeedZeroOptimizer_Stage3": LiveZero3,
+    "FP16_UnfusedOptimizer": LiveUnfused,
+    "FP16_Optimizer": LiveFusedFlat,
 }
 
 
@@ -342,7 +342,7 @@ def wrapper_of(engine: Any) -> Wrapper:
     if kind is not None:
         return kind(engine)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return Plain(engine)
+        return LivePlain(engine)
     raise UnsupportedError(
         "this optimizer wrapper is not known",
         found=type(optimizer).__qualname__,

@@ -164,7 +164,7 @@ _HOLDERS = frozenset(
 )  # all that the machine makes
 
 
-def resolve(
+def with_tensors(
     value: object,
     convert: Callable[[TensorRef], object],
     *,
