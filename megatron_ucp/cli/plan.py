@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ucp.cli.convert import add_target, read_json, target_of
 from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
 from megatron_ucp.errors import UsageError
+from megatron_ucp.families import families
 
 HELP = "what a resume on another mesh would read, and a picture of it"
 _SHOWN = 32  # ranks in the table
@@ -29,7 +30,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--simulate",
         metavar="FAMILY",
-        help="no checkpoint: a model of this family (gpt, llama) on paper",
+        help=f"no checkpoint: a model of this family ({', '.join(families())}) on paper",
     )
     verb.add_argument(
         "--sizes",

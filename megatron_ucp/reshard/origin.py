@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.partition import Layers
 from megatron_ucp.core.states import kept_by
-from megatron_ucp.families import find_family
+from megatron_ucp.families import families
 from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.model_file import training_dtype
 from megatron_ucp.formats.deepspeed.native import OWN_KEYS, PER_GROUP, NativeCheckpoint
@@ -59,10 +59,9 @@ class Origin:
         """The layers of the pipeline that the model has, or would have; None where nobody knows
         them."""
         names = [spec.name for spec in self.manifest.params]
-        if (
-            self.manifest.family
-            and (family := find_family(self.manifest.family)).layers is not None
-        ):
+        # not `find_family`: a family that this process does not know is no reason to refuse
+        family = families().get(self.manifest.family)
+        if family is not None and family.layers is not None:
             return family.layers(names).with_values(names)
         if not isinstance(self.source, NativeCheckpoint) or not self.source.pipeline:
             return None

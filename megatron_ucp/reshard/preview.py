@@ -5,11 +5,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows, prove
 from megatron_ucp.core.states import MASTER
@@ -110,10 +110,7 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
     """A model on one rank: two groups, matrices with weight decay and all else without. Raises
     UsageError, LayoutError."""
     model = Model(family, sizes)
-    params = tuple(
-        ParamSpec(name, declared.shape, "bfloat16", layout=declared.layout)
-        for name, declared in model.table.items()
-    )
+    params = tuple(declared.spec(name, "bfloat16") for name, declared in model.table.items())
     buffers: list[FlatBuffer] = []
     for number, chosen in enumerate(
         (lambda spec: len(spec.shape) > 1, lambda spec: len(spec.shape) <= 1)
@@ -257,26 +254,31 @@ def _numbers(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-_FLAGS = {
-    "gpt": {"positions": 1024},
-    "llama": {"biases": False, "norm_biases": False, "gated": True},
-}
+# What `paper_sizes` finds by itself where it is not said.
+_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
 
 
 def paper_sizes(family: str, text: str) -> Sizes:
-    """From `layers=32,hidden=4096,heads=32`; the rest follows where it can. Raises UsageError."""
-    known = Sizes.__dataclass_fields__
+    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
+    Raises UsageError."""
+    found = find_family(family)
+    known = found.sizes.__dataclass_fields__
     given: dict[str, int] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         name, _, value = item.partition("=")
         if name not in known or not value.isdigit():
             raise UsageError("this is no size of a model", expected=", ".join(known), found=item)
         given[name] = int(value)
-    missing = [name for name in ("layers", "hidden", "heads", "vocab") if not given.get(name)]
+    needed = [
+        name
+        for name, one in known.items()
+        if one.default is MISSING and name not in (*_FOLLOW, *found.paper)
+    ]
+    missing = [name for name in needed if not given.get(name)]
     if missing:
         raise UsageError(
             "a size of the model is missing",
-            expected="layers, hidden, heads, vocab and what differs from the usual",
+            expected=f"{', '.join(needed)} and what differs from the usual",
             found=f"no {missing[0]}",
         )
     heads = given["heads"]
@@ -291,6 +293,7 @@ def paper_sizes(family: str, text: str) -> Sizes:
         "head_dim": given["hidden"] // heads,
         "ffn": 4 * given["hidden"],
         "true_vocab": given["vocab"],
-        **_FLAGS.get(family, {}),
+        **(found.builder.flags if found.builder else {}),
+        **found.paper,
     }
-    return Sizes(**{**usual, **given})  # type: ignore[arg-type]
+    return found.sizes(**{**usual, **given})  # type: ignore[arg-type]
