@@ -67,31 +67,26 @@ def mixer_divided(sizes: MixerSizes) -> tuple[Divided, ...]:
     )
 
 
+def staged(name: str) -> str:
+    """In a pipeline the words are at position 0, layer N at N+1."""
+    if name == "words":
+        return "0.words"
+    _, layer, rest = name.split(".")
+    return f"{int(layer) + 1}.{rest}"
+
+
 def mixer_pipe(sizes: MixerSizes) -> dict[str, str]:
-    return {"0.words": "words"} | {
-        f"{layer + 1}.{name}": f"layers.{layer}.{name}"
-        for layer in range(sizes.layers)
-        for name in mixer_layer(sizes)
-    }
+    return {staged(name): name for name in mixer_table(sizes)}
 
 
 def mixer_layers(held: Collection[str]) -> Layers:
-    count = 1 + max(int(name.split(".")[1]) for name in held if name.startswith("layers."))
-    at: list[dict[str, str]] = [{"words": "0.words"}, *({} for _ in range(count))]
-    for name in held:
-        head, _, rest = name.removeprefix("layers.").partition(".")
-        if rest:
-            at[int(head) + 1][rest] = f"{int(head) + 1}.{rest}"
-    names = {
-        pipe: name
-        for name in held
-        for pipe in [
-            "0.words"
-            if name == "words"
-            else f"{int(name.split('.')[1]) + 1}.{name.split('.', 2)[2]}"
-        ]
-    }
-    return Layers(tuple(at), names, frozenset(range(len(at))))
+    names = {staged(name): name for name in held}
+    count = 1 + max(int(pipe.partition(".")[0]) for pipe in names)
+    at: list[dict[str, str]] = [{} for _ in range(count)]
+    for pipe in names:
+        position, _, rest = pipe.partition(".")
+        at[int(position)][rest] = pipe
+    return Layers(tuple(at), names, frozenset(range(count)))
 
 
 def mixer_sizes(module: Any) -> Sizes:

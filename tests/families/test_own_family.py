@@ -3,9 +3,11 @@ parameter that none of ours has, and no other line changed."""
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Extent, ShardNC
+from megatron_ucp.engines.deepspeed.stock_info import info_of
 from megatron_ucp.errors import LayoutError, UsageError
-from megatron_ucp.families.base import Model
+from megatron_ucp.families.base import Declared, Model
 from pretrain.arguments import complete, make_parser, parse
 from tests.engines.canonical import bits
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, without_manifest
 from tests.families import jobs
 from tests.families.jobs import PLANTED, SIZES, Own, whole_parts
 from tests.families.own import MIXER
@@ -149,6 +152,21 @@ def test_a_process_that_does_not_know_the_family(folder: Path, tmp_path: Path) -
         assert done.returncode == code, done.stderr
     assert "the names of the parameters in a pipeline are not known" in done.stderr
     assert main(["diff", str(folder), str(tmp_path / "tp=1,dp=2,zero=3")]) == 0
+
+
+def test_stock_patterns_say_three_parts(folder: Path, tmp_path: Path) -> None:
+    """Without the manifest: what the save tells stock's tools is true of this parameter too."""
+    bare = without_manifest(Path(shutil.copytree(folder, tmp_path / "bare")))
+    assert ucp.describe(bare).by_name[FUSED].layout == ShardNC("tp", 0, (12, 8, 4))
+    assert main(["diff", str(folder), str(bare)]) == 0
+
+
+def test_no_patterns_where_stock_has_none_for_a_parameter() -> None:
+    """Stock's converter stops without them; with them it would cut that parameter on dim 0."""
+    assert info_of(Model(MIXER, SIZES), 2)
+    odd = Declared((8, 4), ShardNC("tp", 0, (4, 4), unit=2))
+    uneven = replace(MIXER, table=lambda sizes: {**MIXER.table(sizes), "odd": odd})
+    assert info_of(Model(uneven, SIZES), 2) == {}
 
 
 # ------------------------------------------------ plans
