@@ -30,26 +30,22 @@ def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dic
     table = (
         {name: model.table[canonical] for name, canonical in pipe.items()} if pipe else model.table
     )
-    kind_of_name = {name: kind_of(declared.layout) for name, declared in table.items()}
-    if None in kind_of_name.values():
+    kinds = {name: kind_of(declared.layout) for name, declared in table.items()}
+    if None in kinds.values():
         return {}
-    # stock has one size for all of them, and cuts what it merged down to it
-    rows = model.sizes.vocab
+    rows = model.sizes.vocab  # stock has one size for all of them, and cuts what it merged to it
     vocabulary = [
-        n
-        for n, d in table.items()
-        if d.extent is not None and d.extent.stored == rows and kind_of_name[n] == ""
+        name
+        for name, declared in table.items()
+        if declared.extent is not None and declared.extent.stored == rows and kinds[name] == ""
     ]
-    tied = [n for n in table if n.startswith(f"{TIED}.")] if pipe else []
-    kinds: dict[str, list[str]] = {_ON_SEVERAL_STAGES: tied, VOCABULARY: vocabulary}
-    for name, kind in kind_of_name.items():
-        if kind and kind != SUB_PARAMS:
-            kinds.setdefault(kind, []).append(name)
+    tied = [name for name in table if name.startswith(f"{TIED}.")] if pipe else []
+    lists = {_ON_SEVERAL_STAGES: tied, VOCABULARY: vocabulary, **_by_kind(kinds)}
     return {
         "universal_checkpoint_version": 0.4,
-        "original_vocab_size": model.sizes.vocab,  # padding rows are data here
-        **{kind: _patterns(names) for kind, names in kinds.items() if names},
-        **_sub_params({n: d for n, d in table.items() if kind_of_name[n] == SUB_PARAMS}),
+        "original_vocab_size": rows,  # padding rows are data here
+        **{kind: _patterns(names) for kind, names in lists.items() if names},
+        **_sub_params({n: d for n, d in table.items() if kinds[n] == SUB_PARAMS}),
         "affine_map": {
             "version": AFFINE_MAP_FORMAT_VERSION,
             "params": {
@@ -59,6 +55,15 @@ def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dic
             },
         },
     }
+
+
+def _by_kind(kinds: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """The names in each of stock's lists of patterns; sub-parameters are no patterns alone."""
+    out: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        if kind and kind != SUB_PARAMS:
+            out.setdefault(kind, []).append(name)
+    return out
 
 
 def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:
