@@ -150,10 +150,7 @@ def _declared(
             fix="give the model's flags",
         )
     model = Model(find_family(args.model_family), sizes(rows * tp))
-    return {
-        name: ParamSpec(name, declared.shape, "", layout=declared.layout)
-        for name, declared in model.table.items()
-    }
+    return {name: declared.spec(name, "") for name, declared in model.table.items()}
 
 
 def _embedding_rows(files: TagFiles) -> tuple[int, int]:

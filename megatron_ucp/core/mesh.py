@@ -47,6 +47,11 @@ class Coord:
     sp: int = 0
     dp: int = 0
 
+    @property
+    def shown(self) -> dict[str, int]:
+        """What tables name of a place."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Extent
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
@@ -254,10 +253,7 @@ class Live:
                     found=found,
                     fix=f"check {self.model.family.source}",
                 )
-        rows = self.model.sizes.vocab
-        padded = declared.shape[0] == rows and ("word_embeddings" in name or "output_layer" in name)
-        extent = Extent(self.model.sizes.true_vocab, rows) if padded else None
-        return ParamSpec(name, declared.shape, dtype, kind, declared.layout, extent)
+        return declared.spec(name, dtype, kind)
 
     def mesh(self) -> Mesh:
         return Mesh(
