@@ -18,8 +18,8 @@ Order = Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored run of bytes: `size_bytes` from byte `offset_bytes` of the file on, with the CRC-32
-    that the file says (0 where it says none)."""
+    """One stored run of bytes: `size_bytes` from byte `offset_bytes` of the file on, with the
+    CRC-32 that the file says (0 where it says none)."""
 
     name: str
     offset_bytes: int

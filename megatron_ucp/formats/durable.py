@@ -15,14 +15,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
-from megatron_ucp.errors import NotFoundError, UcpError, UsageError
-from megatron_ucp.formats.deepspeed.paths import has_state_files, is_unfinished, read_pointer
+from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.formats.deepspeed.paths import is_unfinished, read_pointer
 from megatron_ucp.formats.pt.reader import PtFile
 
 LATEST = "latest"

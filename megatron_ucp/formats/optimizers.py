@@ -1,32 +1,32 @@
 """What optimizers keep, known by optimizer and by key and never by size. An optimizer is one row.
 
-Sources: `torch.optim` of torch 2.13 and `deepspeed/ops` of DeepSpeed 0.19.8, each optimizer's `step`
-or `_init_group`.
+Sources: `torch.optim` of torch 2.13 and `deepspeed/ops` of DeepSpeed 0.19.8, each optimizer's
+`step` or `_init_group`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
 
-ELEMENT = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "sum",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "prev",
-        "step_size",
-        "ax",
-    }
-)
-SCALAR = frozenset({"step", "mu_product", "eta", "mu"})
+# names of element-wise and of scalar states that some optimizer keeps; registered ones come in too
+ELEMENT = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "sum",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "prev",
+    "step_size",
+    "ax",
+}
+SCALAR = {"step", "mu_product", "eta", "mu"}
 REFUSED = {
     "state1": "8-bit block-wise states",
     "state2": "8-bit block-wise states",
@@ -89,6 +89,42 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
 }
 
 
+def register_optimizer(
+    name: str, element: Iterable[str], scalar: Iterable[str] = ("step",), step: str = "tensor"
+) -> None:
+    """Says what an optimizer keeps that is not in the table, so that its states can be cut.
+
+    `name` is the first part of its module and its class ("my_package.Lion"). `element` are states
+    of the parameter's shape, one number for each element and independent of the others; `scalar`
+    are single numbers; `step` says how the step is kept, as a 0-d "tensor" or as an "int". A second
+    call for a name replaces the first. Raises UsageError for names that can't be states.
+    """
+    kept = Kept(tuple(element), tuple(scalar), step)
+    names = (*kept.element, *kept.scalar)
+    wrong = [one for one in names if not one.isidentifier() or one in (MASTER, VALUE)]
+    both = set(kept.element) & (SCALAR | set(kept.scalar)) or ELEMENT & set(kept.scalar)
+    if wrong or both or "." not in name or step not in ("tensor", "int"):
+        raise UsageError(
+            "this is no optimizer that can be registered",
+            expected="a name with a module, states with plain names, step tensor or int",
+            found=f"{name}: {', '.join(wrong or both or names)}, step {step}",
+        )
+    ELEMENT.update(kept.element)
+    SCALAR.update(kept.scalar)
+    _TABLE[name] = lambda _: kept
+
+
+def is_element(key: object) -> bool:
+    """Whether a state of that name is element-wise."""
+    return key in ELEMENT
+
+
+def name_in_table(kind: type) -> str:
+    """How the table calls an optimizer's class; a subclass is the class that it is known by."""
+    names = [f"{one.__module__.partition('.')[0]}.{one.__qualname__}" for one in kind.__mro__]
+    return next((name for name in names if name in _TABLE), names[0])
+
+
 def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
     """What `optimizer` ("torch.AdamW", "deepspeed.FusedAdam") keeps for a group with these
     hyper-parameters.
@@ -100,7 +136,8 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
             "the states of this optimizer are not known",
             expected=" ".join(sorted(_TABLE)),
             found=optimizer,
-            fix="use one of these, or load with load_optimizer_states=False",
+            fix="use one of these, say what it keeps with ucp.register_optimizer, or load with "
+            "load_optimizer_states=False",
         )
     return _TABLE[optimizer](group)
 

@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.manifest import FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
@@ -343,8 +341,8 @@ def _write(job: _Job, outputs: list[Output], folder: Path) -> None:
 
 
 def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
-    """The manifest with what identifies the files. All of it comes from the source: whoever converts
-    it again gets the same bytes."""
+    """The manifest with what identifies the files. All of it comes from the source: whoever
+    converts it again gets the same bytes."""
     recorded = source.recorded
     said = recorded.run if recorded is not None else {}
     newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)

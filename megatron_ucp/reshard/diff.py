@@ -72,7 +72,9 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
     if max(c.manifest.mesh.pp for c in (one, two)) > 1:
         # the stages of a pipeline have groups of their own; their rates are compared with the
         # parameters' hyper-parameters
-        a, b = (state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b))
+        a, b = (
+            state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
+        )
     if a != b:
         yield Difference("", "lr_scheduler", repr(a), repr(b))
 

@@ -159,7 +159,9 @@ def match_ties(source: Manifest, optimizer: bool, file: str) -> list[str]:
     Raises StateMismatchError where the copies have other steps or hyper-parameters: no target could
     have both.
     """
-    tied = {name: [source.member(b, m) for b, m in source.holders[name]] for name in replicas(source)}
+    tied = {
+        name: [source.member(b, m) for b, m in source.holders[name]] for name in replicas(source)
+    }
     for name, (first, *others) in tied.items() if optimizer else ():
         for other in others:
             _match_tie(source, name, first, other, file)
@@ -233,8 +235,8 @@ def check_not_lost(
 
 def scheduler_for(found: Any, origins: Sequence[int | None], count: int) -> Any:
     """A scheduler's state for other groups: what it keeps per group follows the parameters. `found`
-    has it for the `count` groups of the checkpoint; `origins` are those that each target group comes
-    from."""
+    has it for the `count` groups of the checkpoint; `origins` are those that each target group
+    comes from."""
     if not isinstance(found, dict) or None in origins:
         return found
     out = dict(found)

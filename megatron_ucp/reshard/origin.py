@@ -1,5 +1,5 @@
-"""What a conversion takes from its source besides tensors: config, scheduler, loss scale, the layers
-of its pipeline."""
+"""What a conversion takes from its source besides tensors: config, scheduler, loss scale, the
+layers of its pipeline."""
 
 from collections.abc import Mapping
 from dataclasses import replace

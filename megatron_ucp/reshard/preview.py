@@ -113,9 +113,7 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
         for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
     ]
     groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
-    return Manifest(
-        "zero0", Mesh(), params, tuple(buffers), groups, family=model.family.name
-    )
+    return Manifest("zero0", Mesh(), params, tuple(buffers), groups, family=model.family.name)
 
 
 def of_manifests(
@@ -144,9 +142,7 @@ def of_manifests(
 class _Reads:
     """What each rank of a target reads of a source."""
 
-    def __init__(
-        self, source: Manifest, target: Manifest, file_of: Callable[[Slot], str]
-    ) -> None:
+    def __init__(self, source: Manifest, target: Manifest, file_of: Callable[[Slot], str]) -> None:
         self.source, self.target, self._file_of = source, target, file_of
         self._windows = Windows(source, target)
         # where the states of a source's place are: file, bytes of an element

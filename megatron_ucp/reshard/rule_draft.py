@@ -13,8 +13,8 @@ from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.durable import Syncs, replace_text
 from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
-from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
 
 
 @dataclass(frozen=True)

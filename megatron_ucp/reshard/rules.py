@@ -12,8 +12,8 @@ from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, Unsupp
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
 from megatron_ucp.formats.rule_file import read_rules
-from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of
+from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ class _Check:
         if held.kind == "buffer" and not self._rules.matching(name):
             return
         if not self._note(
-            lambda: found.append(self._rules.declare(name, held.local, self._seen.manifest.mesh.dense_cut))
+            lambda: found.append(
+                self._rules.declare(name, held.local, self._seen.manifest.mesh.dense_cut)
+            )
         ):
             return
         layout = found[0].layout

@@ -30,9 +30,10 @@ class NamedGroup:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is converted, and what for. `file` is the source's, for messages; `declared` says whether
-    anybody declared how parameters are cut; `permuted` whether the source's groups are in the order
-    of `round_robin_gradients`; `layers` are those of the pipeline, where somebody knows them."""
+    """What is converted, and what for. `file` is the source's, for messages; `declared` says
+    whether anybody declared how parameters are cut; `permuted` whether the source's groups are in
+    the order of `round_robin_gradients`; `layers` are those of the pipeline, where somebody knows
+    them."""
 
     source: Manifest
     target: Target
@@ -113,9 +114,7 @@ def _stage(
     for number, one in enumerate(here):
         sizes = [(name, local[name]) for name in one.names]
         states = _states(wanted, one, engine)
-        on_rank = GroupOnRank(
-            number, one.group.optimizer, sizes, states, wanted.source.scalars_of
-        )
+        on_rank = GroupOnRank(number, one.group.optimizer, sizes, states, wanted.source.scalars_of)
         buffers += target.buffers(on_rank, engine, dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
         one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)

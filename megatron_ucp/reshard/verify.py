@@ -233,9 +233,7 @@ def _copies(checkpoint: Checkpoint) -> Iterator[Finding]:
                 )
 
 
-def _differ(
-    checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtype: str
-) -> bool:
+def _differ(checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtype: str) -> bool:
     size = checkpoint.manifest.member(one.buffer, one.member).size
     step = _BLOCK_BYTES // ITEMSIZE[dtype]
     return any(

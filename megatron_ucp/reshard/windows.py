@@ -13,7 +13,7 @@ import torch
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Copy, Slot, Want, Windows, make_plan
 from megatron_ucp.core.proof import one_state, prove
-from megatron_ucp.formats.base import Record, Where
+from megatron_ucp.formats.base import Checkpoint, Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.live import parallel_of
+from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Family, Model, Sizes

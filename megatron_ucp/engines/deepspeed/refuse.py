@@ -4,7 +4,7 @@ touched."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.live import is_pipeline
+from megatron_ucp.engines.deepspeed.stage import is_pipeline
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
 from megatron_ucp.families.base import Model

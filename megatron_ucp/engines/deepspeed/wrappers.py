@@ -45,10 +45,7 @@ class Wrapper:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Before anything is read or written."""
-
-    def restore(self) -> None:
-        """Undoes `prepare`. Collective."""
+        """Before the first write."""
 
     def refresh(self) -> None:
         """Makes the training copies of all ranks equal to the masters. Collective."""
@@ -155,14 +152,14 @@ class LiveBf16(Wrapper):
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
         for g, master in enumerate(self.opt.fp32_groups_flat_partition):
-            params, flat = self.opt.bf16_groups[g], self.opt.bf16_groups_flat[g]
+            params, weights = self.opt.bf16_groups[g], self.opt.bf16_groups_flat[g]
             starts, _ = flat.aligned_starts([p.numel() for p in params])
-            _check_starts(self.engine, params, starts, flat)
+            _check_starts(self.engine, params, starts, weights)
             out.append(
                 LiveBuffer(
                     tuple(params),
                     tuple(starts),
-                    flat.numel(),
+                    weights.numel(),
                     self.opt.partition_count[g],
                     rank_in(self.opt.real_dp_process_group[g]),
                     "whole",
@@ -189,9 +186,6 @@ class LiveZero3(Wrapper):
 
     def prepare(self) -> None:
         self.opt.checkpoint_event_prologue()
-
-    def restore(self) -> None:
-        self.opt.checkpoint_event_epilogue()
 
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
@@ -320,10 +314,17 @@ class NoOptimizer(LivePlain):
 
     engine_name = "none"
 
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.opt = engine.optimizer
+        self.base = None
+        self.zero = 3 if type(self.opt).__name__ == _OFFLOAD else 0
+
     def buffers(self) -> list[LiveBuffer]:
         return []
 
 
+_OFFLOAD = "DeepSpeedZeRoOffload"  # what ZeRO-3 has without an optimizer
 _WRAPPERS: dict[str, type[Wrapper]] = {
     "DeepSpeedZeroOptimizer": LiveZero12,
     "BF16_Optimizer": LiveBf16,
@@ -336,7 +337,7 @@ _WRAPPERS: dict[str, type[Wrapper]] = {
 def wrapper_of(engine: Any) -> Wrapper:
     """The wrapper class for an engine. Raises UnsupportedError for one that is not known."""
     optimizer = engine.optimizer
-    if optimizer is None:
+    if optimizer is None or type(optimizer).__name__ == _OFFLOAD:
         return NoOptimizer(engine)
     kind = _WRAPPERS.get(type(optimizer).__name__)
     if kind is not None:

@@ -54,7 +54,8 @@ def _count(meta: Mapping[str, Any], key: str, file: str) -> int:
 def _partitions(folder: TagFolder, dp: int, ranks: int) -> int:
     """Optimizer files of one model-parallel rank."""
     names = folder.names
-    if not names.optimizer or not names.prefixes:
+    prefixes = names.prefixes
+    if not names.optimizer or not prefixes:
         return 1
     if len(names.prefixes) > 1:
         raise ForeignFileError(
@@ -68,7 +69,7 @@ def _partitions(folder: TagFolder, dp: int, ranks: int) -> int:
     if missing is not None:
         raise NotFoundError(
             "an optimizer file is missing",
-            file=folder.folder / optimizer_name(*missing, names.prefixes[0]),
+            file=folder.folder / optimizer_name(*missing, prefixes[0]),
             expected=f"{dp} partitions of {ranks} model-parallel ranks",
             found=f"no file of partition {missing[0]}, model-parallel rank {missing[1]}",
             fix="restore it, or load another tag",
@@ -104,7 +105,8 @@ def _degrees(
         tp = 1 + max((rank for _, rank in folder.names.layers), default=0)
     if type(tp) is not int or tp < 1 or ranks % tp:
         raise DamagedFileError(
-            "the model file does not say how its ranks divide into stages and tensor-parallel ranks",
+            "the model file does not say how its ranks divide into stages and tensor-parallel "
+            "ranks",
             file=file,
             expected=f"a divisor of {ranks}",
             found=repr(number(tp))[:80],

@@ -15,7 +15,7 @@ from typing import Any, cast
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.stages import Stage, check_replicas, join

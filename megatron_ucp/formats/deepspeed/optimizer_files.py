@@ -24,7 +24,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.deepspeed import formulas
-from megatron_ucp.formats.optimizers import ELEMENT, check_known
+from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
 Tree = Mapping[str, Any]
@@ -182,7 +182,8 @@ def split_states(
     """Element-wise states (name, dtype) and scalar ones of one entry of an optimizer's `state`."""
     kept = {key: value for key, value in entry.items() if value is not None}
     for key in [key for key in kept if str(key).endswith(OFFLOADED)]:
-        # what `engine.offload_states` leaves behind; the state itself is here unless it is offloaded
+        # what `engine.offload_states` leaves behind; the state itself is here unless it is
+        # offloaded
         if str(key).removesuffix(OFFLOADED) not in kept:
             raise UnsupportedError(
                 "an optimizer state was offloaded (engine.offload_states) when it was saved",
@@ -196,7 +197,7 @@ def split_states(
     element: list[tuple[str, str]] = []
     scalars: dict[str, float] = {}
     for key, value in kept.items():
-        if key in ELEMENT:
+        if is_element(key):
             if not isinstance(value, TensorRef):
                 raise DamagedFileError(
                     f"the optimizer state {key} is no tensor", file=file, found=type(value).__name__

@@ -1,7 +1,7 @@
 """How DeepSpeed divides the layers of a pipeline among its stages.
 
-`uniform` and `balanced` give what `partition_uniform` and `partition_balanced` in `runtime/utils.py` of
-DeepSpeed 0.19.8 do.
+`uniform` and `balanced` give what `partition_uniform` and `partition_balanced` in
+`runtime/utils.py` of DeepSpeed 0.19.8 do.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,13 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.deepspeed.native_writer import RunSettings, group_tree, model_extras, scalar_tensor, scaler_of
+from megatron_ucp.formats.deepspeed.native_writer import (
+    RunSettings,
+    group_tree,
+    model_extras,
+    scalar_tensor,
+    scaler_of,
+)
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import Stand
 
@@ -121,9 +127,7 @@ class UniversalWriter:
         scaler, dynamic = scaler_of(self.run)
         members = [member for buffer in self.manifest.buffers for member in buffer.members]
         steps = [member.scalars[STEP] for member in members if STEP in member.scalars]
-        groups = [
-            group_tree(output, group, [at]) for at, (group, _) in enumerate(self._groups())
-        ]
+        groups = [group_tree(output, group, [at]) for at, (group, _) in enumerate(self._groups())]
         state = {0: {STEP: self._step(output, steps[0])}} if steps else {}
         output.tree = {
             "loss_scaler": scaler,

@@ -37,7 +37,7 @@ __all__ = [
     "StorageRef",
     "TensorRef",
     "loads",
-    "resolve",
+    "with_tensors",
 ]
 
 MAX_PICKLE_BYTES = 256 * 2**20
