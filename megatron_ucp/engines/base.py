@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Extras(Protocol):
     """What was read for an engine besides element-wise states, and fits it."""
 
-    client_state: Mapping[str, Any]
+    @property
+    def client_state(self) -> Mapping[str, Any]: ...
 
 
 class Engine(Protocol):
