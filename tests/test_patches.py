@@ -139,6 +139,7 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.ranks
 def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     """In a process of its own: a patch stays, and the ranks of the pool have them all."""
     if patches.has_gpu():

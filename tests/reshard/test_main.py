@@ -155,6 +155,7 @@ def test_a_reader_that_goes_away_is_no_error_message(small: Path) -> None:
     assert process.wait(60) == 141 and process.stderr.read() == ""
 
 
+@pytest.mark.ranks  # a process
 def test_ctrl_c_ends_with_130_and_leaves_nothing(small: Path) -> None:
     before = sorted(path.name for path in small.iterdir())
     process = run(

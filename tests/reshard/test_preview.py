@@ -182,7 +182,7 @@ CUT, WHOLE = 80 * LAYER + 2 * 128256 * 8192, (2 * 80 + 1) * 8192
     ("source", "target"),
     [
         ("tp=8,pp=4,dp=32,zero=1", "tp=4,pp=8,dp=32,zero=1"),
-        ("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2"),
+        pytest.param("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2", marks=pytest.mark.long),
     ],
 )
 def test_a_simulation_of_1024_ranks(
