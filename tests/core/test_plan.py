@@ -137,6 +137,7 @@ def test_a_holder_that_is_not_written_is_found(journey):
         prove(replace(plan, ops=kept), source, target)
 
 
+@pytest.mark.long
 def test_the_random_models_have_stages_of_all_kinds():
     """The laws above are about something: uneven stages, several runs in a stage, ties over stages,
     empty stages."""

@@ -57,6 +57,7 @@ def staged(draw: st.DrawFn):
     return names, order, [[group for group in stage if group] for stage in groups]
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(staged())
 def test_the_stages_are_found_from_counts(case) -> None:
