@@ -129,6 +129,12 @@ def compare(zero: int, folder: Path, oracle: Path, result: Path) -> None:
         )
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
     """One run that is killed, and what can be loaded after it."""
     (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
@@ -138,9 +144,7 @@ def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
         together(ranks, store, save_on_and_on, zero, checkpoints, STEPS, oracle)
     job = ranks, store, save_on_and_on, zero, checkpoints, STEPS, None
     pids = [start(rank, *job) for rank in range(ranks)]
-    deadline = time.monotonic() + LIMIT_S
-    while not (checkpoints / "latest").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(checkpoints / "latest")
     after_s = dice.uniform(0, SAVES_S)
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):
