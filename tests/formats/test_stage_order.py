@@ -42,10 +42,8 @@ def staged(draw: st.DrawFn):
     groups: list[list[list[str]]] = []
     for stage in range(stages):
         held = {c for c, number in layer.items() if cuts[stage] <= number < cuts[stage + 1]}
-        if tied and stage == 0:
-            held |= names.tied
-        if tied and stage == stages - 1:
-            held.add("embedding.word_embeddings.weight")
+        held |= names.tied if tied and stage == 0 else set()
+        held |= {"embedding.word_embeddings.weight"} if tied and stage == stages - 1 else set()
         groups.append([[c for c in group if c in held] for group in order])
     return names, order, without_empty(groups)
 
