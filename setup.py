@@ -26,7 +26,7 @@ setup(
     description="Universal checkpointing for DeepSpeed and Megatron: resume a training job on any "
     "other mesh",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["megatron_ucp", "megatron_ucp.*"]), "megatron_ucp_patches"],
     package_dir={"megatron_ucp_patches": "patches"},
     install_requires=["torch>=2.6", "isal>=1.9", "numpy>=1.26", "safetensors>=0.4", "tqdm>=4.60"],

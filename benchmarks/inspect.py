@@ -81,6 +81,37 @@ def write_manifest(folder: Path) -> None:
     """A dense GPT on PAPER: every file that DeepSpeed would write, as a hole of its size, and the
     manifest."""
     folder.mkdir()
+    names = file_names()
+    for number, name in enumerate(names):
+        (folder / name).touch()
+        os.truncate(folder / name, 1000 + number)
+    specs, buffers = list[ParamSpec](), list[FlatBuffer]()
+    for stage in range(PAPER.pp):
+        own = stage_params(stage)
+        specs += own
+        for group in (0, 1):
+            chosen = [spec for spec in own if (len(spec.shape) == 1) == bool(group)]
+            buffers.append(buffer(chosen, stage, group))
+    sizes = enumerate(names)
+    manifest = Manifest(
+        "zero12",
+        PAPER,
+        tuple(specs),
+        tuple(buffers),
+        ({"lr": 1e-4, "weight_decay": 0.1}, {"lr": 1e-4}),
+        ({"step": 1000.0},) * len(buffers),
+        (),
+        tuple(FileEntry(name, 1000 + number, f"{number:064x}") for number, name in sizes),
+        "torch.AdamW",
+        "gpt",
+        "0" * 32,
+        {"global_steps": 1000},
+    )
+    (folder / FILE_NAME).write_text(to_json(manifest))
+
+
+def file_names() -> list[str]:
+    """As DeepSpeed names them, and our random states."""
     ranks = PAPER.tp * PAPER.pp
     names = [
         f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
@@ -94,34 +125,7 @@ def write_manifest(folder: Path) -> None:
         for tp in range(PAPER.tp)
     ]
     names += [f"ucp_rng_{rank:05d}.safetensors" for rank in range(PAPER.world)]
-    for number, name in enumerate(names):
-        (folder / name).touch()
-        os.truncate(folder / name, 1000 + number)
-    specs, buffers = list[ParamSpec](), list[FlatBuffer]()
-    for stage in range(PAPER.pp):
-        own = stage_params(stage)
-        specs += own
-        for group in (0, 1):
-            buffers.append(
-                buffer([s for s in own if (len(s.shape) == 1) == bool(group)], stage, group)
-            )
-    manifest = Manifest(
-        "zero12",
-        PAPER,
-        tuple(specs),
-        tuple(buffers),
-        ({"lr": 1e-4, "weight_decay": 0.1}, {"lr": 1e-4}),
-        ({"step": 1000.0},) * len(buffers),
-        (),
-        tuple(
-            FileEntry(name, 1000 + number, f"{number:064x}") for number, name in enumerate(names)
-        ),
-        "torch.AdamW",
-        "gpt",
-        "0" * 32,
-        {"global_steps": 1000},
-    )
-    (folder / FILE_NAME).write_text(to_json(manifest))
+    return names
 
 
 def stage_params(stage: int) -> list[ParamSpec]:

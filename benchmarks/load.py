@@ -34,9 +34,8 @@ from tests.ranks import RankPool, RanksFailed
 RANKS, TIMEOUT_S = 2, 3000
 RESULTS = Path(__file__).parent / "results" / "load.json"
 EXTRA_BYTES = 64 * 2**20
-Claim = tuple[
-    str, str, str, str, float | None
-]  # what, numerator, denominator, "at most" or "at least", limit
+# what, numerator, denominator, "at most" or "at least", limit
+Claim = tuple[str, str, str, str, float | None]
 
 
 def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
@@ -46,26 +45,12 @@ def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
             ("", "", pair.load, pair.convert),
             (", checksums compared", " checked", None, None),
         ):
-            ours = f"ucp {pair}{checked}"
-            out.append(
-                (
-                    f"load {pair} / stock load of {pair.target}{more}",
-                    ours,
-                    f"stock {pair.target}",
-                    "at most",
-                    load,
-                )
-            )
+            ours, stock = f"ucp {pair}{checked}", f"stock {pair.target}"
+            what = f"load {pair} / stock load of {pair.target}{more}"
+            out.append((what, ours, stock, "at most", load))
             if pair.converts:
-                out.append(
-                    (
-                        f"stock convert + load / load, {pair}{more}",
-                        f"stock both {pair}",
-                        ours,
-                        "at least",
-                        convert,
-                    )
-                )
+                what = f"stock convert + load / load, {pair}{more}"
+                out.append((what, f"stock both {pair}", ours, "at least", convert))
     return out
 
 
@@ -310,62 +295,60 @@ class Suite:
 
 def table(out: dict[str, Any]) -> str:
     load = [out[when]["load_average"][0] for when in ("machine_before", "machine_after")]
-    lines = [
-        f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, {out['repetitions']} "
-        "repetitions, "
-        f"load average {load[0]:.1f} before, {load[1]:.1f} after",
-        "",
-        f"{'seconds':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}",
-    ]
+    head = (
+        f"{out['parameters'] / 1e6:.1f} M parameters, {out['ranks']} ranks, "
+        f"{out['repetitions']} repetitions, "
+        f"load average {load[0]:.1f} before, {load[1]:.1f} after"
+    )
+    parts = ([head], _seconds(out), _ratios(out), _bytes(out["bytes"]), _memory(out["memory"]))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _seconds(out: dict[str, Any]) -> list[str]:
+    lines = [f"{'seconds':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}"]
     for name, each in out["seconds"].items():
-        sums = out["bytes_checked_unchecked"].get(name)
+        sums, cpu = out["bytes_checked_unchecked"].get(name), out["cpu_seconds"].get(name)
         note = f"  checked {sums[0] / 1e6:.0f} MB, unchecked {sums[1] / 1e6:.0f} MB" if sums else ""
-        cpu = (
-            f"{statistics.median(out['cpu_seconds'][name]):8.3f}"
-            if name in out["cpu_seconds"]
-            else " " * 8
-        )
-        lines.append(
-            f"{name:62}{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}{cpu}{note}"
-        )
-    lines += ["", f"{'ratio':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
+        shown = " " * 8 if cpu is None else f"{statistics.median(cpu):8.3f}"
+        spread = f"{statistics.median(each):8.3f}{min(each):8.3f}{max(each):8.3f}"
+        lines.append(f"{name:62}{spread}{shown}{note}")
+    return lines
+
+
+def _ratios(out: dict[str, Any]) -> list[str]:
+    lines = [f"{'ratio':62}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}  target"]
     for row in out["ratios"]:
-        target = (
-            ""
-            if row["limit"] is None
-            else f"  {row['kind']} {row['limit']}: {'met' if row['met'] else 'MISSED'}"
-        )
+        target, met = "", "met" if row["met"] else "MISSED"
+        if row["limit"] is not None:
+            target = f"  {row['kind']} {row['limit']}: {met}"
         cpu = " " * 8 if row["cpu_ratio"] is None else f"{row['cpu_ratio']:8.2f}"
-        lines.append(
-            f"{row['what']:62}{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}{cpu}{target}"
-        )
-    lines += [
-        f"stock can not convert and load {pair}: {why}"
-        for pair, why in out["stock_can_not"].items()
-    ]
-    lines += ["", "bytes read / bytes needed, per rank, counted by strace (at most 1.02)"]
-    for way, rows in out["bytes"].items():
-        shown = "  ".join(
-            "not counted: strace is missing" if r["ratio"] is None else f"{r['ratio']:.4f}"
-            for r in rows
-        )
-        lines.append(f"{way:62}{shown}")
-    lines += [
-        "",
+        spread = f"{row['ratio']:8.2f}{row['spread'][0]:8.2f}{row['spread'][1]:8.2f}"
+        lines.append(f"{row['what']:62}{spread}{cpu}{target}")
+    for pair, why in out["stock_can_not"].items():
+        lines.append(f"stock can not convert and load {pair}: {why}")
+    return lines
+
+
+def _bytes(volumes: dict[str, Any]) -> list[str]:
+    lines = ["bytes read / bytes needed, per rank, counted by strace (at most 1.02)"]
+    for way, rows in volumes.items():
+        ratios = [row["ratio"] for row in rows]
+        shown = ["not counted: strace is missing" if r is None else f"{r:.4f}" for r in ratios]
+        lines.append(f"{way:62}{'  '.join(shown)}")
+    return lines
+
+
+def _memory(peaks: dict[str, Any]) -> list[str]:
+    lines = [
         "MiB above what is there after the load: RssAnon sampled from outside, and by the kernel's "
-        "VmHWM",
+        "VmHWM"
     ]
-    for way, rows in out["memory"].items():
-        mib = [
-            [
-                round(r[key] / 2**20)
-                for key in ("anonymous_over_after", "peak_resident_over_after", "limit")
-            ]
-            for r in rows
-        ]
+    keys = ("anonymous_over_after", "peak_resident_over_after", "limit")
+    for way, rows in peaks.items():
+        mib = [[round(row[key] / 2**20) for key in keys] for row in rows]
         shown = "  ".join(f"{sampled} and {kept}, at most {limit};" for sampled, kept, limit in mib)
         lines.append(f"{way:62}{shown}")
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:

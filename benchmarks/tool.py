@@ -318,6 +318,25 @@ def written(folder: Path, sizes: str) -> Path:
     return out
 
 
+def claim(what: str, ratio: float, limit: float, kind: str = "at most") -> dict[str, Any]:
+    met = ratio <= limit if kind == "at most" else ratio >= limit
+    return {"what": what, "ratio": ratio, "limit": limit, "kind": kind, "met": met}
+
+
+def claims(bench: Bench, bare: int) -> list[dict[str, Any]]:
+    """What was claimed and what was measured; `bare` bytes are an interpreter's own."""
+    rows = []
+    for what, top, bottom, kind, limit in CLAIMS:
+        value = statistics.median(bench.seconds[top]) / statistics.median(bench.seconds[bottom])
+        rows.append(claim(what, value, limit, kind))
+    ours = ("universal", "native", "verify", "diff")
+    extra = max(value - bare for name, value in bench.anon.items() if name.split()[0] in ours)
+    rows.append(claim("peak RssAnon over a bare interpreter / MiB", extra / 2**20, 256.0))
+    most = max(bench.disk["native"]) / max(bench.disk["native, when done"])
+    rows.append(claim("most on disk while converting / the output", most, 1.02))
+    return rows
+
+
 def measure(size: str, repetitions: int, folder: Path) -> dict[str, Any]:
     source = saved(folder) if size == "124M" else written(folder, LARGE if size == "1B" else TINY)
     bench = Bench(source, folder)
@@ -326,43 +345,10 @@ def measure(size: str, repetitions: int, folder: Path) -> dict[str, Any]:
         bench.reads()
         print(f"{size}: repetition {repetition + 1} of {repetitions}", flush=True)
     bare = watched([sys.executable, "-c", "import time; time.sleep(0.3); print(0)"])[1]
-    rows = []
-    for what, top, bottom, kind, limit in CLAIMS:
-        value = statistics.median(bench.seconds[top]) / statistics.median(bench.seconds[bottom])
-        rows.append(
-            {
-                "what": what,
-                "ratio": value,
-                "limit": limit,
-                "kind": kind,
-                "met": value <= limit if kind == "at most" else value >= limit,
-            }
-        )
-    ours = ("universal", "native", "verify", "diff")
-    extra = {name: value - bare for name, value in bench.anon.items() if name.split()[0] in ours}
-    rows.append(
-        {
-            "what": "peak RssAnon over a bare interpreter / MiB",
-            "ratio": max(extra.values()) / 2**20,
-            "limit": 256.0,
-            "kind": "at most",
-            "met": max(extra.values()) <= 256 * 2**20,
-        }
-    )
-    final = max(bench.disk["native, when done"])
-    rows.append(
-        {
-            "what": "most on disk while converting / the output",
-            "ratio": max(bench.disk["native"]) / final,
-            "limit": 1.02,
-            "kind": "at most",
-            "met": max(bench.disk["native"]) <= 1.02 * final,
-        }
-    )
     size_bytes = sum(path.stat().st_size for path in _files([str(source)]))
     return {
         "bytes": size_bytes,
-        "claims": rows,
+        "claims": claims(bench, bare),
         "seconds": bench.seconds,
         "anon_bytes": {"bare": bare, **bench.anon},
         "disk_bytes": bench.disk,

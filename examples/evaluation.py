@@ -52,39 +52,39 @@ def main() -> int:
     rows: list[Row] = []
     text = ""
     try:
-        if args.table in ("one-to-ten", "both"):
-            source = SOURCE if SOURCE.ranks <= args.most_ranks else SMALL_SOURCE
-            found, reference = compare(
-                source,
-                [m for m in TARGETS if m.ranks <= args.most_ranks],
-                out / "one_to_ten",
-                args.steps,
-                args.more,
-            )
-            plot(source, reference, found, args.steps, out / "one_to_ten.png")
-            text += (
-                f"## Saved at {source}, resumed on {len(found)} "
-                f"meshes\n\n{make_table(found, args.more)}\n"
-            )
-            rows += found
-        if args.table in ("seven-to-one", "both"):
-            found = [
-                compare(source, [TARGET], out / f"from_{source.name}", args.steps, args.more)[0][0]
-                for source in SOURCES
-                if source.ranks <= args.most_ranks
-            ]
-            sources = [str(source) for source in SOURCES if source.ranks <= args.most_ranks]
-            text += (
-                f"## Saved on {len(found)} meshes, resumed at "
-                f"{TARGET}\n\n{make_table(found, args.more, 'saved at', sources)}\n"
-            )
-            rows += found
+        for name, table in (("one-to-ten", one_to_ten), ("seven-to-one", seven_to_one)):
+            if args.table in (name, "both"):
+                title, found, shown = table(args, out)
+                text += f"## {title}\n\n{shown}\n"
+                rows += found
     except KeyboardInterrupt:
         print("\nevaluation: interrupted; all ranks are stopped", file=sys.stderr)
         return 130
     (out / "evaluation.md").write_text(text)
     print(f"\n{text}{time.monotonic() - started:.0f} s in all; tables and picture are in {out}")
     return 0 if rows and all(row.good for row in rows) else 1
+
+
+def one_to_ten(args: argparse.Namespace, out: Path) -> tuple[str, list[Row], str]:
+    """The title, the results and their table; the picture is drawn."""
+    source = SOURCE if SOURCE.ranks <= args.most_ranks else SMALL_SOURCE
+    targets = [mesh for mesh in TARGETS if mesh.ranks <= args.most_ranks]
+    rows, reference = compare(source, targets, out / "one_to_ten", args.steps, args.more)
+    plot(source, reference, rows, args.steps, out / "one_to_ten.png")
+    return f"Saved at {source}, resumed on {len(rows)} meshes", rows, make_table(rows, args.more)
+
+
+def seven_to_one(args: argparse.Namespace, out: Path) -> tuple[str, list[Row], str]:
+    """The title, the results and their table."""
+    rows, names = [], []
+    for source in SOURCES:
+        if source.ranks <= args.most_ranks:
+            folder = out / f"from_{source.name}"
+            found, _ = compare(source, [TARGET], folder, args.steps, args.more)
+            rows.append(found[0])
+            names.append(str(source))
+    table = make_table(rows, args.more, "saved at", names)
+    return f"Saved on {len(rows)} meshes, resumed at {TARGET}", rows, table
 
 
 def parse() -> argparse.Namespace:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from quickstart import free_port  # beside this file
+from launcher import free_port  # beside this file
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
@@ -61,12 +61,29 @@ def main() -> int:
     args = parse()
     out: Path = args.out.resolve()
     clean(out)
-    dice = random.Random(args.seed)
     print(f"without interruption: {args.iterations} iterations", flush=True)
     started = time.monotonic()
     live(MESHES[0], args, out, "whole", None)
     want = read_losses(out / "whole.jsonl")
     whole_s = time.monotonic() - started
+    losses = killed_again_and_again(args, out, want)
+    good = losses.keys() == want.keys() and all(abs(losses[i] - want[i]) <= TOLERANCE for i in want)
+    both = losses.keys() & want.keys()
+    largest = max((abs(losses[i] - want[i]) for i in both), default=float("nan"))
+    verdict = "as if nothing had happened" if good else "NOT the uninterrupted run"
+    print(
+        f"{len(losses)} of {len(want)} losses, the largest difference {largest:.1e} (allowed "
+        f"{TOLERANCE:.0e}): {verdict}; {whole_s:.0f} s without interruption, "
+        f"{time.monotonic() - started - whole_s:.0f} s with {args.kills} kills"
+    )
+    return 0 if good else 1
+
+
+def killed_again_and_again(
+    args: argparse.Namespace, out: Path, want: dict[int, float]
+) -> dict[int, float]:
+    """The losses of all lives, each on a mesh of its own; of an iteration the last one counts."""
+    dice = random.Random(args.seed)
     losses: dict[int, float] = {}
     for number in range(args.kills + 1):
         # The first life decides the padded vocabulary, which follows from tp: without that it would
@@ -86,18 +103,7 @@ def main() -> int:
             f"loss difference {differs:.1e}",
             flush=True,
         )
-    good = losses.keys() == want.keys() and all(abs(losses[i] - want[i]) <= TOLERANCE for i in want)
-    largest = max(
-        (abs(losses[i] - want[i]) for i in losses.keys() & want.keys()), default=float("nan")
-    )
-    print(
-        f"{len(losses)} of {len(want)} losses, the largest difference {largest:.1e} (allowed "
-        f"{TOLERANCE:.0e}): "
-        f"{'as if nothing had happened' if good else 'NOT the uninterrupted run'}; {whole_s:.0f} s "
-        "without interruption, "
-        f"{time.monotonic() - started - whole_s:.0f} s with {args.kills} kills"
-    )
-    return 0 if good else 1
+    return losses
 
 
 def live(
@@ -110,40 +116,12 @@ def live(
 ) -> bool:
     """One life of the job on a mesh; with dice it is killed at a random moment after its first
     iteration. Whether it was."""
-    tp, dp, zero = mesh
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(tp * dp),
-        "--master_port",
-        str(free_port()),
-        str(HERE.parent / "pretrain" / "pretrain_gpt.py"),
-        *FLAGS,
-        "--tensor-model-parallel-size",
-        str(tp),
-        "--zero-stage",
-        str(zero),
-        "--train-iters",
-        str(args.iterations),
-        "--data-path",
-        str(HERE.parent / "LICENSE"),
-        "--log-json",
-        str(out / f"{name}.jsonl"),
-    ]
+    port = free_port()
+    command = command_of(mesh, args.iterations, port, out / f"{name}.jsonl")
     if saves:
-        command += [
-            "--save",
-            str(out / "checkpoint"),
-            "--load",
-            str(out / "checkpoint"),
-            "--universal-checkpoint",
-            "--save-interval",
-            "2",
-            "--keep-latest",
-            "3",
-        ]
+        checkpoint = str(out / "checkpoint")
+        command += ["--save", checkpoint, "--load", checkpoint, "--universal-checkpoint"]
+        command += ["--save-interval", "2", "--keep-latest", "3"]
     with (out / f"{name}.log").open("w") as log:
         job = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -157,21 +135,32 @@ def live(
                 job.wait(timeout=600)
         finally:
             killed = job.poll() is None
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [
-                    *psutil.Process(job.pid).children(recursive=True),
-                    psutil.Process(job.pid),
-                ]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()  # SIGKILL: the ranks, then the launcher
-            job.wait()
-    remove_buffers(command[command.index("--master_port") + 1])
+            kill(job)
+    remove_buffers(port)
     if not killed and job.returncode:
-        sys.exit(
-            f"preemption: {name} ended with {job.returncode}; its output is in "
-            f"{out / f'{name}.log'}"
-        )
+        said = out / f"{name}.log"
+        sys.exit(f"preemption: {name} ended with {job.returncode}; its output is in {said}")
     return killed
+
+
+def command_of(mesh: tuple[int, int, int], iterations: int, port: int, log: Path) -> list[str]:
+    tp, dp, zero = mesh
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    launcher += ["--nproc_per_node", str(tp * dp), "--master_port", str(port)]
+    program = [str(HERE.parent / "pretrain" / "pretrain_gpt.py"), *FLAGS]
+    program += ["--tensor-model-parallel-size", str(tp), "--zero-stage", str(zero)]
+    program += ["--train-iters", str(iterations), "--data-path", str(HERE.parent / "LICENSE")]
+    return [*launcher, *program, "--log-json", str(log)]
+
+
+def kill(job: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL: the ranks, then the launcher."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(job.pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    job.wait()
 
 
 def wait_for_losses(job: "subprocess.Popen[bytes]", path: Path) -> None:
@@ -194,7 +183,7 @@ def read_losses(path: Path) -> dict[int, float]:
     return found
 
 
-def remove_buffers(port: str) -> None:
+def remove_buffers(port: int) -> None:
     """Killed ranks leave DeepSpeed's shared-memory buffers of 66 MiB each."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         path.unlink(missing_ok=True)

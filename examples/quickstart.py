@@ -8,15 +8,10 @@ else 1.
 """
 
 import argparse
-import contextlib
-import ctypes
 import json
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import sysconfig
 import time
@@ -24,16 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import launcher  # beside this file
+from picture import TOLERANCE, plot
 
 HERE = Path(__file__).resolve().parent
-TOLERANCE = 1e-5
 BATCH = 8
-STOP_S = 10.0
-PRCTL = ctypes.CDLL(
-    None
-).prctl  # looked up here: nothing but the call may happen between fork and exec
-PR_SET_PDEATHSIG = 1
 
 # Grouped queries with fewer groups (2) than tensor-parallel ranks (4) in one of the cases; a byte
 # is a token.
@@ -100,9 +90,8 @@ class Mesh:
 
     @property
     def flags(self) -> list[str]:
-        micro = (
-            BATCH // self.dp // (2 if self.pp > 1 else 1)
-        )  # a pipeline needs micro batches to have more than one stage at work
+        # a pipeline needs micro batches to have more than one stage at work
+        micro = BATCH // self.dp // (2 if self.pp > 1 else 1)
         flags = [
             "--tensor-model-parallel-size",
             str(self.tp),
@@ -252,90 +241,19 @@ def clean(out: Path) -> None:
 
 
 def launch(mesh: Mesh, out: Path, arguments: list[str], what: str, name: str | None = None) -> None:
-    """Runs `train_megatron.py` on a mesh, to its end. Leaves no process behind, whatever
-    happens."""
-    name, port = name or mesh.name, free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(mesh.ranks),
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(port),
-        str(HERE / "train_megatron.py"),
-        "--out",
-        str(out),
-        "--name",
-        name,
-        *mesh.flags,
-        *arguments,
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    # With it DeepSpeed makes 66 MiB of shared memory per rank, which a rank that is stopped would
-    # leave.
-    environment.pop("LOCAL_SIZE", None)
+    """Runs `train_megatron.py` on a mesh, to its end."""
+    name = name or mesh.name
+    script = [str(HERE / "train_megatron.py"), "--out", str(out), "--name", name]
     log = out / f"{name}.log"
     print(f"{mesh!s:26} {what} ...", end=" ", flush=True)
     started = time.monotonic()
-    with log.open("w") as output:
-        # A session of its own: Ctrl-C comes to this process alone, which then stops the ranks in
-        # order.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-            env=environment,
-        )
-        try:
-            code = process.wait()
-        finally:
-            stop(process)
+    code = launcher.run(mesh.ranks, [*script, *mesh.flags, *arguments], log)
     print(f"{time.monotonic() - started:.1f} s", flush=True)
     if code:
-        said, _, _ = log.read_text(errors="replace").partition(
-            "torch/distributed/elastic/"
-        )  # from there on the launcher's
+        # from there on the launcher's
+        said, _, _ = log.read_text(errors="replace").partition("torch/distributed/elastic/")
         print("\n".join(said.splitlines()[-40:-1]), file=sys.stderr)
         sys.exit(f"quickstart: {mesh} ended with exit code {code}; all of its output is in {log}")
-
-
-def end_with_parent() -> None:
-    """In the launcher, before it starts: a SIGTERM when this process is killed, so that no rank
-    goes on alone."""
-    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the launcher and every rank under it; does nothing after a normal end."""
-    if process.poll() is not None:
-        return
-    # Each rank has a session of its own, so that no signal to a group would reach all.
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = [
-            *psutil.Process(process.pid).children(recursive=True),
-            psutil.Process(process.pid),
-        ]
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.terminate()
-        left = psutil.wait_procs(family, timeout=STOP_S)[1]  # a rank finishes its iteration first
-        for member in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(left, timeout=STOP_S)
-    process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def make_row(mesh: Mesh, result: dict[str, Any], reference: list[float]) -> Row:
@@ -384,67 +302,6 @@ def make_table(
         "| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n"
         for line in lines
     )
-
-
-def plot(source: Mesh, reference: list[float], rows: list[Row], saved: int, path: Path) -> None:
-    """The whole run, the steps after the save, and how far each resumed run is from the
-    uninterrupted one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (whole, near, apart) = plt.subplots(
-        3, 1, figsize=(9, 11 + len(rows) / 10), height_ratios=[3, 3, 2], layout="constrained"
-    )
-    figure.suptitle(f"A run saved at {source}, resumed on other meshes straight from its files")
-    steps = range(len(reference))
-    markers, colors = "osD^v<>", plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for axes, first in ((whole, 0), (near, saved)):
-        axes.plot(
-            steps[first:],
-            reference[first:],
-            color="0.75",
-            linewidth=6,
-            label=f"uninterrupted, {source}",
-        )
-        axes.set_ylabel("loss (nats per byte)")
-        axes.set_xlabel("step")
-    for i, row in enumerate(rows):
-        mine = range(row.first_step, row.first_step + len(row.losses))
-        style = {
-            "color": colors[i % len(colors)],
-            "marker": markers[i % len(markers)],
-            "label": f"resumed at {row.mesh}",
-        }
-        whole.plot(mine, row.losses, linewidth=1, color=style["color"], label=style["label"])
-        # The curves lie on each other: each marks steps of its own, so that all are seen.
-        near.plot(
-            mine, row.losses, linewidth=1, markersize=7, markevery=(i, max(1, len(rows))), **style
-        )
-        apart.plot(mine, [max(d, 1e-9) for d in row.distances], linewidth=1, markersize=5, **style)
-    saved_at = whole.axvline(saved, color="0.3", linestyle=":", label=f"saved before step {saved}")
-    whole.set_title("The whole run")
-    near.set_title("After the save: the resumed runs lie on the uninterrupted one")
-    apart.set_title("Distance to the uninterrupted run")
-    allowed = apart.axhline(TOLERANCE, color="0.3", linestyle="--", label=f"allowed: {TOLERANCE:g}")
-    apart.set(
-        yscale="log",
-        ylim=(7e-10, 1e-2),
-        xlabel="step",
-        ylabel="|difference of loss|\n(bottom: 1e-9 or less)",
-    )
-    for axes in (near, apart):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (whole, near, apart):
-        axes.grid(alpha=0.3)
-    figure.legend(
-        handles=[*near.get_legend_handles_labels()[0], saved_at, allowed],
-        loc="outside lower center",
-        ncols=2,
-        fontsize="small",
-    )
-    figure.savefig(path, dpi=110)
 
 
 def mesh_argument(text: str) -> Mesh:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train megatron-core's LLaMA on one mesh, resume on any other, straight from DeepSpeed's own files.
-# Needs nothing but Python 3.11 and a C++ compiler: makes .venv by itself. No GPU.
+# Needs nothing but Python 3.11 to 3.13 and a C++ compiler: makes .venv by itself. No GPU.
 #
 #   bash examples/quickstart.sh                  results in runs/quickstart
 #   bash examples/quickstart.sh --out DIR        results in DIR

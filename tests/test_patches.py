@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import megatron_ucp_patches as patches
 import pytest
@@ -95,7 +97,6 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tokens = batch(0)[:, :16].contiguous()
-    found: dict[str, list[str]] = {}
 
     def draw() -> torch.Tensor:
         model_parallel_cuda_manual_seed(7, force_reset_rng=True)
@@ -104,41 +105,38 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
             drawn = torch.rand(3)
         with get_cuda_rng_tracker().fork():
             drawn = torch.cat([drawn, torch.rand(3)])
-        generator = torch.Generator().manual_seed(
-            7 + 2718
-        )  # Megatron's seed of tensor-parallel rank 0
+        # Megatron's seed of tensor-parallel rank 0
+        generator = torch.Generator().manual_seed(7 + 2718)
+        alone = [torch.rand(3, generator=generator) for _ in range(2)]
         assert torch.equal(outside, torch.get_rng_state())
-        assert torch.equal(
-            drawn,
-            torch.cat([torch.rand(3, generator=generator), torch.rand(3, generator=generator)]),
-        )
+        assert torch.equal(drawn, torch.cat(alone))
         return drawn
 
     def compiled() -> torch.Tensor:
-        with torch.compiler.set_stance(
-            "fail_on_recompile"
-        ):  # raises where a compiler would be started
+        # raises where a compiler would be started
+        with torch.compiler.set_stance("fail_on_recompile"):
             return activations.squared_relu(torch.tensor([-1.0, 2.0]))
 
     def forward() -> torch.Tensor:
         return models.loss(models.build(GPT), tokens, tokens)
 
-    for name, call in {
+    calls = {
         "rng_tracker_on_cpu": draw,
         "current_device_is_cpu": forward,
         "no_torch_compile": compiled,
-    }.items():
-        found[name] = []
-        for _ in range(2):
-            try:
-                assert call().isfinite().all()
-                found[name].append("right")
-            except (RuntimeError, AssertionError) as error:
-                found[name].append(f"{type(error).__name__}: {error}")
-            patches.apply(name)
-    return found
+    }
+    return {name: [said(call), patches.apply(name) and said(call)] for name, call in calls.items()}
 
 
+def said(call: Callable[[], Any]) -> str:
+    try:
+        assert call().isfinite().all()
+    except (RuntimeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+@pytest.mark.ranks
 def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     """In a process of its own: a patch stays, and the ranks of the pool have them all."""
     if patches.has_gpu():

@@ -5,22 +5,31 @@ The oracle numbers every element of a logical tensor and cuts the array of numbe
 a slot must hold is then a list of numbers, -1 for padding.
 """
 
+import os
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
-from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.plan import Slot, cuts_of
 
+# Of the random cases that a law gets in `tests/run.sh all`: the share that it gets in this run.
+SHARE = float(os.environ.get("LAW_SHARE", "0.25"))
 SIZES = (1, 2, 3, 4)
 WIDTH = 12  # divides by every size above
+
+
+def cases(many: int) -> settings:
+    """How often a law is tried: `many` times in `tests/run.sh all`, on other cases in each run."""
+    return settings(max_examples=max(10, round(many * SHARE)), deadline=None)
 
 
 @dataclass(frozen=True)
@@ -166,35 +175,37 @@ def flat_buffers(
     place = {"tp": (mesh.tp, 0), "etp": (mesh.etp, 0)}
     sizes = [int(np.prod(oracle_local(s, place).shape)) for s in specs]
     states = (("fp32", dtype), ("exp_avg", "float32"))
-    common = {"states": states, "group": group, "axes": ("tp", "etp")}
+    common: dict[str, Any] = {"states": states, "group": group, "axes": ("tp", "etp")}
     if mesh.zero == 0:
-        return [
-            FlatBuffer((Member(s.name, 0, n),), n, 1, "whole", **common)
-            for s, n in zip(specs, sizes, strict=True)
-        ]
+        lone = [(Member(spec.name, 0, size),) for spec, size in zip(specs, sizes, strict=True)]
+        return [FlatBuffer(one, one[0].size, 1, "whole", **common) for one in lone]
     if mesh.zero < 3:
-        order = (
-            formulas.round_robin(len(specs), mesh.dp)
-            if draw(st.booleans())
-            else list(range(len(specs)))
-        )
-        starts, used = flat.aligned_starts(
-            [sizes[i] for i in order], draw(st.sampled_from([1, 4, 8]))
-        )
-        members = tuple(
-            Member(specs[i].name, start, sizes[i]) for i, start in zip(order, starts, strict=True)
-        )
-        return [
-            FlatBuffer(members, formulas.whole_length(used, mesh.dp), mesh.dp, "whole", **common)
-        ]
+        return [whole_buffer(draw, specs, sizes, mesh.dp, common)]
     out = []
-    for chosen in formulas.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
+    for chosen in flat.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
         starts, used = flat.aligned_starts([-(-sizes[i] // mesh.dp) for i in chosen])
-        members = tuple(
-            Member(specs[i].name, start, sizes[i]) for i, start in zip(chosen, starts, strict=True)
-        )
+        members = members_of(specs, sizes, chosen, starts)
         out.append(FlatBuffer(members, used, mesh.dp, "each", **common))
     return out
+
+
+def whole_buffer(
+    draw: st.DrawFn, specs: list[ParamSpec], sizes: list[int], dp: int, common: dict[str, Any]
+) -> FlatBuffer:
+    """Of ZeRO-1 or 2, with or without round robin and alignment."""
+    plain = list(range(len(specs)))
+    order = flat.round_robin(len(specs), dp) if draw(st.booleans()) else plain
+    alignment = draw(st.sampled_from([1, 4, 8]))
+    starts, used = flat.aligned_starts([sizes[i] for i in order], alignment)
+    members = members_of(specs, sizes, order, starts)
+    return FlatBuffer(members, flat.whole_length(used, dp), dp, "whole", **common)
+
+
+def members_of(
+    specs: list[ParamSpec], sizes: list[int], chosen: list[int], starts: list[int]
+) -> tuple[Member, ...]:
+    pairs = zip(chosen, starts, strict=True)
+    return tuple(Member(specs[i].name, start, sizes[i]) for i, start in pairs)
 
 
 def oracle_local(spec: ParamSpec, place: dict[str, tuple[int, int]]) -> np.ndarray:
@@ -223,35 +234,40 @@ def oracle_slots(manifest: Manifest, state: str) -> dict[Slot, np.ndarray]:
     out = {}
     numbers = {spec.name: i for i, spec in enumerate(sorted(manifest.params, key=lambda s: s.name))}
     for b, buffer in enumerate(manifest.buffers):
-        for cut in manifest.cuts_of(buffer):
+        for cut in cuts_of(manifest, buffer):
             place = {axis: (manifest.mesh.size(axis), index) for axis, index in cut}
             flats = [
                 oracle_local(manifest.by_name[m.param], place).reshape(-1)
                 + (numbers[m.param] << 32)
                 for m in buffer.members
             ]
-            for part in range(buffer.partitions):
-                if buffer.rule == "whole":
-                    whole = np.full(buffer.length, -1)
-                    for member, flat in zip(buffer.members, flats, strict=True):
-                        whole[member.start : member.start + len(flat)] = flat
-                    held = whole.reshape(buffer.partitions, -1)[part]
-                else:
-                    chunks = []
-                    for flat in flats:
-                        width = -(-len(flat) // buffer.partitions)
-                        padded = np.concatenate(
-                            [flat, np.full(width * buffer.partitions - len(flat), -1)]
-                        )
-                        chunks.append(padded[part * width : (part + 1) * width])
-                    held = np.concatenate(chunks)
+            parts = whole_parts(buffer, flats) if buffer.rule == "whole" else each(buffer, flats)
+            for part, held in enumerate(parts):
                 out[Slot(b, cut, part, state)] = held
     return out
+
+
+def whole_parts(buffer: FlatBuffer, flats: list[np.ndarray]) -> list[np.ndarray]:
+    """The buffer is filled, then cut."""
+    whole = np.full(buffer.length, -1)
+    for member, numbers in zip(buffer.members, flats, strict=True):
+        whole[member.start : member.start + len(numbers)] = numbers
+    return list(whole.reshape(buffer.partitions, -1))
+
+
+def each(buffer: FlatBuffer, flats: list[np.ndarray]) -> list[np.ndarray]:
+    """Every member is cut, then each part is filled with a piece of each."""
+    rows = []
+    for numbers in flats:
+        width = -(-len(numbers) // buffer.partitions)
+        padding = np.full(width * buffer.partitions - len(numbers), -1)
+        rows.append(np.concatenate([numbers, padding]).reshape(buffer.partitions, width))
+    return list(np.concatenate(rows, axis=1))
 
 
 def all_wants(manifest: Manifest, state: str) -> list[tuple[Slot, str]]:
     return [
         (Slot(b, cut, part, state), state)
         for b, buffer in enumerate(manifest.buffers)
-        for cut, part in product(manifest.cuts_of(buffer), range(buffer.partitions))
+        for cut, part in product(cuts_of(manifest, buffer), range(buffer.partitions))
     ]

@@ -17,7 +17,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Cast, Copy, Mean, Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import InexactError, PlanError
-from tests.core.strategies import all_wants, manifests, models, oracle_slots
+from tests.core.strategies import all_wants, cases, manifests, models, oracle_slots
 
 ALLOW = frozenset({"mean"})
 
@@ -62,14 +62,14 @@ def journeys(draw, stops: int):
     return [draw(manifests(model)) for _ in range(stops)]
 
 
-@settings(max_examples=2000, deadline=None)
+@cases(2000)
 @given(journeys(2))
 def test_every_target_element_gets_its_own_source_element(journey):
     source, target = journey
     same(carry(source, target, oracle_slots(source, "fp32")), oracle_slots(target, "fp32"))
 
 
-@settings(max_examples=150, deadline=None)
+@cases(150)
 @given(journeys(3))
 def test_two_steps_equal_one_and_a_round_trip_is_the_identity(journey):
     a, b, c = journey
@@ -79,7 +79,7 @@ def test_two_steps_equal_one_and_a_round_trip_is_the_identity(journey):
     same(carry(b, c, through), carry(a, c, first))
 
 
-@settings(max_examples=200, deadline=None)
+@cases(200)
 @given(journeys(2))
 def test_of_a_tie_the_first_stage_is_read_and_every_stage_written(journey):
     """Copies that are not the first may hold anything; what each place of the target must hold is
@@ -105,7 +105,7 @@ def test_of_a_tie_the_first_stage_is_read_and_every_stage_written(journey):
     same(carry(source, target, poisoned), oracle_slots(target, "fp32"))
 
 
-@settings(max_examples=200, deadline=None)
+@cases(200)
 @given(journeys(2))
 def test_the_comparison_sees_a_wrong_first_stage(journey):
     """Negative control of the law above: wrong values in the copy that is read arrive in the
@@ -124,7 +124,7 @@ def test_the_comparison_sees_a_wrong_first_stage(journey):
         same(carry(source, target, held), oracle_slots(target, "fp32"))
 
 
-@settings(max_examples=150, deadline=None)
+@cases(150)
 @given(journeys(2))
 def test_a_holder_that_is_not_written_is_found(journey):
     """Negative control of "every holder is written": without the copies into one stage the proof
@@ -139,6 +139,7 @@ def test_a_holder_that_is_not_written_is_found(journey):
         prove(replace(plan, ops=kept), source, target)
 
 
+@pytest.mark.long
 def test_the_random_models_have_stages_of_all_kinds():
     """The laws above are about something: uneven stages, several runs in a stage, ties over stages,
     empty stages."""
@@ -190,13 +191,39 @@ def test_a_place_that_is_none_and_one_that_is_taken(at, words):
         Manifest("zero", Mesh(pp=2, vpp=2), (spec,), buffers, groups=({},))
 
 
-@settings(max_examples=100, deadline=None)
+@cases(100)
 @given(journeys(1))
 def test_a_manifest_survives_json(journey):
     assert from_json(to_json(journey[0]), "f") == journey[0]
 
 
-@settings(max_examples=300, deadline=None)
+def planted(op: Copy | Cast | Mean, buffers: int) -> dict[str, tuple[Copy | Cast | Mean, ...]]:
+    """What may stand in the place of an operation, and must not."""
+    target, box = op.target, op.box
+    next_buffer = (target.slot.buffer + 1) % buffers
+
+    def into(buffer: int) -> Copy | Cast | Mean:
+        return replace(op, target=replace(target, slot=replace(target.slot, buffer=buffer)))
+
+    if isinstance(op, Mean):
+        past_the_end = replace(op, sources=(replace(op.sources[0], offset=10**9),))
+    else:
+        past_the_end = replace(op, source=replace(op.source, offset=10**9))
+    faults = {
+        "dropped": (),
+        "twice": (op, op),
+        "moved": (replace(op, target=replace(target, offset=target.offset + 1)),),
+        "other slot": (into(99),),
+        "other stage": (into(next_buffer),) if buffers > 1 else (),
+        "read past the end": (past_the_end,),
+    }
+    if box.start:  # a 0-d box can't be moved
+        moved = Box(tuple(n + 1 for n in box.start), tuple(n + 1 for n in box.stop))
+        faults["box moved"] = (replace(op, box=moved),)
+    return faults
+
+
+@cases(300)
 @given(journeys(2), st.data())
 def test_the_proof_finds_a_planted_fault(journey, data):
     source, target = journey
@@ -204,46 +231,13 @@ def test_the_proof_finds_a_planted_fault(journey, data):
     if not plan.ops:
         return
     at = data.draw(st.integers(0, len(plan.ops) - 1))
-    op = plan.ops[at]
-    faults = {
-        "dropped": (),
-        "twice": (op, op),
-        "moved": (replace(op, target=replace(op.target, offset=op.target.offset + 1)),),
-        "other slot": (
-            replace(op, target=replace(op.target, slot=replace(op.target.slot, buffer=99))),
-        ),
-        "other stage": (
-            replace(
-                op,
-                target=replace(
-                    op.target,
-                    slot=replace(
-                        op.target.slot, buffer=(op.target.slot.buffer + 1) % len(target.buffers)
-                    ),
-                ),
-            ),
-        )
-        if len(target.buffers) > 1
-        else (),
-        "box moved": (
-            replace(
-                op, box=Box(tuple(s + 1 for s in op.box.start), tuple(s + 1 for s in op.box.stop))
-            ),
-        ),
-        "read past the end": (
-            replace(op, source=replace(op.source, offset=10**9))
-            if not isinstance(op, Mean)
-            else replace(op, sources=(replace(op.sources[0], offset=10**9),)),
-        ),
-    }
-    if not op.box.start:  # a 0-d box can't be moved
-        del faults["box moved"]
+    faults = planted(plan.ops[at], len(target.buffers))
     ops = faults[data.draw(st.sampled_from(sorted(faults)))]
     with pytest.raises(PlanError):
         prove(replace(plan, ops=plan.ops[:at] + ops + plan.ops[at + 1 :]), source, target)
 
 
-@settings(max_examples=100, deadline=None)
+@cases(100)
 @given(journeys(2))
 def test_the_proof_needs_the_padding(journey):
     source, target = journey

@@ -5,10 +5,16 @@ Also provenance values: 32-bit patterns of a bijective hash of (tensor, state, i
 swap, shift or permutation can go unseen.
 """
 
+import io
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.engines.masters import base_of as base_of
+from tests.engines.masters import global_name, named, runs_of, wrapper_of
+from tests.engines.masters import names as names
 
 STATES = (
     "exp_avg",
@@ -40,117 +46,29 @@ def provenance(number: int, state: str, shape: torch.Size) -> torch.Tensor:
     return bits.to(torch.int32).view(torch.float32).reshape(shape)
 
 
-def names(engine: Any) -> dict[Any, str]:
-    return {p: global_name(engine, n) for n, p in engine.module.named_parameters()}
+class _Pickler(pickle.Pickler):
+    """Tensors as their bytes: torch makes a whole archive of each, and a state has hundreds."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.device.type != "cpu":
+            return NotImplemented
+        raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _unpickled, (obj.dtype, tuple(obj.shape), raw)
 
 
-def global_name(engine: Any, name: str) -> str:
-    """The name that a GPTModel without pipeline has, where the pipeline's layers are embedding, L
-    layers, norm, head."""
-    if not hasattr(engine, "num_stages"):
-        return name
-    head, _, rest = name.partition(".")
-    if head == "tied_modules":
-        return "embedding." + rest.partition(".")[2]
-    layer, layers = int(head), engine.module.config.num_layers
-    fixed = {0: "embedding", layers + 1: "decoder.final_layernorm", layers + 2: "output_layer"}
-    return f"{fixed.get(layer, f'decoder.layers.{layer - 1}')}.{rest}"
-
-
-def named(engine: Any) -> dict[str, Any]:
-    """This rank's parameters by global name."""
-    return {global_name(engine, n): p for n, p in engine.module.named_parameters()}
+def _unpickled(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> torch.Tensor:
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
 def everywhere(value: Any) -> list[Any]:
     """The value of every rank."""
+    held = io.BytesIO()
+    _Pickler(held).dump(value)
     out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
-
-
-def stage(engine: Any) -> str:
-    return type(engine.optimizer).__name__
-
-
-def base_of(engine: Any) -> Any:
-    return (
-        engine.optimizer
-        if isinstance(engine.optimizer, torch.optim.Optimizer)
-        else engine.optimizer.optimizer
-    )
-
-
-def _runs(engine: Any) -> list[tuple[str, int, int, torch.Tensor, int, int]]:
-    """(parameter, first element, elements, flat master, offset in it, group): what this rank's
-    masters hold.
-
-    From the wrappers' own bookkeeping of where gradients go, not from the package's formulas.
-    """
-    opt, known, out = engine.optimizer, names(engine), []
-    kind = stage(engine)
-    if kind == "DeepSpeedZeroOptimizer":
-        for g, master in enumerate(opt.single_partition_of_fp32_groups):
-            flat, low = (
-                opt.bit16_groups_flat[g],
-                dist.get_rank(opt.real_dp_process_group[g]) * master.numel(),
-            )
-            for p in opt.bit16_groups[
-                g
-            ]:  # the model's weights are views of the flat buffer: ask the memory
-                start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
-                a, b = max(start, low), min(start + p.numel(), low + master.numel())
-                if a < b:
-                    out.append((known[p], a - start, b - a, master, a - low, g))
-    elif kind == "BF16_Optimizer":
-        for g, master in enumerate(opt.fp32_groups_flat_partition):
-            flat, low = (
-                opt.bf16_groups_flat[g],
-                dist.get_rank(opt.real_dp_process_group[g]) * master.numel(),
-            )
-            for p in opt.bf16_groups[g]:
-                start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
-                a, b = max(start, low), min(start + p.numel(), low + master.numel())
-                if a < b:
-                    out.append((known[p], a - start, b - a, master, a - low, g))
-    elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        rank = dist.get_rank(opt.dp_process_group)
-        for group in opt.fp16_groups:
-            for p in group:
-                i, offset, width = opt.grad_position[opt.get_param_id(p)][:3]
-                first = rank * width
-                count = max(0, min(width, p.ds_numel - first))
-                if count:
-                    out.append(
-                        (
-                            known[p],
-                            first,
-                            count,
-                            opt.fp32_partitioned_groups_flat[i],
-                            offset,
-                            opt.sub_group_to_group_id[i],
-                        )
-                    )
-    elif kind == "FP16_UnfusedOptimizer":
-        out = [
-            (known[p], 0, p.numel(), m, 0, g)
-            for g, (ps, ms) in enumerate(zip(opt.fp16_groups, opt.fp32_groups, strict=True))
-            for p, m in zip(ps, ms, strict=True)
-        ]
-    elif kind == "FP16_Optimizer":
-        for g, master in enumerate(opt.fp32_groups_flat):
-            at = 0
-            for p in opt.fp16_groups[g]:
-                out.append((known[p], 0, p.numel(), master, at, g))
-                at += p.numel()
-    else:
-        out = [
-            (known[p], 0, p.numel(), p, 0, g)
-            for g, group in enumerate(opt.param_groups)
-            for p in group["params"]
-            if p.requires_grad
-        ]
-    return out
+    dist.all_gather_object(out, held.getvalue())
+    return [pickle.loads(one) for one in out]
 
 
 def shapes(engine: Any) -> dict[str, torch.Size]:
@@ -160,20 +78,14 @@ def shapes(engine: Any) -> dict[str, torch.Size]:
 def fill(engine: Any) -> None:
     """Overwrites every master and every element-wise state of this rank with provenance values,
     then the weights."""
-    numbers = {
-        n: i
-        for i, n in enumerate(
-            sorted({n for rank in everywhere(list(shapes(engine))) for n in rank})
-        )
-    }
-    state, params = base_of(engine).state, named(engine)
-    for name, first, count, master, offset, _ in _runs(engine):
+    every = {name for rank in everywhere(list(shapes(engine))) for name in rank}
+    numbers = {name: number for number, name in enumerate(sorted(every))}
+    state, params, local = base_of(engine).state, named(engine), shapes(engine)
+    for name, first, count, master, offset, _ in runs_of(engine):
         for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
-            values = share(engine, params[name], numbers[name], key, shapes(engine)[name]).reshape(
-                -1
-            )[first : first + count]
+            values = share(engine, params[name], numbers[name], key, local[name]).reshape(-1)
             flat = master.data if key == "fp32" else state[master][key]
-            flat.view(-1)[offset : offset + count] = values
+            flat.view(-1)[offset : offset + count] = values[first : first + count]
     write_weights(engine)
 
 
@@ -192,7 +104,7 @@ def share(engine: Any, param: Any, number: int, key: str, local: torch.Size) -> 
 
 def write_weights(engine: Any) -> None:
     """Training copies from masters, by DeepSpeed's own means or by hand."""
-    opt, kind = engine.optimizer, stage(engine)
+    opt, kind = engine.optimizer, wrapper_of(engine)
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         opt.update_lp_params()
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
@@ -213,6 +125,21 @@ def write_weights(engine: Any) -> None:
                 at += p.numel()
 
 
+HYPER = (
+    "lr",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+    "initial_lr",
+    "amsgrad",
+    "alpha",
+    "lr_decay",
+)
+# a scheduler's lists with an entry for each parameter group
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+
+
 def canonical(engine: Any) -> dict[str, Any]:
     """Every element of every master and state, steps, hyper-parameters per parameter, weights,
     buffers, frozen, scheduler.
@@ -220,58 +147,17 @@ def canonical(engine: Any) -> dict[str, Any]:
     Collective; the same dict on every rank. Raises where the stages that hold a tied parameter
     disagree.
     """
-    state, groups = base_of(engine).state, base_of(engine).param_groups
     schedule = engine.lr_scheduler.state_dict()
-    pieces, met = [], {n: (shape, cut_of(named(engine)[n])) for n, shape in shapes(engine).items()}
-    for name, first, count, master, offset, g in _runs(engine):
-        held = state.get(master, {})
-        for key in (
-            "fp32",
-            *(k for k in held if isinstance(held[k], torch.Tensor) and held[k].dim()),
-        ):
-            flat = master.data if key == "fp32" else held[key]
-            pieces.append(
-                (name, key, first, flat.detach().view(-1)[offset : offset + count].clone().cpu())
-            )
-        number = min(g, len(groups) - 1)
-        meta = {
-            k: tuple(v) if isinstance(v, list) else v
-            for k, v in groups[number].items()
-            if k
-            in (
-                "lr",
-                "weight_decay",
-                "betas",
-                "eps",
-                "momentum",
-                "initial_lr",
-                "amsgrad",
-                "alpha",
-                "lr_decay",
-            )
-        }
-        meta |= {key: schedule[key][number] for key in PER_GROUP if key in schedule}
-        pieces.append(
-            (
-                name,
-                None,
-                {
-                    k: float(v)
-                    for k, v in held.items()
-                    if not isinstance(v, torch.Tensor) or not v.dim()
-                },
-                meta,
-            )
-        )
-    gathered = everywhere((stage_of(engine), tensor_rank(engine), met, pieces))
+    met = {n: (shape, cut_of(named(engine)[n])) for n, shape in shapes(engine).items()}
+    pieces, numbers = _held_here(engine, schedule)
+    gathered = everywhere((stage_of(engine), tensor_rank(engine), met, pieces, numbers))
     scalars: dict[tuple[str, str], float] = {}
     hyper: dict[str, dict[str, Any]] = {}
-    for _, _, _, found in gathered:
-        for name, key, first, meta in found:
-            if key is None:
-                for k, v in first.items():
-                    agreed(scalars, (name, k), v)
-                agreed(hyper, name, meta)
+    for *_, found in gathered:
+        for name, counters, settings in found:
+            for key, value in counters.items():
+                agreed(scalars, (name, key), value)
+            agreed(hyper, name, settings)
     return {
         "full": _joined(engine, gathered),
         "scalars": scalars,
@@ -284,34 +170,49 @@ def canonical(engine: Any) -> dict[str, Any]:
     }
 
 
+def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Of this rank: (parameter, state, first element, elements), and (parameter, scalar states,
+    hyper-parameters)."""
+    pieces, numbers = [], []
+    state = base_of(engine).state
+    for name, first, count, master, offset, g in runs_of(engine):
+        held = state.get(master, {})
+        tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and v.dim()}
+        for key, flat in {"fp32": master.data, **tensors}.items():
+            elements = flat.detach().view(-1)[offset : offset + count]
+            pieces.append((name, key, first, elements.clone().cpu()))
+        counters = {k: float(v) for k, v in held.items() if k not in tensors}
+        numbers.append((name, counters, _settings(engine, g, schedule)))
+    return pieces, numbers
+
+
+def _settings(engine: Any, group: int, schedule: dict[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters of a group, and what a scheduler keeps of it."""
+    groups = base_of(engine).param_groups
+    number = min(group, len(groups) - 1)
+    own = {key: value for key, value in groups[number].items() if key in HYPER}
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
+    return plain | {key: schedule[key][number] for key in PER_GROUP if key in schedule}
+
+
 def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
     """Whole tensors from the pieces of all ranks."""
-    known = {n: what for _, _, met, _ in gathered for n, what in met.items()}
+    known = {n: what for _, _, met, *_ in gathered for n, what in met.items()}
     full: dict[tuple[str, str, int, int], torch.Tensor] = {}
-    for stage, tp, _, found in gathered:
+    for stage, tp, _, found, _ in gathered:
         for name, key, first, values in found:
-            if key is not None:
-                shape = known[name][0]
-                full.setdefault(
-                    (name, key, stage, tp), torch.full(shape, float("nan")).reshape(-1)
-                )[first : first + len(values)] = values
+            empty = torch.full(known[name][0], float("nan")).reshape(-1)
+            flat = full.setdefault((name, key, stage, tp), empty)
+            flat[first : first + len(values)] = values
     out: dict[tuple[str, str], torch.Tensor] = {}
     for name, key, stage, tp in full:
         shape, cut = known[name]
         if tp == 0:
-            whole = join(
-                [full[name, key, stage, t].reshape(shape) for t in range(tensor_size(engine))], cut
-            )
+            ranks = range(tensor_size(engine))
+            whole = join([full[name, key, stage, t].reshape(shape) for t in ranks], cut)
             if not torch.equal(bits(out.setdefault((name, key), whole)), bits(whole)):
                 raise AssertionError(f"the stages disagree on {key} of {name}")
     return out
-
-
-PER_GROUP = (
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-)  # a scheduler's lists with an entry for each parameter group
 
 
 def agreed(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -334,17 +235,10 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     """The training copies, as the forward pass sees them."""
     import deepspeed
 
-    params = named(engine)
-    with deepspeed.zero.GatheredParameters(
-        list(params.values()), enabled=engine.zero_optimization_stage() == 3
-    ):
-        held = everywhere(
-            (
-                stage_of(engine),
-                tensor_rank(engine),
-                {n: (p.detach().clone().cpu(), cut_of(p)) for n, p in params.items()},
-            )
-        )
+    params, zero3 = named(engine), engine.zero_optimization_stage() == 3
+    with deepspeed.zero.GatheredParameters(list(params.values()), enabled=zero3):
+        own = {n: (p.detach().clone().cpu(), cut_of(p)) for n, p in params.items()}
+        held = everywhere((stage_of(engine), tensor_rank(engine), own))
     by_place = {(stage, tp): found for stage, tp, found in reversed(held)}
     out: dict[str, torch.Tensor] = {}
     for stage, tp in sorted(by_place):
@@ -404,25 +298,18 @@ def join(parts: list[torch.Tensor], cut: Cut | None) -> torch.Tensor:
 
 
 def values(engine: Any) -> dict[str, torch.Tensor]:
+    """The module's buffers that are saved."""
     saved = set(engine._get_buffer_names())
-    own = {
-        global_name(engine, n): b.detach().clone()
-        for n, b in engine.module.named_buffers()
-        if n in saved
-    }
-    return (
-        {n: b for rank in everywhere(own) for n, b in rank.items()}
-        if hasattr(engine, "num_stages")
-        else own
-    )
+    held = engine.module.named_buffers()
+    own = {global_name(engine, n): b.detach().clone() for n, b in held if n in saved}
+    if not hasattr(engine, "num_stages"):
+        return own
+    return {name: value for rank in everywhere(own) for name, value in rank.items()}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.contiguous().view(torch.uint8)
-        if tensor.dim()
-        else tensor.reshape(1).view(torch.uint8)
-    )
+    one = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
+    return one.view(torch.uint8)
 
 
 def differences(
@@ -434,33 +321,40 @@ def differences(
     `known_keys` compares only hyper-parameters that both optimizers have."""
     out = []
     if known_keys:
-        hyper = [
-            {
-                n: {
-                    k: v
-                    for k, v in side["hyper"][n].items()
-                    if k in want["hyper"][n] and k in have["hyper"][n]
-                }
-                for n in side["hyper"]
-            }
-            for side in (want, have)
-        ]
-        want, have = {**want, "hyper": hyper[0]}, {**have, "hyper": hyper[1]}
+        want, have = _with_common_keys(want, have)
     for part in ("full", "values", *(["weights"] if same_dtype else [])):
-        if want[part].keys() != have[part].keys() or (part == "full" and not want[part]):
-            out.append(f"{part}: keys {sorted(map(str, want[part].keys() ^ have[part].keys()))}")
-        out += [
-            f"{part} {key}"
-            for key in want[part].keys() & have[part].keys()
-            if want[part][key].dtype != have[part][key].dtype
-            or not torch.equal(bits(want[part][key]), bits(have[part][key]))
-        ]
+        out += _different_tensors(part, want[part], have[part])
     for (name, key), master in have["full"].items():
-        if key == "fp32" and not torch.equal(
-            bits(master.to(have["weights"][name].dtype)), bits(have["weights"][name])
-        ):
+        weight = have["weights"][name] if key == "fp32" else None
+        if weight is not None and not torch.equal(bits(master.to(weight.dtype)), bits(weight)):
             out.append(f"the weight of {name} is no cast of its master")
     for part in ("scalars", "hyper", "scheduler", "counters", *(["scale"] if same_dtype else [])):
         if want[part] != have[part]:
             out.append(f"{part}: {want[part]} became {have[part]}")
+    return out
+
+
+def _with_common_keys(
+    want: dict[str, Any], have: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both sides with the hyper-parameters that both have."""
+    one, other = want["hyper"], have["hyper"]
+
+    def common(hyper: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {
+            name: {k: v for k, v in held.items() if k in one[name] and k in other[name]}
+            for name, held in hyper.items()
+        }
+
+    return {**want, "hyper": common(one)}, {**have, "hyper": common(other)}
+
+
+def _different_tensors(part: str, want: dict[Any, Any], have: dict[Any, Any]) -> list[str]:
+    out = []
+    if want.keys() != have.keys() or (part == "full" and not want):
+        out.append(f"{part}: keys {sorted(map(str, want.keys() ^ have.keys()))}")
+    for key in want.keys() & have.keys():
+        one, other = want[key], have[key]
+        if one.dtype != other.dtype or not torch.equal(bits(one), bits(other)):
+            out.append(f"{part} {key}")
     return out

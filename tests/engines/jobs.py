@@ -76,10 +76,10 @@ def resume(
 
 def plant_fault(engine: Any, fault: str) -> None:
     """One small wrong thing that a comparison has to see."""
-    from tests.engines.canonical import _runs, base_of
+    from tests.engines.masters import base_of, runs_of
 
     base = base_of(engine)
-    _, _, count, master, offset, g = max(_runs(engine), key=lambda run: run[2])
+    _, _, count, master, offset, g = max(runs_of(engine), key=lambda run: run[2])
     held = base.state[master]
     flat = master.data.view(-1)
     if fault == "one bit":

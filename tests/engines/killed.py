@@ -129,23 +129,22 @@ def compare(zero: int, folder: Path, oracle: Path, result: Path) -> None:
         )
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
     """One run that is killed, and what can be loaded after it."""
     (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
-    checkpoints, store, oracle = (
-        folder / f"trial{number}",
-        folder / f"store{number}",
-        folder / f"oracle_{zero}_{ranks}.pt",
-    )
+    checkpoints, store = folder / f"trial{number}", folder / f"store{number}"
+    oracle = folder / f"oracle_{zero}_{ranks}.pt"
     if not oracle.exists():  # the same run, uninterrupted
         together(ranks, store, save_on_and_on, zero, checkpoints, STEPS, oracle)
-    pids = [
-        start(rank, ranks, store, save_on_and_on, zero, checkpoints, STEPS, None)
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + LIMIT_S
-    while not (checkpoints / "latest").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    job = ranks, store, save_on_and_on, zero, checkpoints, STEPS, None
+    pids = [start(rank, *job) for rank in range(ranks)]
+    wait_for(checkpoints / "latest")
     after_s = dice.uniform(0, SAVES_S)
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):

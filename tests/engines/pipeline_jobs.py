@@ -27,6 +27,24 @@ class Staged(Mega):
     extras: bool = False
 
 
+def ds_config(setup: Staged) -> dict[str, Any]:
+    dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // dp,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
+    }
+    if setup.fp32_sums:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if setup.dtype != "fp32":
+        scale = {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
+        settings[setup.dtype] = {"enabled": True, **scale}
+    return settings
+
+
 def make(setup: Staged, attach: bool = True) -> Any:
     """An engine with the groups of Megatron (a stage may have one alone) and LambdaLR."""
     import deepspeed
@@ -58,28 +76,13 @@ def make(setup: Staged, attach: bool = True) -> Any:
         add_extras(model, setup.seed)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    dp = dist.get_world_size() // setup.tp // (setup.pp or 1)
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dp,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
-    }
-    if setup.fp32_sums:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if setup.dtype != "fp32":
-        settings[setup.dtype] = {"enabled": True} | (
-            {"initial_scale_power": 8} if setup.dtype == "fp16" else {}
-        )
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
-        config=settings,
+        config=ds_config(setup),
         mpu=None if setup.pp else models.mpu(),
         dist_init_required=False,
     )[0]

@@ -169,6 +169,20 @@ def accelerator(
         return _accelerator(folder, zero, steps, save_at, load, seed)
 
 
+def _training(seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A model, an optimizer with two groups, and a scheduler, as they come to Accelerate."""
+    model = make_model(seed)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, optimizer, scheduler
+
+
 def _accelerator(
     folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int
 ) -> dict[str, Any]:
@@ -181,18 +195,7 @@ def _accelerator(
         step_scheduler_with_optimizer=False,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config(zero, **ON)),
     )
-    model = make_model(seed)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {
-            "params": [p for p in model.parameters() if p.dim() == 1],
-            "weight_decay": 0.0,
-            "lr": 3e-3,
-        },
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    engine, wrapped, scheduler = run.prepare(model, optimizer, scheduler)
+    engine, wrapped, scheduler = run.prepare(*_training(seed))
     found: dict[str, Any] = {"losses": {}}
     if load:
         found["fresh"] = states(engine, scheduler)
@@ -211,9 +214,8 @@ def _accelerator(
         wrapped.step()
         scheduler.step()
         wrapped.zero_grad()
-        found["losses"][engine.global_steps] = (
-            torch.as_tensor(run.gather(loss.detach().reshape(1))).double().mean().item()
-        )
+        every = torch.as_tensor(run.gather(loss.detach().reshape(1)))
+        found["losses"][engine.global_steps] = every.double().mean().item()
     return found
 
 

@@ -143,66 +143,39 @@ def zip_of(entries: list[Entry], *, end64: bool = False, **end: int) -> bytes:
     end64_*: ZIP64's."""
     body, directory = bytearray(), bytearray()
     for e in entries:
-        crc = zlib.crc32(e.data) if e.crc is None else e.crc
-        size = len(e.data) if e.size is None else e.size
-        header = len(body) if e.header is None else e.header
-        local = e.raw if e.local_name is None else e.local_name
-        body += (
-            struct.pack(
-                "<4s5H3L2H",
-                b"PK\3\4",
-                0,
-                e.flags,
-                e.method,
-                0,
-                0,
-                crc,
-                min(size, 2**32 - 1),
-                min(size, 2**32 - 1),
-                len(local),
-                len(e.local_extra),
-            )
-            + local
-            + e.local_extra
-            + e.data
-        )
-        extra, shown, shown_header = b"", size, header
-        if e.zip64:
-            extra, shown, shown_header = (
-                struct.pack("<2H3Q", 1, 24, size, size, header),
-                2**32 - 1,
-                2**32 - 1,
-            )
-        extra = extra if e.extra is None else e.extra
-        directory += (
-            struct.pack(
-                "<4s6H3L5H2L",
-                b"PK\1\2",
-                0,
-                0,
-                e.flags,
-                e.method,
-                0,
-                0,
-                crc,
-                shown,
-                shown,
-                len(e.raw),
-                len(extra),
-                0,
-                e.disk,
-                0,
-                0,
-                shown_header,
-            )
-            + e.raw
-            + extra
-        )
-    return (
-        bytes(body)
-        + bytes(directory)
-        + zip_end(len(entries), len(directory), len(body), end64=end64, **end)
-    )
+        directory += in_directory(e, len(body))
+        body += with_header(e)
+    last = zip_end(len(entries), len(directory), len(body), end64=end64, **end)
+    return bytes(body) + bytes(directory) + last
+
+
+def said_of(e: Entry) -> tuple[int, int]:
+    """The checksum and the size that an entry claims."""
+    crc = zlib.crc32(e.data) if e.crc is None else e.crc
+    return crc, len(e.data) if e.size is None else e.size
+
+
+def with_header(e: Entry) -> bytes:
+    """The record, behind its own header."""
+    crc, size = said_of(e)
+    name = e.raw if e.local_name is None else e.local_name
+    shown = min(size, 2**32 - 1)
+    fields = 0, e.flags, e.method, 0, 0, crc, shown, shown, len(name), len(e.local_extra)
+    return struct.pack("<4s5H3L2H", b"PK\3\4", *fields) + name + e.local_extra + e.data
+
+
+def in_directory(e: Entry, at: int) -> bytes:
+    """The entry of a record that begins at a byte."""
+    crc, size = said_of(e)
+    header = at if e.header is None else e.header
+    extra, shown, place = b"", size, header
+    if e.zip64:
+        extra = struct.pack("<2H3Q", 1, 24, size, size, header)
+        shown = place = 2**32 - 1
+    extra = extra if e.extra is None else e.extra
+    about = 0, 0, e.flags, e.method, 0, 0, crc, shown, shown, len(e.raw), len(extra)
+    fields = *about, 0, e.disk, 0, 0, place
+    return struct.pack("<4s6H3L5H2L", b"PK\1\2", *fields) + e.raw + extra
 
 
 def zip_end(n: int, directory_bytes: int, at: int, *, end64: bool = False, **end: int) -> bytes:

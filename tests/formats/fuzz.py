@@ -153,31 +153,29 @@ def good(folder: Path) -> Good:
     }
     _save(model, folder / MODEL)
     for part in range(2):
-        entry = {"step": torch.tensor(7.0), "exp_avg": torch.rand(10), "exp_avg_sq": torch.rand(10)}
-        _save(
-            {
-                "optimizer_state_dict": {
-                    "zero_stage": 1,
-                    "partition_count": [2],
-                    "single_partition_of_fp32_groups": [torch.rand(10)],
-                    "loss_scaler": None,
-                    "base_optimizer_state": {
-                        "state": {0: entry},
-                        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
-                    },
-                }
-            },
-            folder / OPTIMIZER.format(part),
-        )
+        _save({"optimizer_state_dict": _optimizer_part()}, folder / OPTIMIZER.format(part))
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     with open_checkpoint(folder) as checkpoint:
         entries = []
         for name in files:
             with PtFile(folder / name) as file:
                 entries.append(FileEntry(name, file.size_bytes, file.directory_sha256))
-        return Good(
-            files, to_json(replace(checkpoint.manifest, files=tuple(entries), save_id="0" * 32))
-        )
+        manifest = replace(checkpoint.manifest, files=tuple(entries), save_id="0" * 32)
+        return Good(files, to_json(manifest))
+
+
+def _optimizer_part() -> dict[str, Any]:
+    entry = {"step": torch.tensor(7.0), "exp_avg": torch.rand(10), "exp_avg_sq": torch.rand(10)}
+    return {
+        "zero_stage": 1,
+        "partition_count": [2],
+        "single_partition_of_fp32_groups": [torch.rand(10)],
+        "loss_scaler": None,
+        "base_optimizer_state": {
+            "state": {0: entry},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+        },
+    }
 
 
 def _save(value: object, path: Path) -> None:

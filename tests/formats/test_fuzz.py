@@ -46,6 +46,7 @@ def check(source: Good, folder: Path, seeds: range) -> None:
         )
 
 
+@pytest.mark.long
 def test_damaged_files(source: Good, tmp_path: Path) -> None:
     check(source, tmp_path, range(2000))
 

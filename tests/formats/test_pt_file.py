@@ -207,6 +207,18 @@ def test_an_archive_of_pythons_zipfile(tmp_path: Path) -> None:
     assert PtFile(tmp_path / "x.pt").tree == 5
 
 
+def zip64_entry(name: bytes, length: int, header: int, crc: int) -> bytes:
+    """An entry of the directory that gives in a ZIP64 field what takes more than 32 bits, behind a
+    field that says nothing."""
+    fields = (length, length, header) if length > 2**32 else (header,)
+    extra = struct.pack("<2HHH", 0xCAFE, 4, 0, 0) + struct.pack("<2H", 1, 8 * len(fields))
+    extra += struct.pack(f"<{len(fields)}Q", *fields)
+    shown = min(length, 2**32 - 1)
+    place = 2**32 - 1 if length > 2**32 or header > 2**32 else header
+    about = 0, 0, 8, 0, 0, 0, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, place
+    return struct.pack("<4s6H3L5H2L", b"PK\1\2", *about) + name + extra
+
+
 def test_records_beyond_4_gib(tmp_path: Path) -> None:
     """A sparse file: 5 GiB of nothing, then a record whose place needs 64 bits."""
     size, data, path = 5 * 2**30, pickle_of(b"K\x07"), tmp_path / "x.pt"
@@ -221,42 +233,8 @@ def test_records_beyond_4_gib(tmp_path: Path) -> None:
         out.write(local[0])
         out.seek(second - 4)
         out.write(b"last" + local[1] + data)
-        central = b""
-        for name, length, header, crc in (
-            (names[0], size, 0, 1),
-            (names[1], len(data), second, zlib.crc32(data)),
-        ):
-            extra = struct.pack("<2HHH", 0xCAFE, 4, 0, 0) + struct.pack(
-                "<2H", 1, 24 if length > 2**32 else 8
-            )
-            fields = (length, length, header) if length > 2**32 else (header,)
-            extra += struct.pack(f"<{len(fields)}Q", *fields)
-            shown = min(length, 2**32 - 1)
-            place = 2**32 - 1 if length > 2**32 or header > 2**32 else header
-            central += (
-                struct.pack(
-                    "<4s6H3L5H2L",
-                    b"PK\1\2",
-                    0,
-                    0,
-                    8,
-                    0,
-                    0,
-                    0,
-                    crc,
-                    shown,
-                    shown,
-                    len(name),
-                    len(extra),
-                    0,
-                    0,
-                    0,
-                    0,
-                    place,
-                )
-                + name
-                + extra
-            )
+        central = zip64_entry(names[0], size, 0, 1)
+        central += zip64_entry(names[1], len(data), second, zlib.crc32(data))
         out.write(central + zip_end(2, len(central), start, end64=True))
     with zipfile.ZipFile(path) as oracle, PtFile(path) as file:
         assert [info.header_offset for info in oracle.infolist()] == [0, second]  # negative control

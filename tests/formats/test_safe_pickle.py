@@ -95,6 +95,7 @@ def test_text_with_lone_surrogates_and_long_texts() -> None:
         assert [read(value, protocol) for protocol in PROTOCOLS] == [value] * 4
 
 
+@pytest.mark.long
 def test_many_memo_entries_and_shared_objects() -> None:
     shared = [1]
     value = [[text, shared] for text in map(str, range(70_000))]

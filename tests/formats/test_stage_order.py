@@ -38,25 +38,21 @@ def staged(draw: st.DrawFn):
     decays = [c for _, c in every if c.endswith(".weight") and "norm" not in c]
     order = [decays, [c for _, c in every if c not in decays]]
 
-    def held(stage: int) -> set[str]:
-        first, stop = cuts[stage], cuts[stage + 1]
-        own = {
-            c
-            for p, c in every
-            if p.split(".")[0].isdigit() and first <= int(p.split(".")[0]) < stop
-        }
-        if tied and stage == 0:
-            own |= names.tied
-        return own | (
-            {"embedding.word_embeddings.weight"} if tied and stage == stages - 1 else set()
-        )
-
-    groups = [
-        [[c for c in group if c in held(stage)] for group in order] for stage in range(stages)
-    ]
-    return names, order, [[group for group in stage if group] for stage in groups]
+    layer = {c: int(p.split(".")[0]) for p, c in every if p.split(".")[0].isdigit()}
+    groups: list[list[list[str]]] = []
+    for stage in range(stages):
+        held = {c for c, number in layer.items() if cuts[stage] <= number < cuts[stage + 1]}
+        held |= names.tied if tied and stage == 0 else set()
+        held |= {"embedding.word_embeddings.weight"} if tied and stage == stages - 1 else set()
+        groups.append([[c for c in group if c in held] for group in order])
+    return names, order, without_empty(groups)
 
 
+def without_empty(groups: list[list[list[str]]]) -> list[list[list[str]]]:
+    return [[group for group in stage if group] for stage in groups]
+
+
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(staged())
 def test_the_stages_are_found_from_counts(case) -> None:

@@ -200,6 +200,7 @@ def test_byte_tokenizer(tmp_path: Path) -> None:
     assert 256 in seen and max(seen) == 256 and ByteTokenizer().vocab_size == 257
 
 
+@pytest.mark.long
 def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")

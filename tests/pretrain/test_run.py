@@ -392,6 +392,7 @@ def test_sigterm_on_one_rank_stops_all(ranks: RankPool, llama: Source, tmp_path:
     assert resumed["losses"] == pytest.approx(llama.result["losses"][3:], rel=0, abs=1e-5)
 
 
+@pytest.mark.ranks
 def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     argv = command(
         LLAMA,
@@ -440,6 +441,7 @@ def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
 
 
+@pytest.mark.ranks
 def test_program_names_an_unknown_flag() -> None:
     done = subprocess.run(
         [

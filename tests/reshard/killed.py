@@ -68,34 +68,36 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     dice = random.Random(args.seed)
-    lasts: list[float] = []
-    for number in range(len(TARGETS)):
-        started = time.monotonic()
-        if finish(start(args.source, args.folder / f"whole{number}", number)):
-            sys.exit("a conversion that nobody killed failed")
-        lasts.append(time.monotonic() - started)
-    for trial in range(args.trials):
-        output = args.folder / f"trial{trial}"
-        pid = start(args.source, output, trial)
-        time.sleep(dice.uniform(0.0, 1.1 * lasts[trial % len(TARGETS)]))
-        os.kill(pid, signal.SIGKILL)
-        killed = finish(pid) == -signal.SIGKILL
-        there, left = output.exists(), (args.folder / f".trial{trial}.saving").exists()
-        equal = not there or (
-            ucp.diff(args.source, output) == [] and ucp.verify(output, deep=True).findings == ()
-        )
-        again = True
-        if not there:
-            again = (
-                finish(start(args.source, output, trial)) == 0
-                and ucp.diff(args.source, output) == []
-            )
-        print(
-            json.dumps(
-                {"killed": killed, "there": there, "left": left, "equal": equal, "again": again}
-            ),
-            flush=True,
-        )
+    lasts = [whole(args.source, args.folder, number) for number in range(len(TARGETS))]
+    for number in range(args.trials):
+        after_s = dice.uniform(0.0, 1.1 * lasts[number % len(TARGETS)])
+        print(json.dumps(trial(args.source, args.folder, number, after_s)), flush=True)
+
+
+def whole(source: str, folder: Path, number: int) -> float:
+    """How long a conversion lasts that nobody kills."""
+    started = time.monotonic()
+    if finish(start(source, folder / f"whole{number}", number)):
+        sys.exit("a conversion that nobody killed failed")
+    return time.monotonic() - started
+
+
+def trial(source: str, folder: Path, number: int, after_s: float) -> dict[str, bool]:
+    """A conversion that is killed: what is there, whether it is whole, whether a second one
+    works."""
+    output = folder / f"trial{number}"
+    pid = start(source, output, number)
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+    killed = finish(pid) == -signal.SIGKILL
+    there, left = output.exists(), (folder / f".trial{number}.saving").exists()
+    equal = again = True
+    if there:
+        equal = ucp.diff(source, output) == [] and ucp.verify(output, deep=True).findings == ()
+    else:
+        code = finish(start(source, output, number))
+        again = code == 0 and ucp.diff(source, output) == []
+    return {"killed": killed, "there": there, "left": left, "equal": equal, "again": again}
 
 
 if __name__ == "__main__":

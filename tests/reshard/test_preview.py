@@ -182,7 +182,7 @@ CUT, WHOLE = 80 * LAYER + 2 * 128256 * 8192, (2 * 80 + 1) * 8192
     ("source", "target"),
     [
         ("tp=8,pp=4,dp=32,zero=1", "tp=4,pp=8,dp=32,zero=1"),
-        ("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2"),
+        pytest.param("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2", marks=pytest.mark.long),
     ],
 )
 def test_a_simulation_of_1024_ranks(
@@ -314,6 +314,7 @@ def test_a_table_of_many_ranks_is_cut(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 2 + 32 + 2 and lines[-2] == "and 8 ranks more: --json has them all"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["tp=1,pp=2,dp=3,zero=1", "dp=1"])
 def test_a_picture(tmp_path: Path, mesh: str) -> None:
     from matplotlib.image import imread

@@ -1,0 +1,118 @@
+"""What this rank's masters hold, from the bookkeeping of DeepSpeed's wrappers of where gradients
+go, not from the package's formulas."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# (parameter, first element of it, elements, flat master, offset in the master, group)
+Run = tuple[str, int, int, torch.Tensor, int, int]
+
+
+def names(engine: Any) -> dict[Any, str]:
+    return {p: global_name(engine, n) for n, p in engine.module.named_parameters()}
+
+
+def global_name(engine: Any, name: str) -> str:
+    """The name that a GPTModel without pipeline has, where the pipeline's layers are embedding, L
+    layers, norm, head."""
+    if not hasattr(engine, "num_stages"):
+        return name
+    head, _, rest = name.partition(".")
+    if head == "tied_modules":
+        return "embedding." + rest.partition(".")[2]
+    layer, layers = int(head), engine.module.config.num_layers
+    fixed = {0: "embedding", layers + 1: "decoder.final_layernorm", layers + 2: "output_layer"}
+    return f"{fixed.get(layer, f'decoder.layers.{layer - 1}')}.{rest}"
+
+
+def named(engine: Any) -> dict[str, Any]:
+    """This rank's parameters by global name."""
+    return {global_name(engine, n): p for n, p in engine.module.named_parameters()}
+
+
+def wrapper_of(engine: Any) -> str:
+    return type(engine.optimizer).__name__
+
+
+def base_of(engine: Any) -> Any:
+    """The optimizer inside DeepSpeed's wrapper."""
+    plain = isinstance(engine.optimizer, torch.optim.Optimizer)
+    return engine.optimizer if plain else engine.optimizer.optimizer
+
+
+def runs_of(engine: Any) -> list[Run]:
+    """Every run of elements of a parameter that this rank's masters hold."""
+    of_kind = BY_WRAPPER.get(wrapper_of(engine), _unwrapped)
+    return list(of_kind(engine.optimizer, names(engine)))
+
+
+def _partitioned(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
+    """ZeRO-1 and 2."""
+    masters, flats = opt.single_partition_of_fp32_groups, opt.bit16_groups_flat
+    for g, master in enumerate(masters):
+        yield from _in_flat(opt, known, g, flats[g], opt.bit16_groups[g], master)
+
+
+def _bf16(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
+    masters, flats = opt.fp32_groups_flat_partition, opt.bf16_groups_flat
+    for g, master in enumerate(masters):
+        yield from _in_flat(opt, known, g, flats[g], opt.bf16_groups[g], master)
+
+
+def _in_flat(
+    opt: Any, known: dict[Any, str], g: int, flat: torch.Tensor, params: Any, master: torch.Tensor
+) -> Iterator[Run]:
+    low = dist.get_rank(opt.real_dp_process_group[g]) * master.numel()
+    for p in params:  # the model's weights are views of the flat buffer: ask the memory
+        start = (p.data_ptr() - flat.data_ptr()) // p.element_size()
+        a, b = max(start, low), min(start + p.numel(), low + master.numel())
+        if a < b:
+            yield known[p], a - start, b - a, master, a - low, g
+
+
+def _zero3(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
+    rank = dist.get_rank(opt.dp_process_group)
+    for group in opt.fp16_groups:
+        for p in group:
+            i, offset, width = opt.grad_position[opt.get_param_id(p)][:3]
+            first = rank * width
+            count = max(0, min(width, p.ds_numel - first))
+            master, g = opt.fp32_partitioned_groups_flat[i], opt.sub_group_to_group_id[i]
+            if count:
+                yield known[p], first, count, master, offset, g
+
+
+def _unfused(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
+    """One master for each parameter."""
+    for g, (params, masters) in enumerate(zip(opt.fp16_groups, opt.fp32_groups, strict=True)):
+        for p, master in zip(params, masters, strict=True):
+            yield known[p], 0, p.numel(), master, 0, g
+
+
+def _fused(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
+    """One whole flat master for each group."""
+    for g, master in enumerate(opt.fp32_groups_flat):
+        at = 0
+        for p in opt.fp16_groups[g]:
+            yield known[p], 0, p.numel(), master, at, g
+            at += p.numel()
+
+
+def _unwrapped(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
+    """The parameters are the masters."""
+    for g, group in enumerate(opt.param_groups):
+        for p in group["params"]:
+            if p.requires_grad:
+                yield known[p], 0, p.numel(), p, 0, g
+
+
+BY_WRAPPER: dict[str, Callable[[Any, dict[Any, str]], Iterator[Run]]] = {
+    "DeepSpeedZeroOptimizer": _partitioned,
+    "BF16_Optimizer": _bf16,
+    "DeepSpeedZeroOptimizer_Stage3": _zero3,
+    "FP16_UnfusedOptimizer": _unfused,
+    "FP16_Optimizer": _fused,
+}
