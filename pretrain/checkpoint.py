@@ -26,8 +26,8 @@ from megatron_ucp.formats.deepspeed.paths import (
     TagFiles,
     has_state_files,
     nothing_there,
-    tag_folder,
     scan,
+    tag_folder,
 )
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import open_checkpoint

@@ -1,8 +1,11 @@
-"""A pipeline's list of layers."""
+"""A pipeline's list of layers, and the grammar of names in it: `POSITION.rest` for what lies at a
+position, `tied_modules.KEY.rest` for a module that several stages hold."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+TIED = "tied_modules"
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def from_json(text: str | bytes, file: str) -> Manifest:
                 fix="use the version of megatron_ucp that wrote it, or remove the manifest to read "
                 "the DeepSpeed files by themselves",
             )
-        if data["version"] == 1:
+        if data.pop("version") == 1:
             _from_version_1(data)
         return _build(data)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -116,13 +116,19 @@ def _check_extent(text: str | bytes) -> None:
 
 def _from_version_1(data: dict[str, Any]) -> None:
     """Steps stood beside the buffers, by number; one optimizer was that of all groups."""
-    scalars: list[Any] = data["scalars"] or [{}] * len(data["buffers"])
+    scalars: list[Any] = data.pop("scalars") or [{}] * len(data["buffers"])
     for buffer, kept in zip(data["buffers"], scalars, strict=True):
         buffer["scalars"] = kept
-    data["groups"] = [[data["optimizer"], settings] for settings in data["groups"]]
+    optimizer = data.pop("optimizer")
+    data["groups"] = [[optimizer, settings] for settings in data["groups"]]
+
+
+_BUILT = ("engine", "mesh", "params", "buffers", "groups", "ties", "files")
 
 
 def _build(data: dict[str, Any]) -> Manifest:
+    if unknown := data.keys() - {*_BUILT, *_AS_THEY_ARE}:
+        raise ValueError(f"an unknown key {sorted(unknown)[0]!r}")
     for key, kind in {"engine": str, **_AS_THEY_ARE}.items():
         if not isinstance(data.setdefault(key, {}) if key == "names" else data[key], kind):
             raise ValueError(f"{key} is a {type(data[key]).__name__}")

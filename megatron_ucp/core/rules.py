@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Extent, Layout, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
@@ -200,9 +201,10 @@ class RuleSet:
         )
 
     def may_share(self, pipe: str) -> bool:
-        """Whether an entry says that another name of the pipeline may have the same canonical
-        one."""
-        return any(entry.tied and entry.matches(pipe) for entry in self.pipeline)
+        """Whether another name of the pipeline may have the same canonical one."""
+        return pipe.startswith(f"{TIED}.") or any(
+            entry.tied and entry.matches(pipe) for entry in self.pipeline
+        )
 
     def check_length(self, name: str) -> None:
         """Raises RuleError for a name that is too long to match."""

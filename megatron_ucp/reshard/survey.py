@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT
@@ -16,7 +17,6 @@ from megatron_ucp.core.rules import Rename, Rule, RuleSet
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.paths import tag_folder
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.canonical import HeldAt, read_copy

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
-from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.core.box import Box, flat_boxes, flat_index, whole
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import (
@@ -25,11 +24,10 @@ from megatron_ucp.core.layout import (
     layout_from_json,
     layout_to_json,
 )
-from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec
+from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, plain_name, to_json
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.rules import Rule, RuleSet
-from megatron_ucp.formats.optimizers import check_known, kept_by, require_equal
 from megatron_ucp.errors import (
     DamagedFileError,
     LayoutError,
@@ -38,6 +36,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
+from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.optimizers import check_known, kept_by, require_equal
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -264,9 +264,12 @@ def manifest() -> Manifest:
         "zero12",
         Mesh(tp=2, dp=2, zero=1),
         (spec,),
-        (FlatBuffer((Member("w", 0, 4),), 4, 2, "whole", (("fp32", "float32"),), 0),),
-        ({"lr": 1.0},),
-        ({"step": 3.0},),
+        (
+            FlatBuffer(
+                (Member("w", 0, 4, 0, {"step": 3.0}),), 4, 2, "whole", (("fp32", "float32"),)
+            ),
+        ),
+        (ParamGroup({"lr": 1.0}),),
         files=(FileEntry("a.pt", 3, "00"),),
     )
 
@@ -296,7 +299,7 @@ HOSTILE = {
     "missing key": lambda d: d.pop("mesh"),
     "mesh": lambda d: d["mesh"].update(tp=0),
     "overlap": lambda d: d["buffers"][0]["members"].append(["w", 0, 4]),
-    "scalars": lambda d: d["scalars"].append({}),
+    "scalars": lambda d: d["buffers"][0].update(scalars=[{}, {}]),
 }
 
 

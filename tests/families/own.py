@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import ShardNC
-from megatron_ucp.core.partition import Layers
 from megatron_ucp.families import gpt
 from megatron_ucp.families import pipe as dense_pipe
 from megatron_ucp.families.base import (

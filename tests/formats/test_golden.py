@@ -272,4 +272,4 @@ def test_each_class_of_reader_is_met() -> None:
             inner = tree.get("optimizer_state_dict") or tree.get("optimizer")
             if inner:
                 kinds.add(type(reader_for(inner, case)).__name__)
-    assert kinds == {"Zero12", "Zero3", "Plain", "Unfused"}
+    assert kinds == {"Zero12File", "Zero3File", "PlainFile", "UnfusedFile"}

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.formats.deepspeed.partition import balanced, divide, uniform
 from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.deepspeed.partition import balanced, divide, uniform
 
 LAYERS = Layers(
     (

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
-from megatron_ucp.core.layers import Layers
 from megatron_ucp.errors import InexactError, SaveError, StateMismatchError, UsageError
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable

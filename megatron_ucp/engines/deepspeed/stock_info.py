@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ucp.core.box import flat_index, strides
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.families.base import Declared, Model
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.deepspeed.stock_info import SUB_PARAMS, VOCABULARY, kind_of, sub_shape
 
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Replicate, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
@@ -14,7 +15,6 @@ from megatron_ucp.errors import RuleError, UcpError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
 from megatron_ucp.formats.pt.unpickler import TensorRef
 

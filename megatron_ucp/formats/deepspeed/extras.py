@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import PER_GROUP, Extras
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.pt.values import TensorRef
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.errors import ModelMismatchError
 
-TIED = "tied_modules"
 _PIPE = re.compile(rf"([0-9]{{1,6}}|{TIED}\.[^.]+)\..+")
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.patterns import problem_of
 from megatron_ucp.formats.pt.unpickler import Stand
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
-from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
@@ -31,7 +31,7 @@ from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import loss_scaler, number, param_groups
 from megatron_ucp.formats.deepspeed.paths import is_universal
-from megatron_ucp.formats.deepspeed.pipe_names import TIED, PipeNames
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
 from megatron_ucp.formats.optimizers import ELEMENT
