@@ -65,6 +65,10 @@ class ParamGroup:
     optimizer: str = ""
     marks: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
+    def __getitem__(self, key: str) -> Any:
+        """A hyper-parameter."""
+        return self.settings[key]
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -14,7 +14,7 @@ ORDERS = {"dp-pp": ("tp", "cp", "sp", "dp", "pp"), "pp-dp": ("tp", "cp", "sp", "
 EXPERT_ORDERS = {"dp-pp": ("etp", "ep", "edp", "pp"), "pp-dp": ("etp", "ep", "pp", "edp")}
 STAGE = "pp"
 PLACEMENT = (STAGE, "vpp", "ep")  # axes that decide who holds a parameter
-CUTTING = ("tp", "etp", "cp", "sp")  # axes along which layouts cut
+CUTTING = ("tp", "ep", "etp", "cp", "sp")  # axes along which layouts cut
 DENSE_CUT = ("tp",)  # the axes that cut what is no expert's
 EXPERTS = frozenset({"ep", "etp", "edp"})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.layout import LAYOUTS, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import CUTTING
 from megatron_ucp.core.rules import FIELD, Rename, Rule, RuleSet
 from megatron_ucp.errors import NotFoundError, RuleError
 from megatron_ucp.formats.patterns import problem_of
@@ -18,9 +18,6 @@ FORMAT = 1
 UNKNOWN = "?"  # a layout that a draft leaves open
 _LARGEST_BYTES = 2**20
 _LARGEST_NUMBER = 2**40
-_AXES = tuple(
-    name for name in Mesh.__dataclass_fields__ if name not in ("zero", "order", "pp", "vpp", "dp")
-)
 # Keys of a [[rule]] beside the pattern, by layout: those that it needs, those that it may have.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Replicate": ((), ()),
@@ -90,10 +87,10 @@ class _Entry:
         return value
 
     def axis(self, value: object) -> str:
-        if value not in _AXES:
+        if value not in CUTTING:
             raise self.wrong(
                 "no axis of a mesh that cuts parameters",
-                expected=" or ".join(_AXES),
+                expected=" or ".join(CUTTING),
                 found=repr(value),
             )
         return str(value)

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
@@ -26,8 +25,10 @@ from megatron_ucp.errors import InexactError, SaveError, StateMismatchError, Usa
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.reshard import convert as module
+from megatron_ucp.reshard import target as targets
 from tests.reshard import paper
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -219,7 +220,7 @@ def test_low_precision_masters(tmp_path: Path, zero: int) -> None:
 
 def test_parameters_of_a_pipeline_are_balanced_without_frozen_ones(tmp_path: Path) -> None:
     """DeepSpeed counts what is trained."""
-    with mock.patch.object(Layers, "stages", autospec=True, side_effect=Layers.stages) as called:
+    with mock.patch.object(targets, "divide", autospec=True, side_effect=divide) as called:
         model = family_model("gpt", Sizes(2, 4, 2, 2, 2, 4, 8, 8))
         kinds = {name: "frozen" if "layers.0" in name else "trainable" for name in model.shapes}
         names = [name for name, kind in kinds.items() if kind == "trainable"]

@@ -14,8 +14,8 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.optimizer_files import GROUP_MARKS
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
 from megatron_ucp.formats.optimizers import is_element, name_in_table
 
 

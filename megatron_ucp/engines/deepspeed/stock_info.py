@@ -8,14 +8,16 @@ from typing import Any
 from megatron_ucp.core.box import flat_index, strides
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.families.base import Declared, Model
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.stock_info import SUB_PARAMS, VOCABULARY, kind_of, sub_shape
 
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load
 # then cuts it on dim 0: wrong without an error for row-parallel and gated weights. Their patterns
 # alone serve both directions.
 _ON_SEVERAL_STAGES = "pipeline_replicated_parameter_patterns"
-_CUT_BY_DEFAULT = (Replicate(), Shard("tp", 0))
+_CUT_BY_DEFAULT = (Replicate(), Shard(*DENSE_CUT, 0))
 
 
 def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _affine(name: str, shape: tuple[int, ...], layout: Layout, tp: int) -> dict[
     shards: dict[int, list[int]] = {}
     everyone = range(tp) if isinstance(layout, Replicate) else None
     for rank in range(tp):
-        held = layout.pieces(name, shape, {"tp": (tp, rank)})
+        held = layout.pieces(name, shape, Mesh(tp=tp).place(at_tp(rank)))
         shards[rank] = list(held[0].view)
         pieces[rank] = [
             AffinePiece(

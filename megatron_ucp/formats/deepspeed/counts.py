@@ -7,8 +7,8 @@ from typing import Any
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats.deepspeed.folder import TagFolder
-from megatron_ucp.formats.deepspeed.optimizer_files import number
 from megatron_ucp.formats.deepspeed.paths import optimizer_name
+from megatron_ucp.formats.deepspeed.plain_values import number
 
 
 @dataclass(frozen=True)

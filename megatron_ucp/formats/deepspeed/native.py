@@ -5,7 +5,6 @@ adds layouts and the order of parameters that stage 0 does not store, and every 
 with it.
 """
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,12 +39,12 @@ from megatron_ucp.formats.deepspeed.optimizer_files import (
     Contents,
     OptimizerFile,
     PlainFile,
-    number,
     reader_for,
 )
 from megatron_ucp.formats.deepspeed.paths import is_universal, tag_folder, tp_of
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.stage_order import group_sizes, of_stages
+from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -178,7 +177,7 @@ class NativeCheckpoint(TagFolder):
     def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
         """The optimizer of every stage, as the files of its first tensor-parallel rank say. Each
         numbers from 0."""
-        recorded, out, orders = self.recorded, list[Contents](), self._orders(order)
+        recorded, out, orders = self.recorded, list[Contents](), orders_of(self, order)
         for stage in range(self.counts.stages):
             mp = stage * self.counts.tp
             wanted = orders[stage] if recorded is None else group_order(recorded, stage)
@@ -198,29 +197,6 @@ class NativeCheckpoint(TagFolder):
                     found=out[-1].engine,
                 )
         return out
-
-    def _orders(self, order: Order | None) -> list[Order | None]:
-        """What `order` is for each stage, whose optimizer of stage 0 says only how many parameters
-        it keeps."""
-        stages = range(self.counts.stages)
-        named = self.recorded is not None or self.names.optimizer
-        if order is None or named or not self.pipeline:
-            return [order] * len(stages)
-        trees = [self.optimizer_of(stage * self.counts.tp) for stage in stages]
-        if any(tree is None for tree, _ in trees):
-            return [order] * len(stages)
-        try:
-            sizes = [group_sizes(tree) for tree, _ in trees]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _wrong_structure(error, trees[0][1]) from error
-        in_elements = sizes[0][1]
-        module = self.weights.module()
-
-        def weigh(name: str) -> int:
-            return math.prod(self._shape(module, name)) if in_elements else 1
-
-        counts = [size for size, _ in sizes]
-        return [*of_stages(order, PipeNames(self._names), counts, weigh, trees[0][1])]
 
     @property
     def first_of_stages(self) -> list[str]:
@@ -257,7 +233,7 @@ class NativeCheckpoint(TagFolder):
                 tree, named, self.counts.partitions, file, lambda ref: self.scalar(file, ref)
             )
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise _wrong_structure(error, file) from error
+            raise wrong_structure(error, file) from error
 
     def _flattened(
         self, tree: Any, file: str, order: Order | None, mp: int
@@ -300,9 +276,9 @@ class NativeCheckpoint(TagFolder):
                 fix="load it into an engine, which knows the order of its own groups",
             )
         module = self.weights.module(mp % self.counts.tp)
-        return [{name: self._shape(module, name) for name in names} for names in order]
+        return [{name: self.shape_of(module, name) for name in names} for names in order]
 
-    def _shape(self, module: Mapping[str, Any], name: str) -> Ints:
+    def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
         if not isinstance(ref, TensorRef):
             raise ForeignFileError(
@@ -339,7 +315,7 @@ class NativeCheckpoint(TagFolder):
         params = [
             self._spec(
                 name,
-                shapes[name] if name in shapes else self._shape(module, name),
+                shapes[name] if name in shapes else self.shape_of(module, name),
                 dtype,
                 "trainable",
             )
@@ -504,14 +480,6 @@ class NativeCheckpoint(TagFolder):
         else:
             tree, file = self.tree(self.model_of(mp))["optimizer"], self.model_of(mp)
         return reader.element(tree, index, slot.state), file
-
-
-def _wrong_structure(error: Exception, file: str) -> DamagedFileError:
-    return DamagedFileError(
-        "an optimizer file has another structure than its keys promise",
-        file=file,
-        found=f"{type(error).__name__}: {error}",
-    )
 
 
 class NativeFormat:

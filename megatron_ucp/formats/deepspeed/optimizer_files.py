@@ -7,8 +7,7 @@ buffer.
 """
 
 import math
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,45 +22,18 @@ from megatron_ucp.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.deepspeed import formulas, plain_values
+from megatron_ucp.formats.deepspeed.plain_values import (
+    SCALER,
+    Scalar,
+    Tree,
+    loss_scaler,
+    param_groups,
+)
 from megatron_ucp.formats.optimizers import check_known, is_element
-from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
+from megatron_ucp.formats.pt.unpickler import TensorRef
 
-Tree = Mapping[str, Any]
-Scalar = Callable[[TensorRef], float]
-
-# Keys of a param group that say how an optimizer is built up, not how it steps.
-GROUP_MARKS = frozenset(
-    {"params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"}
-)
-_NUMPY = {
-    "f2": "e",
-    "f4": "f",
-    "f8": "d",
-    "i1": "b",
-    "i2": "h",
-    "i4": "i",
-    "i8": "q",
-    "u1": "B",
-    "u2": "H",
-    "u4": "I",
-    "u8": "Q",
-    "b1": "?",
-}  # numpy's codes and those of struct
 OFFLOADED = "_offload_buffer"
-SCALER = (
-    "dynamic",
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "scale_factor",
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "cur_hysteresis",
-    "consecutive_hysteresis",
-    "raise_error_at_min_scale",
-)
 
 
 @dataclass(frozen=True)
@@ -120,60 +92,6 @@ def reader_for(tree: Tree, file: str) -> OptimizerFile:
         found=", ".join(map(str, tree))[:200],
         expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state",
     )
-
-
-def param_groups(groups: Sequence[Tree], scalar: Scalar, file: str) -> tuple[ParamGroup, ...]:
-    """Each group's hyper-parameters, apart from what marks the group; lists become tuples, 0-d
-    tensors numbers.
-
-    Raises UnsupportedError for groups of Muon, whose momentum lies in files as whole matrices that
-    touch a partition, and not as elements of it.
-    """
-
-    def plain(value: Any, depth: int = 0) -> Any:
-        if isinstance(value, TensorRef):
-            return scalar(value)
-        if isinstance(value, list | tuple) and depth < 2 and len(value) <= 64:
-            return tuple(plain(v, depth + 1) for v in value)
-        return number(value)
-
-    out: list[ParamGroup] = []
-    for group in groups:
-        if group.get("use_muon"):
-            raise UnsupportedError(
-                "the checkpoint was written with Muon, which is not supported",
-                file=file,
-                expected="states that are cut like their parameters",
-                found="a parameter group with use_muon",
-                fix="resume on the mesh that wrote it with DeepSpeed's own load",
-            )
-        settings = {str(k): plain(v) for k, v in group.items() if k not in GROUP_MARKS}
-        marks = {k: v for k, v in group.items() if k in GROUP_MARKS and k != "params"}
-        out.append(ParamGroup(settings, marks=marks))
-    return tuple(out)
-
-
-def number(value: Any) -> Any:
-    """A plain value, which is cheap to compare and to show; anything else as a mark of its type.
-
-    Values of a hostile file can share parts so often that comparing or printing them never ends. A
-    scalar of numpy, as a schedule that uses numpy leaves in `lr`, is the number that it holds.
-    """
-    if isinstance(value, Stand) and value.qualname == "numpy.scalar":
-        kind = str(value.get("dtype"))
-        if kind[1:] in _NUMPY:
-            order = kind[0].replace("|", "=")
-            data: Any = value.state["data"]
-            return struct.unpack(order + _NUMPY[kind[1:]], data)[0]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return f"<{type(value).__name__}>"
-
-
-def loss_scaler(value: Any) -> Mapping[str, Any]:
-    """The canonical form of a pickled loss scaler; empty without one."""
-    fields = value.state if isinstance(value, Stand) else {}
-    return {name: number(fields[name]) for name in SCALER if name in fields}
 
 
 def split_states(
@@ -497,8 +415,8 @@ def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
     if "cur_scale" not in tree:
         return {}
     return {
-        "dynamic": number(tree.get("dynamic_loss_scale")),
-        **{name: number(tree[name]) for name in SCALER[1:] if name in tree},
+        "dynamic": plain_values.number(tree.get("dynamic_loss_scale")),
+        **{name: plain_values.number(tree[name]) for name in SCALER[1:] if name in tree},
     }
 
 

@@ -4,12 +4,50 @@ how many in each group.
 A stage is a run of layers, so the counts of its groups leave one way to cut the list of layers.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.errors import DamagedFileError, StateMismatchError
+from megatron_ucp.formats.base import Order
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+
+
+def orders_of(checkpoint: "NativeCheckpoint", order: Order | None) -> list[Order | None]:
+    """What `order` is for each stage, whose optimizer of stage 0 says only how many parameters
+    it keeps."""
+    stages = range(checkpoint.counts.stages)
+    named = checkpoint.recorded is not None or checkpoint.names.optimizer
+    if order is None or named or not checkpoint.pipeline:
+        return [order] * len(stages)
+    trees = [checkpoint.optimizer_of(stage * checkpoint.counts.tp) for stage in stages]
+    if any(tree is None for tree, _ in trees):
+        return [order] * len(stages)
+    try:
+        sizes = [group_sizes(tree) for tree, _ in trees]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise wrong_structure(error, trees[0][1]) from error
+    in_elements = sizes[0][1]
+    module = checkpoint.weights.module()
+
+    def weigh(name: str) -> int:
+        return math.prod(checkpoint.shape_of(module, name)) if in_elements else 1
+
+    counts = [size for size, _ in sizes]
+    return [*of_stages(order, PipeNames(checkpoint._names), counts, weigh, trees[0][1])]
+
+
+def wrong_structure(error: Exception, file: str) -> DamagedFileError:
+    """The error for an optimizer file that Python could not make sense of."""
+    return DamagedFileError(
+        "an optimizer file has another structure than its keys promise",
+        file=file,
+        found=f"{type(error).__name__}: {error}",
+    )
 
 
 def group_sizes(tree: Mapping[str, Any]) -> tuple[list[int], bool]:

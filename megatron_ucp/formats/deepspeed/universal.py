@@ -29,9 +29,9 @@ from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
-from megatron_ucp.formats.deepspeed.optimizer_files import loss_scaler, number, param_groups
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.plain_values import loss_scaler, number, param_groups
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
 from megatron_ucp.formats.optimizers import ELEMENT

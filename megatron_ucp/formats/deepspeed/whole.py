@@ -10,8 +10,8 @@ from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.base import ByteFile, Record
 from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.optimizer_files import number
 from megatron_ucp.formats.deepspeed.paths import at_tp
+from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 if TYPE_CHECKING:

@@ -64,8 +64,14 @@ def _on_paper(model: Model) -> Manifest:
         tuple(buffers),
         tuple(ParamGroup(settings, model.optimizer) for settings, _, _ in model.groups),
         family=model.family,
-        run=COUNTERS,
+        run=_counters(model),
     )
+
+
+def _counters(model: Model) -> dict[str, Any]:
+    """A run without states is one before its first step."""
+    stepped = model.states or any(step for _, step, _ in model.groups)
+    return COUNTERS if stepped else {**COUNTERS, "global_steps": 0, "skipped_steps": 0}
 
 
 def _specs(model: Model) -> tuple[ParamSpec, ...]:
@@ -88,7 +94,7 @@ def _run(model: Model, meta: dict[str, Any]) -> RunSettings:
     config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.5}
     if model.dtype in SHORT:
         config[SHORT[model.dtype]] = {"enabled": True}
-    said = {**COUNTERS, "global_samples": 28, "note": {"mine": [1, 2.5, None]}, **meta}
+    said = {**_counters(model), "global_samples": 28, "note": {"mine": [1, 2.5, None]}, **meta}
     rates = [settings["lr"] for settings, _, _ in model.groups]
     scheduler = {"base_lrs": rates, "last_epoch": 7, "_last_lr": rates[::-1]}
     flat = "FusedAdam" in model.optimizer
