@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import description
-from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts, whole_length
+from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts
 from megatron_ucp.core.layout import Layout, Replicate, Shard
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, to_json
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.mesh import Mesh, on_stage
+from megatron_ucp.formats.deepspeed.formulas import whole_length
 
 RESULTS, LIMIT_S = Path(__file__).parent / "results" / "inspect.json", 1.0
 PAPER = Mesh(tp=8, pp=16, dp=128, zero=1)
@@ -96,11 +98,12 @@ def write_manifest(folder: Path) -> None:
         PAPER,
         tuple(specs),
         tuple(buffers),
-        ({"lr": 1e-4, "weight_decay": 0.1}, {"lr": 1e-4}),
-        ({"step": 1000.0},) * len(buffers),
+        tuple(
+            ParamGroup(settings, "torch.AdamW")
+            for settings in ({"lr": 1e-4, "weight_decay": 0.1}, {"lr": 1e-4})
+        ),
         (),
         tuple(FileEntry(name, 1000 + number, f"{number:064x}") for number, name in sizes),
-        "torch.AdamW",
         "gpt",
         "0" * 32,
         {"global_steps": 1000},
@@ -164,11 +167,11 @@ def buffer(specs: Sequence[ParamSpec], stage: int, group: int) -> FlatBuffer:
     ]
     starts, end = aligned_starts(count)
     members = tuple(
-        Member(spec.name, start, size)
+        Member(spec.name, start, size, group, {"step": 1000.0})
         for spec, start, size in zip(specs, starts, count, strict=True)
     )
     return FlatBuffer(
-        members, whole_length(end, PAPER.dp), PAPER.dp, "whole", STATES, group, (("pp", stage),)
+        members, whole_length(end, PAPER.dp), PAPER.dp, "whole", STATES, on_stage(stage)
     )
 
 

@@ -21,10 +21,12 @@ from typing import Any
 
 from benchmarks.machine import description
 from benchmarks.model import TINY
-from megatron_ucp.core.flat import FlatBuffer, Member, whole_length
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Replicate, Shard
-from megatron_ucp.core.manifest import FileEntry, Manifest, ParamSpec, to_json
+from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.formats.deepspeed.formulas import whole_length
 from tests.ranks import RankPool
 
 RANKS, RESULTS = 2, Path(__file__).parent / "results" / "save.json"
@@ -138,10 +140,8 @@ def manifest() -> Manifest:
         PAPER,
         tuple(specs),
         tuple(buffers),
-        groups=({"lr": 1e-4, "weight_decay": 0.1},) * 2,
-        scalars=({"step": 1000.0},) * len(buffers),
+        groups=(ParamGroup({"lr": 1e-4, "weight_decay": 0.1}, "torch.AdamW"),) * 2,
         files=tuple(_files()),
-        optimizer="torch.AdamW",
         save_id="0" * 32,
     )
 
@@ -195,12 +195,12 @@ def _buffer(specs: list[ParamSpec], partitions: int, at: tuple[tuple[str, int], 
     members, end = [], 0
     for spec in specs:
         size = math.prod(spec.shape) // (1 if spec.layout == Replicate() else PAPER.tp)
-        members.append(Member(spec.name, end, size))
+        members.append(Member(spec.name, end, size, 0, {"step": 1000.0}))
         end += size
     states = (("fp32", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
     axes = tuple(axis for axis, _ in at)
     return FlatBuffer(
-        tuple(members), whole_length(end, partitions), partitions, "whole", states, 0, at, axes
+        tuple(members), whole_length(end, partitions), partitions, "whole", states, at, axes
     )
 
 

@@ -263,34 +263,23 @@ def saved(folder: Path) -> Path:
 def written(folder: Path, sizes: str) -> Path:
     """A GPT of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every
     number is 1.5."""
-    from megatron_ucp.core.manifest import to_json
+    from megatron_ucp.core.manifest_json import to_json
     from megatron_ucp.core.mesh import Mesh
     from megatron_ucp.families import find_family
     from megatron_ucp.formats import durable
-    from megatron_ucp.formats.deepspeed.native import OWN_KEYS
-    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, Run
+    from megatron_ucp.formats.base import Extras
+    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
     from megatron_ucp.formats.deepspeed.target import Target
     from megatron_ucp.formats.pt.writer import write_pt
     from megatron_ucp.reshard.preview import paper_manifest, paper_sizes
-    from megatron_ucp.reshard.target import target_manifest
+    from megatron_ucp.reshard.target import Wanted, target_manifest
 
     target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
-    manifest = target_manifest(
-        paper_manifest(find_family("gpt"), paper_sizes("gpt", sizes)), target, None, "paper"
-    )
+    model = paper_manifest(find_family("gpt"), paper_sizes("gpt", sizes))
+    manifest = target_manifest(Wanted(model, target, "paper"))
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    run = Run(
-        {"global_steps": 1, "global_samples": 2},
-        OWN_KEYS,
-        config,
-        "0.19.8",
-        "bfloat16",
-        {},
-        1.0,
-        False,
-        {},
-        lambda _: None,
-    )
+    extras = Extras({"global_steps": 1, "global_samples": 2}, None, {}, config, {})
+    run = RunSettings(extras, config, "0.19.8", "bfloat16", {}, 1.0, False, lambda _: None)
     blocks = {"float32": b"\0\0\xc0\x3f" * (BLOCK // 4), "bfloat16": b"\xc0\x3f" * (BLOCK // 2)}
     out = folder / "large"
     out.mkdir()

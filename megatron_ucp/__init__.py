@@ -31,7 +31,7 @@ _HOMES = {
     "initialize": "engines.attach",
     "install": "engines.attach",
     "ResumableLoader": "engines.loader",
-    "newest_whole": "formats.durable",
+    "newest_whole": "reshard.newest",
     "load": "engines.deepspeed.load",
     "register_family": "families",
     "convert": "reshard.convert",

@@ -8,32 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_ucp.errors import UsageError
+from megatron_ucp.families import find_family
 from pretrain.config_file import merge_config
+from pretrain.family import USUAL, check_fixed, fixed_by
 from pretrain.flags import FLAGS, IGNORED, MODEL, REFUSED, Flag
-
-# What a family fixes; `untie...` and the dropouts are defaults that a flag may change.
-FIXED = {
-    "gpt": {
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "position_embedding_type": "learned_absolute",
-        "disable_bias_linear": False,
-    },
-    "llama": {
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "position_embedding_type": "rope",
-        "disable_bias_linear": True,
-    },
-}
-DEFAULTS = {
-    "gpt": {"untie_embeddings_and_output_weights": False},
-    "llama": {
-        "untie_embeddings_and_output_weights": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    },
-}
 
 # Arguments that make another model: they come from the checkpoint, or must agree with it.
 MODEL_ARGUMENTS = (
@@ -104,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
-    names, text = spellings(flag.name, *flag.aliases), flag.help.replace("%", "%%")
+    names, text = spellings(flag.name, *flag.aliases), flag.text.replace("%", "%%")
     if flag.kind is bool:
         parser.add_argument(
             *names, dest=flag.attribute, action="store_const", const=flag.value, help=text
@@ -114,7 +92,7 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
             *names,
             dest=flag.attribute,
             type=flag.kind,
-            choices=flag.choices or None,
+            choices=flag.allowed or None,
             nargs="+" if flag.many else None,
             help=text,
         )
@@ -166,8 +144,8 @@ def complete(
         given |= {name: saved[name] for name in MODEL_ARGUMENTS if saved.get(name) is not None}
     given["ds_config"] = merge_config(given)
     values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
-    family = given.get("model_family", "gpt")
-    args = argparse.Namespace(**{**values, **DEFAULTS[family], **FIXED[family], **given})
+    family = find_family(given.get("model_family", USUAL))
+    args = argparse.Namespace(**{**values, **family.defaults, **fixed_by(family), **given})
     _model(args, given)
     _choices(args)
     _mesh_and_batch(args, world)
@@ -203,16 +181,7 @@ def _model(args: argparse.Namespace, given: Given) -> None:
     args.normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
         args.normalization, args.normalization
     )
-    names = {flag.attribute: flag.name for flag in reversed(MODEL)}
-    for name, value in FIXED[args.model_family].items():
-        if getattr(args, name) != value:
-            other = next(family for family in FIXED if family != args.model_family)
-            raise UsageError(
-                f"{names[name]} contradicts --model-family {args.model_family}",
-                expected=value,
-                found=f"{names[name]} {getattr(args, name)}",
-                fix=f"leave it out, or use --model-family {other}",
-            )
+    check_fixed(args, {flag.attribute: flag.name for flag in reversed(MODEL)})
     if args.group_query_attention and args.num_query_groups is None:
         raise UsageError(
             "--group-query-attention does not say how many groups",

@@ -26,8 +26,8 @@ from megatron_ucp.formats.deepspeed.paths import (
     TagFiles,
     has_state_files,
     nothing_there,
-    resolve,
     scan,
+    tag_folder,
 )
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import open_checkpoint
@@ -126,7 +126,7 @@ def _folder(
         if tag is None and Path(args.load).is_dir() and not has_state_files(Path(args.load)):
             found = ucp.newest_whole(args.load, specs, names)
             return found.folder, found.passed_over
-        return resolve(args.load, tag), ()
+        return tag_folder(args.load, tag), ()
     except NotFoundError as error:
         error.what_to_do = "give a --load, --ckpt-step or --load-tag that exists and is whole"
         raise
@@ -150,10 +150,7 @@ def _declared(
             fix="give the model's flags",
         )
     model = Model(find_family(args.model_family), sizes(rows * tp))
-    return {
-        name: ParamSpec(name, declared.shape, "", layout=declared.layout)
-        for name, declared in model.table.items()
-    }
+    return {name: declared.spec(name, "") for name, declared in model.table.items()}
 
 
 def _embedding_rows(files: TagFiles) -> tuple[int, int]:

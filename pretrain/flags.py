@@ -5,19 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.family import USUAL, default_by_family, default_for, trained_families
+
 
 @dataclass(frozen=True)
 class Flag:
     """A flag, its other spellings and its default. `kind` converts one value; bool is a switch
     without a value, and `value` is what the switch stores; `many` takes several values. `dest` is
-    the attribute (None: from the name)."""
+    the attribute (None: from the name). `help` and `choices` are functions where they depend on the
+    families, which may be registered after this module was imported."""
 
     name: str
     kind: Callable[[str], Any] | type = str
     default: Any = None
-    help: str = ""
+    help: str | Callable[[], str] = ""
     aliases: tuple[str, ...] = ()
-    choices: tuple[Any, ...] = ()
+    choices: tuple[Any, ...] | Callable[[], tuple[Any, ...]] = ()
     many: bool = False
     dest: str | None = None
     value: Any = True
@@ -26,19 +29,29 @@ class Flag:
     def attribute(self) -> str:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
+    @property
+    def text(self) -> str:
+        return self.help if isinstance(self.help, str) else self.help()
+
+    @property
+    def allowed(self) -> tuple[Any, ...]:
+        return self.choices if isinstance(self.choices, tuple) else self.choices()
+
 
 MODEL = (
     Flag(
         "--model-family",
-        choices=("gpt", "llama"),
-        default="gpt",
+        choices=lambda: tuple(trained_families()),
+        default=USUAL,
         help="sets norm, MLP, biases, positions and tying",
     ),
     Flag("--num-layers", int, help="required"),
     Flag("--hidden-size", int, help="required"),
     Flag("--num-attention-heads", int, help="required"),
     Flag(
-        "--ffn-hidden-size", int, help="default 4 x hidden; LLaMA: 8/3 x hidden, rounded down to 64"
+        "--ffn-hidden-size",
+        int,
+        help="default 4 x hidden; with a gated MLP 8/3 x hidden, rounded down to 64",
     ),
     Flag("--kv-channels", int, help="head size; default hidden / heads"),
     Flag("--group-query-attention", bool, False, "needs --num-query-groups"),
@@ -68,16 +81,20 @@ MODEL = (
     Flag("--norm-epsilon", float, 1e-5, aliases=("--layernorm-epsilon",)),
     Flag("--swiglu", bool, help="must be the family's"),
     Flag("--disable-bias-linear", bool, help="must be the family's"),
-    Flag("--untie-embeddings-and-output-weights", bool, help="default for LLaMA"),
+    Flag(
+        "--untie-embeddings-and-output-weights",
+        bool,
+        help=default_for("untie_embeddings_and_output_weights", True),
+    ),
     Flag(
         "--tie-embeddings-and-output-weights",
         bool,
         dest="untie_embeddings_and_output_weights",
         value=False,
-        help="default for GPT",
+        help=default_for("untie_embeddings_and_output_weights", False),
     ),
-    Flag("--attention-dropout", float, 0.1, "default 0.1, LLaMA 0"),
-    Flag("--hidden-dropout", float, 0.1, "default 0.1, LLaMA 0"),
+    Flag("--attention-dropout", float, 0.1, default_by_family("attention_dropout", 0.1)),
+    Flag("--hidden-dropout", float, 0.1, default_by_family("hidden_dropout", 0.1)),
     Flag("--init-method-std", float, 0.02),
     Flag(
         "--make-vocab-size-divisible-by",
@@ -314,7 +331,7 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--rotary-percent": (1, ("1", "1.0"), "partial rotary embeddings are not supported"),
     "--use-rope-scaling": (0, (), "scaled rotary embeddings are not supported"),
     "--rope-scaling-factor": (1, (), "scaled rotary embeddings are not supported"),
-    "--no-position-embedding": (0, (), "a model without position embeddings is in neither family"),
+    "--no-position-embedding": (0, (), "a model without position embeddings is in no family"),
     "--apply-query-key-layer-scaling": (
         0,
         (),

@@ -37,7 +37,7 @@ def run(args: Any) -> int:
             state: {"dtypes": dtypes, "bytes": size}
             for state, (dtypes, size) in sizes(manifest).items()
         },
-        "groups": [dict(g) for g in manifest.groups],
+        "groups": [dict(group.settings) for group in manifest.groups],
     }
     if args.json:
         print(json.dumps({**head, "table": rows}, default=str))

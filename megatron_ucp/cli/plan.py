@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ucp.cli.convert import add_target, read_json, target_of
 from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
 from megatron_ucp.errors import UsageError
+from megatron_ucp.families import families
 
 HELP = "what a resume on another mesh would read, and a picture of it"
 _SHOWN = 32  # ranks in the table
@@ -29,7 +30,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--simulate",
         metavar="FAMILY",
-        help="no checkpoint: a model of this family (gpt, llama) on paper",
+        help=f"no checkpoint: a model of this family ({', '.join(families())}) on paper",
     )
     verb.add_argument(
         "--sizes",
@@ -87,17 +88,12 @@ def run(args: Any) -> int:
 
 def _print(found: Any) -> None:
     print(f"{found.source_mesh}  to  {found.mesh}")
-    rows: list[tuple[str, ...]] = [
-        ("rank", "tp", "pp", "dp", "files", "MB read", "copies", "MB of states", "MB at most")
-    ]
+    heads = ("files", "MB read", "copies", "MB of states", "MB at most")
+    rows: list[tuple[str, ...]] = [("rank", *found.ranks[0].coord.shown, *heads)]
     for one in found.ranks[:_SHOWN]:
-        place = [
-            str(number)
-            for number in (one.rank, one.coord.tp, one.coord.pp, one.coord.dp, len(one.files))
-        ]
-        megabytes = [
-            f"{size / 1e6:,.1f}" for size in (one.read_bytes, one.state_bytes, one.peak_bytes)
-        ]
+        place = map(str, (one.rank, *one.coord.shown.values(), len(one.files)))
+        sizes = (one.read_bytes, one.state_bytes, one.peak_bytes)
+        megabytes = [f"{size / 1e6:,.1f}" for size in sizes]
         rows.append((*place, megabytes[0], f"{one.copies:,}", *megabytes[1:]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:

@@ -1,26 +1,32 @@
-"""ZeRO's flat buffers as arithmetic: which run of which parameter lies where in which partition.
+"""Flat buffers as arithmetic: which run of which parameter lies where in which partition."""
 
-Formulas: `DeepSpeedZeroOptimizer.__init__` (whole), `partition_parameters.py` and
-`_create_fp16_sub_groups` (each) of DeepSpeed 0.19.8.
-"""
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
+from megatron_ucp.core.states import VALUE
 
-ALIGNMENT = (
-    2  # `nccl_start_alignment_factor`: a partition starts at a multiple of this many elements
-)
+Scalars = Mapping[str, float]
+States = tuple[tuple[str, str], ...]  # (name, dtype) of element-wise states
+NO_SCALARS: Scalars = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """One parameter in a flat buffer: its rank-local tensor begins at `start` and has `size`
-    elements."""
+    elements.
+
+    `group` is its parameter group, None for what no optimizer steps; `scalars` are the scalar
+    states that the optimizer keeps for it (`step`). `chunk` is the number of the box that is held
+    of a parameter in explicit chunks (see `Chunks`), else None.
+    """
 
     param: str
     start: int
     size: int
+    group: int | None = None
+    scalars: Scalars = field(default_factory=dict[str, float], hash=False)
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +44,20 @@ class Fragment:
 class FlatBuffer:
     """A run of rank-local tensors, cut into `partitions`.
 
-    rule "whole": the buffer of `length` elements is cut into equal chunks (ZeRO-1/2,
-    BF16_Optimizer, unpartitioned states with one partition). rule "each": every member is cut by
-    ceil and partition r holds the r-th chunk of each member one after the other (ZeRO-3); `start`
-    and `length` then count elements of one partition. `states` are (name, dtype) of the
-    element-wise states; `at` is the placement (("pp", stage), ...); `axes` are the mesh axes that
-    cut the members; `group` is the parameter group, None for frozen parameters and module buffers.
+    rule "whole": the buffer of `length` elements is cut into equal chunks (one partition: it is not
+    cut). rule "each": every member is cut by ceil and partition r holds the r-th chunk of each
+    member one after the other; `start` and `length` then count elements of one partition.
+    `states` are (name, dtype) of the element-wise states; `at` is the placement, such as the
+    pipeline stage; `axes` are the mesh axes that cut the members.
     """
 
     members: tuple[Member, ...]
     length: int
     partitions: int
     rule: str
-    states: tuple[tuple[str, str], ...]
-    group: int | None = None
-    at: tuple[tuple[str, int], ...] = ()
-    axes: tuple[str, ...] = ("tp",)
+    states: States
+    at: Coords = ()
+    axes: tuple[str, ...] = DENSE_CUT
 
     def __post_init__(self) -> None:
         end = 0
@@ -71,6 +75,26 @@ class FlatBuffer:
                 f"a buffer of {self.length} elements can't be cut into {self.partitions} equal "
                 "chunks"
             )
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage that holds it."""
+        return stage_of(self.at)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer steps it; else it is a frozen parameter or a module's buffer."""
+        return VALUE not in dict(self.states)
+
+    @property
+    def group(self) -> int | None:
+        """The parameter group of all members; that of the first one where they differ."""
+        return self.members[0].group if self.members else None
+
+    @property
+    def spread(self) -> tuple[str, ...]:
+        """Every axis that decides which ranks have a part of it."""
+        return (*self.axes, *(axis for axis, _ in self.at))
 
     @property
     def partition_elems(self) -> int:
@@ -121,6 +145,22 @@ class FlatBuffer:
         )
 
 
+def alone(
+    param: str,
+    size: int,
+    states: States,
+    group: int | None = None,
+    scalars: Scalars = NO_SCALARS,
+    *,
+    at: Coords = (),
+    axes: tuple[str, ...] = DENSE_CUT,
+    chunk: int | None = None,
+) -> FlatBuffer:
+    """A buffer of one parameter that no partition cuts. `size` is in elements of one rank."""
+    member = Member(param, 0, size, group, scalars, chunk)
+    return FlatBuffer((member,), size, 1, "whole", states, at, axes)
+
+
 def aligned_starts(sizes: Sequence[int], alignment: int = 1) -> tuple[list[int], int]:
     """Starts of members that each begin at a multiple of `alignment`, and the end of the last
     one."""
@@ -131,34 +171,3 @@ def aligned_starts(sizes: Sequence[int], alignment: int = 1) -> tuple[list[int],
         starts.append(at)
         at += size
     return starts, at
-
-
-def parameter_alignment(itemsize: int) -> int:
-    """Alignment in elements under `zero_optimization.parameter_alignment` (16 bytes)."""
-    return 16 // math.gcd(16, itemsize)
-
-
-def whole_length(used: int, partitions: int) -> int:
-    """Length of a ZeRO-1/2 or BF16_Optimizer buffer."""
-    unit = ALIGNMENT * partitions
-    return -(-used // unit) * unit
-
-
-def round_robin(count: int, partitions: int) -> list[int]:
-    """Order of members under `round_robin_gradients`: parameter i goes to bucket i mod D, buckets
-    one after the other."""
-    return [i for bucket in range(partitions) for i in range(bucket, count, partitions)]
-
-
-def sub_groups(sizes: Sequence[int], partitions: int, sub_group_size: int) -> list[list[int]]:
-    """Member numbers of each ZeRO-3 sub-group: closed once the rank-local elements reach
-    `sub_group_size`."""
-    out: list[list[int]] = []
-    held = 0
-    for index, size in enumerate(sizes):
-        if not out or held >= sub_group_size:
-            out.append([])
-            held = 0
-        out[-1].append(index)
-        held += -(-size // partitions)
-    return out

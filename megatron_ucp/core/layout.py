@@ -8,14 +8,12 @@ under a stored and a logical address.
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_ucp.core.box import Box, Ints, flat_index, strides
+from megatron_ucp.core.mesh import Place
 from megatron_ucp.errors import LayoutError
-
-Place = Mapping[str, tuple[int, int]]  # mesh axis -> (size, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +211,7 @@ class Partial(Layout):
     """Every rank of `axis` holds a whole copy of its own; the logical value is the mean of the
     copies."""
 
-    axis: str = "tp"
+    axis: str
 
 
 @dataclass(frozen=True)
@@ -255,9 +253,89 @@ class ShardNC(Layout):
         return (Cut(self.axis, self.dim, self.parts, self.unit),)
 
 
+@dataclass(frozen=True)
+class Chunks(Layout):
+    """Blocks as another program cut them. Chunk number i holds the blocks `held[i]`, each one as
+    (start, stop), joined along `dim`; together the chunks are the whole parameter.
+
+    No mesh axis says who holds which chunk: the member of a buffer does (`Member.chunk`), and
+    `place` names it under CHUNK.
+    """
+
+    held: tuple[tuple[tuple[Ints, Ints], ...], ...]
+    dim: int = 0
+
+    def pieces(
+        self, name: str, shape: Ints, place: Place, order: Ints | None = None
+    ) -> tuple[Piece, ...]:
+        boxes = self._boxes(name, shape, place)
+        local = self._joined(name, boxes)
+        dims = tuple(range(len(shape))) if order is None else order
+        view = tuple(local[d] for d in dims)
+        perm = tuple(dims.index(d) for d in range(len(shape)))
+        out: list[Piece] = []
+        at = 0
+        for box in boxes:
+            first = [at if d == self.dim else 0 for d in dims]
+            last = [a + box.shape[d] for a, d in zip(first, dims, strict=True)]
+            out.append(Piece(Box(tuple(first), tuple(last)), box, view, perm))
+            at += box.shape[self.dim] if box.shape else 0
+        return tuple(out)
+
+    def local_shape(self, name: str, shape: Ints, place: Place) -> Ints:
+        return self._joined(name, self._boxes(name, shape, place))
+
+    def _boxes(self, name: str, shape: Ints, place: Place) -> list[Box]:
+        """The blocks of one chunk. Raises LayoutError for one outside of the parameter."""
+        _, number = place.get(CHUNK, (1, 0))
+        if not 0 <= number < len(self.held):
+            raise LayoutError(
+                "the parameter has no such chunk",
+                parameter=name,
+                expected=f"0 to {len(self.held) - 1}",
+                found=number,
+            )
+        boxes = [Box(start, stop) for start, stop in self.held[number]]
+        for box in boxes:
+            if len(box.stop) != len(shape) or any(
+                a > b for a, b in zip(box.stop, shape, strict=True)
+            ):
+                raise LayoutError(
+                    "a chunk lies outside of its parameter",
+                    parameter=name,
+                    expected=f"inside of {shape}",
+                    found=f"{box.start} to {box.stop}",
+                )
+        return boxes
+
+    def _joined(self, name: str, boxes: list[Box]) -> Ints:
+        """The shape of the blocks joined along `dim`. Raises LayoutError where they don't fit."""
+        rest = {tuple(n for d, n in enumerate(box.shape) if d != self.dim) for box in boxes}
+        if len(rest) != 1 or (boxes[0].shape and self.dim >= len(boxes[0].shape)):
+            raise LayoutError(
+                "the blocks of a chunk can't be joined",
+                parameter=name,
+                expected=f"blocks of one size in all dims but {self.dim}",
+                found=", ".join(str(box.shape) for box in boxes) or "no block",
+            )
+        length = sum(box.shape[self.dim] for box in boxes if box.shape)
+        return tuple(length if d == self.dim else n for d, n in enumerate(boxes[0].shape))
+
+
+CHUNK = "chunk"  # what `place` calls the number of a chunk; no mesh has an axis of this name
+
 LAYOUTS: dict[str, type[Layout]] = {
-    kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC)
+    kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC, Chunks)
 }
+
+
+def same_layout(one: Layout, other: Layout) -> bool:
+    """Whether two layouts put the same elements at the same places."""
+    if one == other:
+        return True
+    if isinstance(one, Partial | Chunks) or isinstance(other, Partial | Chunks):
+        return False
+    return one.cuts() == other.cuts()
 
 
 def layout_to_json(layout: Layout) -> list[Any]:
@@ -273,13 +351,24 @@ def layout_from_json(data: object) -> Layout:
         if kind is None:
             raise TypeError
         layout = kind(*(_tuples(item) for item in items[1:]))
-        if not all(_is_cut(cut) for cut in layout.cuts()) or not isinstance(
-            getattr(layout, "axis", ""), str
-        ):
+        axis = getattr(layout, "axis", "")
+        if not isinstance(axis, str) or not all(map(_is_cut, layout.cuts())):
             raise TypeError
+        if isinstance(layout, Chunks):
+            _check_chunks(layout)
         return layout
     except (TypeError, ValueError):
         raise LayoutError("no layout", expected=" or ".join(LAYOUTS), found=repr(items)) from None
+
+
+def _check_chunks(layout: Chunks) -> None:
+    """Raises TypeError or ValueError for what a file says that are no boxes."""
+    if type(layout.dim) is not int or layout.dim < 0:
+        raise TypeError
+    for start, stop in itertools.chain.from_iterable(layout.held):
+        Box(start, stop)
+        if not all(type(bound) is int for bound in (*start, *stop)):
+            raise TypeError
 
 
 def _is_cut(cut: Cut) -> bool:

@@ -1,39 +1,18 @@
-"""The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. JSON,
-evidence, no authority."""
+"""The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. Evidence,
+no authority."""
 
-import gc
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import (
-    Extent,
-    Layout,
-    Piece,
-    Place,
-    Replicate,
-    layout_from_json,
-    layout_to_json,
-)
-from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.core.flat import FlatBuffer, Member, Scalars
+from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
+from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
 
-FORMAT_VERSION = 1
 FILE_NAME = "ucp_manifest.json"
-MAX_BYTES = 64 * 2**20  # three times that of 16,384 ranks and 10^12 parameters
-MAX_VALUES = 4_000_000  # what JSON builds from a small text is large: 64 bytes for an empty list
-MAX_RANKS = 2**24
 KINDS = ("trainable", "frozen", "buffer")
-PLACEMENT = (
-    "pp",
-    "vpp",
-    "ep",
-)  # axes that decide who holds a parameter; the first of several holders is the smallest place
 
 
 @dataclass(frozen=True)
@@ -74,20 +53,31 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """What the parameters of a group are stepped with: hyper-parameters, and the optimizer that
+    does it ("torch.AdamW"; "" where nobody says).
+
+    `marks` are other keys that files have for the group (its name, its parameters' names): no load
+    sets them, a conversion hands them on.
+    """
+
+    settings: Mapping[str, Any]
+    optimizer: str = ""
+    marks: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """`groups` are the hyper-parameters of each parameter group, by number; `scalars` the
-    per-buffer scalar states of the optimizer (`step`), by buffer number; `names` of a pipeline's
-    parameters, with their canonical ones; `run` what identifies the save (steps, versions)."""
+    """`engine` says how its states lie in files or in memory; `names` are those of a pipeline's
+    parameters, with their canonical ones; `run` is what identifies the save (steps, versions)."""
 
     engine: str
     mesh: Mesh
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
-    groups: tuple[Mapping[str, Any], ...] = ()
-    scalars: tuple[Mapping[str, float], ...] = ()
+    groups: tuple[ParamGroup, ...] = ()
     ties: tuple[Tie, ...] = ()
     files: tuple[FileEntry, ...] = ()
-    optimizer: str = ""
     family: str = ""
     save_id: str = ""
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -97,18 +87,27 @@ class Manifest:
         if len(self.by_name) != len(self.params):
             raise ValueError("a parameter is listed twice")
         for buffer in self.buffers:
+            for axis, index in buffer.at:
+                if axis not in PLACEMENT or index >= self.mesh.size(axis):
+                    raise ValueError(f"{buffer.at} is no place of the mesh {self.mesh}")
             for member in buffer.members:
-                if member.param not in self.by_name:
-                    raise ValueError(f"a buffer holds {member.param}, which is no parameter")
-            if any(
-                axis not in PLACEMENT or index >= self.mesh.size(axis) for axis, index in buffer.at
-            ):
-                raise ValueError(
-                    f"a buffer lies at {buffer.at}, which is no place of the mesh {self.mesh}"
-                )
+                self._check_member(member)
         for name, held in self.holders.items():
-            if len({self.buffers[b].at for b, _ in held}) < len(held):
+            places = {(self.buffers[b].at, self.member(b, m).chunk) for b, m in held}
+            if len(places) < len(held):
                 raise ValueError(f"{name} is held twice at one place")
+
+    def _check_member(self, member: Member) -> None:
+        spec = self.by_name.get(member.param)
+        if spec is None:
+            raise ValueError(f"a buffer holds {member.param}, which is no parameter")
+        if member.group is not None and not 0 <= member.group < len(self.groups):
+            raise ValueError(f"{member.param} is of a group that does not exist")
+        chunks = len(spec.layout.held) if isinstance(spec.layout, Chunks) else 0
+        if (member.chunk is None) == bool(chunks) or (member.chunk or 0) > max(chunks - 1, 0):
+            raise ValueError(f"a buffer does not say which chunk of {member.param} it holds")
+
+    # ------------------------------------------------ parameters
 
     @cached_property
     def by_name(self) -> dict[str, ParamSpec]:
@@ -116,196 +115,92 @@ class Manifest:
 
     @cached_property
     def holders(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Parameter -> (buffer number, member number) of every buffer that holds it, first stage
-        first."""
-        out: dict[str, list[tuple[int, int]]] = {}
+        """Parameter -> (buffer number, member number) of every buffer that holds it or a chunk of
+        it, first stage first."""
+        found: dict[str, list[tuple[int, int]]] = {}
         for b, buffer in enumerate(self.buffers):
             for m, member in enumerate(buffer.members):
-                out.setdefault(member.param, []).append((b, m))
-        return {
-            name: tuple(
-                found
-                if len(found) == 1
-                else sorted(found, key=lambda bm: (self.buffers[bm[0]].at, bm))
-            )
-            for name, found in out.items()
-        }
+                found.setdefault(member.param, []).append((b, m))
+        out: dict[str, tuple[tuple[int, int], ...]] = {}
+        for name, held in found.items():
+            if len(held) > 1:
+                held.sort(key=lambda bm: (self.buffers[bm[0]].at, bm))
+            out[name] = tuple(held)
+        return out
+
+    def member(self, buffer: int, number: int) -> Member:
+        return self.buffers[buffer].members[number]
+
+    def first_holder(self, param: str) -> tuple[FlatBuffer, Member]:
+        """The buffer that is read for a parameter, and its member there. Raises KeyError."""
+        b, m = self.holders[param][0]
+        return self.buffers[b], self.buffers[b].members[m]
+
+    def read_from(self, param: str) -> list[tuple[int, int]]:
+        """(buffer, member) of what is read for a parameter: its first holder, or the first holder
+        of each of its chunks. Empty where nothing holds it."""
+        first: dict[int | None, tuple[int, int]] = {}
+        for b, m in self.holders.get(param, ()):
+            first.setdefault(self.member(b, m).chunk, (b, m))
+        return list(first.values())
+
+    def states_of(self, param: str) -> dict[str, str]:
+        """Name and dtype of every element-wise state that is held for a parameter."""
+        return dict(self.first_holder(param)[0].states) if param in self.holders else {}
+
+    def group_number(self, param: str) -> int | None:
+        """The number of the group that steps a parameter."""
+        return self.first_holder(param)[1].group if param in self.holders else None
 
     def group_of(self, param: str) -> Mapping[str, Any]:
         """Hyper-parameters of the group of a trainable parameter."""
-        group = self.buffers[self.holders[param][0][0]].group
-        return self.groups[group] if group is not None else {}
+        group = self.group_number(param)
+        return self.groups[group].settings if group is not None else {}
 
-    def scalars_of(self, param: str) -> Mapping[str, float]:
+    def scalars_of(self, param: str) -> Scalars:
         """Scalar optimizer states of a trainable parameter."""
-        return self.scalars[self.holders[param][0][0]] if self.scalars else {}
+        return self.first_holder(param)[1].scalars
 
+    @property
+    def optimizer(self) -> str:
+        """The optimizer of all groups; several are joined with " and "."""
+        return " and ".join(dict.fromkeys(filter(None, (g.optimizer for g in self.groups))))
 
-def to_json(manifest: Manifest) -> str:
-    """Text of the manifest file."""
-    data = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
-    data["mesh"] = asdict(manifest.mesh)
-    data["params"] = [
-        [
-            p.name,
-            p.shape,
-            p.dtype,
-            p.kind,
-            layout_to_json(p.layout),
-            p.extent and [p.extent.true, p.extent.stored],
-            p.order,
-        ]
-        for p in manifest.params
-    ]
-    data["buffers"] = [
-        {
-            **{f.name: getattr(b, f.name) for f in fields(b)},
-            "members": [[m.param, m.start, m.size] for m in b.members],
+    # ------------------------------------------------ places
+
+    def cuts_of(self, buffer: FlatBuffer) -> list[Coords]:
+        """Every place along the axes that cut a buffer."""
+        return self.mesh.everywhere(buffer.axes)
+
+    def place(self, member: Member, cut: Coords) -> Place:
+        """Where a member of a buffer lies at a place along the axes that cut it, as its layout asks
+        for it."""
+        place = self.mesh.place(cut)
+        if member.chunk is not None:
+            layout = self.by_name[member.param].layout
+            place[CHUNK] = len(layout.held) if isinstance(layout, Chunks) else 1, member.chunk
+        return place
+
+    def pieces(self, member: Member, cut: Coords) -> tuple[Piece, ...]:
+        """What a place holds of a member's parameter."""
+        return self.by_name[member.param].pieces(self.place(member, cut))
+
+    def local_shape(self, param: str) -> Ints:
+        """The shape of a rank's share of a parameter that is cut evenly."""
+        spec = self.by_name[param]
+        return spec.layout.local_shape(param, spec.shape, self.mesh.shares())
+
+    def parts_of(self, rank: int) -> list[tuple[int, Coords, int]]:
+        """What a rank holds: number of the buffer, the rank's place along the axes that cut it, the
+        partition that the rank has of it."""
+        mesh, out = self.mesh, list[tuple[int, Coords, int]]()
+        axes = {axis for buffer in self.buffers for axis in buffer.spread}
+        here = {axis: mesh.index(rank, axis) for axis in axes}
+        part = {
+            kind: mesh.sharers(rank, kind).index(rank) for kind in {b.spread for b in self.buffers}
         }
-        for b in manifest.buffers
-    ]
-    data["ties"] = [[tie.canonical, tie.aliases] for tie in manifest.ties]
-    data["files"] = [[f.name, f.size_bytes, f.sha256] for f in manifest.files]
-    return json.dumps(
-        {"format": "megatron_ucp", "version": FORMAT_VERSION, **data},
-        indent=None,
-        separators=(",", ":"),
-    )
-
-
-def from_json(text: str | bytes, file: str) -> Manifest:
-    """The inverse of `to_json`. Raises DamagedFileError for text that is no manifest of a known
-    version."""
-    collects = gc.isenabled()
-    # a million values that all stay: looking for cycles in them takes twice the time of the rest
-    gc.disable()
-    try:
-        _check_extent(text)
-        data = json.loads(text)
-        if data.pop("format") != "megatron_ucp" or data["version"] != FORMAT_VERSION:
-            raise DamagedFileError(
-                "this is no manifest that this version reads",
-                file=file,
-                expected=f"version {FORMAT_VERSION}",
-                found=data.get("version"),
-                fix="use the version of megatron_ucp that wrote it, or remove the manifest to read "
-                "the DeepSpeed files by themselves",
-            )
-        del data["version"]
-        return _build(data)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise DamagedFileError(
-            "the manifest can't be read",
-            file=file,
-            found=f"{type(error).__name__}: {error}",
-            fix="remove it to read the DeepSpeed files by themselves",
-        ) from None
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _check_extent(text: str | bytes) -> None:
-    """Refuses by its length what would take all memory as values."""
-    marks = "[,{" if isinstance(text, str) else (b"[", b",", b"{")
-    values = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
-    if len(text) > MAX_BYTES or values > MAX_VALUES:
-        raise ValueError(
-            f"{len(text)} bytes with {values} values, and at most {MAX_BYTES} with {MAX_VALUES} "
-            "are read"
-        )
-
-
-def _build(data: dict[str, Any]) -> Manifest:
-    data["mesh"] = _mesh(data["mesh"])
-    data["params"] = tuple(
-        ParamSpec(
-            str(name),
-            _ints(shape),
-            str(dtype),
-            _kind(kind),
-            layout_from_json(layout),
-            Extent(*extent) if extent else None,
-            None if order is None else _ints(order),
-        )
-        for name, shape, dtype, kind, layout, extent, order in data["params"]
-    )
-    data["buffers"] = tuple(_buffer(b) for b in data["buffers"])
-    data["ties"] = tuple(Tie(str(c), tuple(map(str, a))) for c, a in data["ties"])
-    data["files"] = tuple(FileEntry(plain_name(n), _count(s), str(d)) for n, s, d in data["files"])
-    data["groups"] = tuple(dict(g) for g in data["groups"])
-    data["names"] = {_pipe_name(pipe): str(name) for pipe, name in data.get("names", {}).items()}
-    data["scalars"] = tuple(
-        {str(k): v for k, v in s.items() if isinstance(v, int | float)} for s in data["scalars"]
-    )
-    for key, kind in (
-        ("run", dict),
-        ("engine", str),
-        ("optimizer", str),
-        ("family", str),
-        ("save_id", str),
-    ):
-        if not isinstance(data[key], kind):
-            raise ValueError(f"{key} is a {type(data[key]).__name__}")
-    manifest = Manifest(**data)
-    if manifest.scalars and len(manifest.scalars) != len(manifest.buffers):
-        raise ValueError("one set of scalars per buffer is needed")
-    if any(
-        b.group is not None and not 0 <= b.group < len(manifest.groups) for b in manifest.buffers
-    ):
-        raise ValueError("a buffer names a group that does not exist")
-    return manifest
-
-
-def _mesh(data: dict[str, Any]) -> Mesh:
-    mesh = Mesh(**data)
-    if max(mesh.world, mesh.vpp, mesh.ep, mesh.etp) > MAX_RANKS:
-        raise ValueError(f"a mesh of {mesh.world} ranks")
-    return mesh
-
-
-def _buffer(data: dict[str, Any]) -> FlatBuffer:
-    data["members"] = tuple(
-        Member(str(p), _count(start), _count(size)) for p, start, size in data["members"]
-    )
-    data["states"] = tuple((str(n), str(d)) for n, d in data["states"])
-    data["at"] = tuple((str(axis), _count(i)) for axis, i in data["at"])
-    data["axes"] = tuple(map(str, data["axes"]))
-    for key in ("length", "partitions"):
-        _count(data[key])
-    return FlatBuffer(**data)
-
-
-def _ints(values: object) -> Ints:
-    if not isinstance(values, list):
-        raise ValueError(f"{values!r} is no list of sizes")
-    return tuple([_count(item) for item in cast("list[Any]", values)])
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
-def _kind(kind: str) -> str:
-    if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of parameter")
-    return kind
-
-
-def _pipe_name(name: str) -> str:
-    if not re.fullmatch(r"([0-9]{1,6}|tied_modules\.[^.]+)\..+", name):
-        raise ValueError(f"{name!r} is no name in a pipeline")
-    return name
-
-
-_PLAIN = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*")
-
-
-def plain_name(name: object) -> str:
-    """A file name inside the tag folder. Raises ValueError for a path, a hidden name or anything
-    but a plain name."""
-    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
-        raise ValueError(f"{name!r} is no plain file name")
-    return name
+        for number, buffer in enumerate(self.buffers):
+            if all(here[axis] == index for axis, index in buffer.at):
+                cut = tuple((axis, here[axis]) for axis in buffer.axes)
+                out.append((number, cut, part[buffer.spread] if buffer.partitions > 1 else 0))
+        return out

@@ -1,7 +1,7 @@
 """Mesh sizes, a rank's coordinates, and the groups of ranks that follow from the rank order."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from megatron_ucp.errors import UsageError
@@ -10,6 +10,31 @@ from megatron_ucp.errors import UsageError
 # and equals the (pipe, data, model) topology of DeepSpeed's pipeline; "tp-cp-pp-dp" is
 # megatron-core's other order.
 ORDERS = {"dp-pp": ("tp", "cp", "sp", "dp", "pp"), "pp-dp": ("tp", "cp", "sp", "pp", "dp")}
+# Experts re-divide the same ranks; "edp" counts the copies of an expert.
+EXPERT_ORDERS = {"dp-pp": ("etp", "ep", "edp", "pp"), "pp-dp": ("etp", "ep", "pp", "edp")}
+STAGE = "pp"
+PLACEMENT = (STAGE, "vpp", "ep")  # axes that decide who holds a parameter
+CUTTING = ("tp", "etp", "cp", "sp")  # axes along which layouts cut
+DENSE_CUT = ("tp",)  # the axes that cut what is no expert's
+EXPERTS = frozenset({"ep", "etp", "edp"})
+
+Coords = tuple[tuple[str, int], ...]  # a place along some axes: (axis, index)
+Place = Mapping[str, tuple[int, int]]  # mesh axis -> (size, index)
+
+
+def index_on(at: Coords, axis: str) -> int:
+    """The index of a place on an axis; 0 where it does not name it."""
+    return next((index for name, index in at if name == axis), 0)
+
+
+def stage_of(at: Coords) -> int:
+    """The pipeline stage of a place."""
+    return index_on(at, STAGE)
+
+
+def on_stage(stage: int) -> Coords:
+    """The place of a pipeline stage."""
+    return ((STAGE, stage),)
 
 
 @dataclass(frozen=True)
@@ -21,6 +46,11 @@ class Coord:
     cp: int = 0
     sp: int = 0
     dp: int = 0
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """What tables name of a place."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
 
 
 @dataclass(frozen=True)
@@ -95,7 +125,8 @@ class Mesh:
         return self.world // (self.etp * self.ep * self.pp)
 
     def size(self, axis: str) -> int:
-        return int(getattr(self, axis))
+        """Ranks along an axis; "edp" counts the copies of an expert."""
+        return self.expert_partitions if axis == "edp" else int(getattr(self, axis))
 
     def coord(self, rank: int) -> Coord:
         """Coordinates of a global rank."""
@@ -115,9 +146,46 @@ class Mesh:
             out = out * self.size(axis) + int(getattr(coord, axis))
         return out
 
-    def place(self, coord: Coord) -> Mapping[str, tuple[int, int]]:
-        """Axis -> (size, index) of the dense axes that layouts cut along."""
-        return {"tp": (self.tp, coord.tp)}
+    def index(self, rank: int, axis: str) -> int:
+        """Where a rank lies on an axis, dense or expert ("edp" counts the copies of its experts).
+
+        Raises UsageError for an axis that the mesh does not have.
+        """
+        if axis in ORDERS[self.order]:
+            return int(getattr(self.coord(rank), axis))
+        rest = rank
+        for name in EXPERT_ORDERS[self.order]:
+            rest, index = divmod(rest, self.size(name))
+            if name == axis:
+                return index
+        raise UsageError("a rank has no place on this axis", expected=", ".join(AXES), found=axis)
+
+    def at(self, rank: int, axes: Iterable[str]) -> Coords:
+        """The place of a rank along some axes."""
+        return tuple((axis, self.index(rank, axis)) for axis in axes)
+
+    def everywhere(self, axes: Sequence[str]) -> list[Coords]:
+        """Every place along some axes, the last axis fastest."""
+        counts = (range(self.size(axis)) for axis in axes)
+        return [tuple(zip(axes, indices, strict=True)) for indices in itertools.product(*counts)]
+
+    def place(self, at: Coords) -> dict[str, tuple[int, int]]:
+        """Axis -> (size, index), as layouts ask for it."""
+        return {axis: (self.size(axis), index) for axis, index in at}
+
+    @property
+    def dense_cut(self) -> dict[str, int]:
+        """Sizes of the axes that cut what is no expert's."""
+        return {axis: self.size(axis) for axis in DENSE_CUT}
+
+    def shares(self) -> dict[str, tuple[int, int]]:
+        """The first place along every axis that cuts: of what has the same shape on every rank."""
+        return {axis: (self.size(axis), 0) for axis in CUTTING}
+
+    def sharers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks over which ZeRO partitions a buffer that `axes` cut or place, in order: those
+        that hold the same experts for an expert's, else the dense ones."""
+        return self.expert_data_group(rank) if EXPERTS & {*axes} else self.partition_group(rank)
 
     def partition_group(self, rank: int) -> tuple[int, ...]:
         """The ranks over which ZeRO partitions the dense parameters of `rank`, in order."""
@@ -136,13 +204,15 @@ class Mesh:
         Source: the second RankGenerator of megatron-core's `initialize_model_parallel` (tp=etp, ep,
         dp=edp, pp, cp=1).
         """
-        sizes = {"etp": self.etp, "ep": self.ep, "edp": self.expert_partitions, "pp": self.pp}
-        order = ("etp", "ep", "edp", "pp") if self.order == "dp-pp" else ("etp", "ep", "pp", "edp")
         rest, step = rank, 1
-        for axis in order:
-            rest, index = divmod(rest, sizes[axis])
+        for axis in EXPERT_ORDERS[self.order]:
+            size = self.size(axis)
+            rest, index = divmod(rest, size)
             if axis == "edp":
                 first = rank - index * step
-                return tuple(first + i * step for i in range(sizes[axis]))
-            step *= sizes[axis]
+                return tuple(first + i * step for i in range(size))
+            step *= size
         return (rank,)
+
+
+AXES = tuple(f.name for f in fields(Mesh) if f.name not in ("zero", "order"))

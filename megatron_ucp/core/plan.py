@@ -1,17 +1,14 @@
-"""Intersecting two manifests into strided copies, and the proof that every target element is
-produced exactly once."""
+"""Intersecting two manifests into strided copies. `proof` checks what comes out."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
-from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
+from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Piece
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import InexactError, PlanError
-
-Cut = tuple[tuple[str, int], ...]
 
 # (from, to) of casts that keep every value
 LOSSLESS = frozenset(
@@ -31,7 +28,7 @@ class Slot:
     that cut it."""
 
     buffer: int
-    cut: Cut
+    cut: Coords
     part: int
     state: str
 
@@ -112,18 +109,6 @@ class Plan:
         return sum(op.box.numel for op in self.ops)
 
 
-def cuts_of(manifest: Manifest, buffer: FlatBuffer) -> list[Cut]:
-    """Every place along the axes that cut a buffer."""
-    return [
-        tuple(zip(buffer.axes, at, strict=True))
-        for at in product(*(range(manifest.mesh.size(axis)) for axis in buffer.axes))
-    ]
-
-
-def _place(manifest: Manifest, cut: Cut) -> Mapping[str, tuple[int, int]]:
-    return {axis: (manifest.mesh.size(axis), index) for axis, index in cut}
-
-
 def make_plan(
     source: Manifest, target: Manifest, wants: Sequence[Want], allow: frozenset[str] = frozenset()
 ) -> Plan:
@@ -135,7 +120,7 @@ def make_plan(
     planner = _Planner(source, target, allow)
     ops: list[Op] = []
     fills: list[Fill] = []
-    places: dict[tuple[int, Cut, int], list[_Move | Fill]] = {}
+    places: dict[tuple[int, Coords, int], list[_Move | Fill]] = {}
     for slot, state in wants:
         place = slot.buffer, slot.cut, slot.part
         if place not in places:  # masters and moments of a buffer are cut alike
@@ -193,7 +178,7 @@ class _Move:
     """A strided copy before it is said which state: (buffer, cut, partition) and address of the
     source, of the target."""
 
-    source: tuple[int, Cut, int]
+    source: tuple[int, Coords, int]
     offset: int
     strides: Ints
     target_offset: int
@@ -208,7 +193,7 @@ class _Move:
 class _Planner:
     def __init__(self, source: Manifest, target: Manifest, allow: frozenset[str]) -> None:
         self.source, self.target, self.allow = source, target, allow
-        self._held: dict[tuple[str, int], list[tuple[Cut, tuple[Piece, ...]]]] = {}
+        self._held: dict[tuple[int, int], list[tuple[Coords, tuple[Piece, ...]]]] = {}
 
     def moves(self, slot: Slot, low: int = 0, high: int | None = None) -> Iterator[_Move | Fill]:
         """What fills a place of the target, whatever the state; of its memory the elements [low,
@@ -224,8 +209,7 @@ class _Planner:
             if first >= last:
                 continue
             member = buffer.members[fragment.member]
-            spec = self.target.by_name[member.param]
-            pieces = spec.pieces(_place(self.target, slot.cut))
+            pieces = self.target.pieces(member, slot.cut)
             for box in flat_boxes(pieces[0].view, first, last):
                 for piece in pieces:
                     part = piece.clip_local(box)
@@ -248,46 +232,72 @@ class _Planner:
     def _supply(self, slot: Slot, index: int, member: Member, want: Piece) -> Iterator[_Move]:
         """The moves that produce one box of the target, from the first holder that the source
         has."""
-        holders = self.source.holders.get(member.param)
+        param = member.param
+        holders = self.source.read_from(param)
         if not holders:
-            raise PlanError("the checkpoint does not hold a parameter", parameter=member.param)
-        b, m = holders[0]
-        held_by = self.source.buffers[b]
-        buffer = self.target.buffers[slot.buffer]
-        mean = isinstance(
-            self.source.by_name[member.param].layout, Partial
-        ) and self.source.mesh.size("tp") not in (1, self.target.mesh.size("tp"))
-        if mean and "mean" not in self.allow:
+            raise PlanError("the checkpoint does not hold a parameter", parameter=param)
+        mean = self._is_averaged(param)
+        for b, m in holders:
+            for cut, pieces in self._places_of(b, m, slot.cut):
+                for have in pieces:
+                    common = have.clip_full(want.full)
+                    if common is not None:
+                        yield from self._from(b, m, cut, common, slot, index, want, mean)
+
+    def _from(
+        self,
+        b: int,
+        m: int,
+        cut: Coords,
+        common: Piece,
+        slot: Slot,
+        index: int,
+        want: Piece,
+        mean: bool,
+    ) -> Iterator[_Move]:
+        """The moves from one place of the source: what it has in common with a box of the target,
+        partition by partition."""
+        held_by, buffer = self.source.buffers[b], self.target.buffers[slot.buffer]
+        held, member = held_by.members[m], buffer.members[index]
+        for part, piece in _by_partition(held_by, held, common):
+            goal = want.clip_full(piece.full)
+            if goal is None:
+                raise PlanError(
+                    "a box lies outside of the box that it was cut from", parameter=member.param
+                )
+            shape, ours, theirs = _merged(goal.full.shape, piece.strides, goal.strides)
+            offset = held_by.offset(held, part, piece.flat_start)
+            start = buffer.offset(member, slot.part, goal.flat_start)
+            yield _Move(
+                (b, cut, part),
+                offset,
+                ours,
+                start,
+                theirs,
+                shape,
+                index,
+                member.param,
+                goal.local,
+                mean,
+            )
+
+    def _is_averaged(self, param: str) -> bool:
+        """Whether the target can't have the source's copies of a parameter one by one. Raises
+        InexactError where that was not allowed."""
+        layout = self.source.by_name[param].layout
+        if not isinstance(layout, Partial):
+            return False
+        copies = self.source.mesh.size(layout.axis)
+        if copies in (1, self.target.mesh.size(layout.axis)):
+            return False
+        if "mean" not in self.allow:
             raise InexactError(
                 "a parameter of which each rank has its own copy can only be averaged",
-                parameter=member.param,
+                parameter=param,
                 expected='the argument allow={"mean"}',
+                found=f"{copies} copies along {layout.axis}",
             )
-        for cut, pieces in self._holders_of(member.param, b, slot.cut):
-            for have in pieces:
-                common = have.clip_full(want.full)
-                if common is None:
-                    continue
-                for part, piece in _by_partition(held_by, held_by.members[m], common):
-                    goal = want.clip_full(piece.full)
-                    if goal is None:
-                        raise PlanError(
-                            "a box lies outside of the box that it was cut from",
-                            parameter=member.param,
-                        )
-                    shape, ours, theirs = _merged(goal.full.shape, piece.strides, goal.strides)
-                    yield _Move(
-                        (b, cut, part),
-                        held_by.offset(held_by.members[m], part, piece.flat_start),
-                        ours,
-                        buffer.offset(member, slot.part, goal.flat_start),
-                        theirs,
-                        shape,
-                        index,
-                        member.param,
-                        goal.local,
-                        mean,
-                    )
+        return True
 
     def op(self, slot: Slot, state: str, move: _Move) -> Op:
         """A move of the source's state into a slot. Raises PlanError or InexactError."""
@@ -297,8 +307,8 @@ class _Planner:
         shape, index, param = move.shape, move.member, move.param
         if move.mean:
             copies = tuple(
-                Side(Slot(b, cut, part, state), move.offset, move.strides)
-                for cut in cuts_of(self.source, self.source.buffers[b])
+                Side(Slot(b, at, part, state), move.offset, move.strides)
+                for at in self._copies(param, b, cut)
             )
             return Mean(copies, target, shape, index, move.box)
         have = dict(self.source.buffers[b].states).get(state)
@@ -318,19 +328,30 @@ class _Planner:
             )
         return Cast(source, target, shape, index, move.box, lossless)
 
-    def _holders_of(self, param: str, b: int, prefer: Cut) -> list[tuple[Cut, tuple[Piece, ...]]]:
-        """One place for each distinct share of a parameter; of identical copies the one at the
-        target's own place."""
-        if (param, b) not in self._held:
-            spec = self.source.by_name[param]
-            self._held[param, b] = [
-                (cut, spec.pieces(_place(self.source, cut)))
-                for cut in cuts_of(self.source, self.source.buffers[b])
+    def _copies(self, param: str, b: int, cut: Coords) -> list[Coords]:
+        """The places of all copies of a Partial parameter: those along its own axis."""
+        layout = self.source.by_name[param].layout
+        axis = layout.axis if isinstance(layout, Partial) else ""
+        others = [at for at in cut if at[0] != axis]
+        places = self.source.cuts_of(self.source.buffers[b])
+        return [place for place in places if [at for at in place if at[0] != axis] == others]
+
+    def _places_of(self, b: int, m: int, prefer: Coords) -> list[tuple[Coords, tuple[Piece, ...]]]:
+        """One place for each distinct share of a parameter; of copies the one at the target's own
+        place, of a Partial parameter's the one with its index on the axis of the copies."""
+        member = self.source.member(b, m)
+        if (b, m) not in self._held:
+            self._held[b, m] = [
+                (cut, self.source.pieces(member, cut))
+                for cut in self.source.cuts_of(self.source.buffers[b])
             ]
-        shares: dict[tuple[Box, ...], tuple[Cut, tuple[Piece, ...]]] = {}
-        for cut, pieces in self._held[param, b]:
+        layout = self.source.by_name[member.param].layout
+        axis = layout.axis if isinstance(layout, Partial) else None
+        shares: dict[tuple[Box, ...], tuple[Coords, tuple[Piece, ...]]] = {}
+        for cut, pieces in self._held[b, m]:
             key = tuple(piece.full for piece in pieces)
-            if key not in shares or cut == prefer:
+            own = axis is not None and index_on(cut, axis) == index_on(prefer, axis)
+            if key not in shares or cut == prefer or (own and shares[key][0] != prefer):
                 shares[key] = (cut, pieces)
         return list(shares.values())
 
@@ -360,137 +381,3 @@ def _merged(shape: Ints, ours: Ints, theirs: Ints) -> tuple[Ints, Ints, Ints]:
     if not out:
         return (1,), (1,), (1,)
     return tuple(d[0] for d in out), tuple(d[1] for d in out), tuple(d[2] for d in out)
-
-
-def one_state(plan: Plan) -> Plan:
-    """The part of a plan that fills one state of each place. The states of a buffer are cut alike,
-    and `make_plan` makes their copies from one address: what is proved of one holds for all."""
-    first: dict[tuple[int, Cut, int], Slot] = {}
-    for slot, _ in plan.wants:
-        first.setdefault((slot.buffer, slot.cut, slot.part), slot)
-    kept = frozenset(first.values())
-    return Plan(
-        tuple(want for want in plan.wants if want[0] in kept),
-        tuple(op for op in plan.ops if op.target.slot in kept),
-        tuple(fill for fill in plan.fills if fill.slot in kept),
-    )
-
-
-def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
-    """Checks that every element of every wanted slot is produced exactly once, and from inside a
-    source slot.
-
-    Target regions are subtracted from what the slot's members own, box by box in sorted order;
-    padding and members must tile the slot. It does not use the arithmetic that made the plan's
-    offsets: they are compared with it. Raises PlanError.
-    """
-    by_slot: dict[Slot, dict[int, list[Op]]] = {slot: {} for slot, _ in plan.wants}
-    for op in plan.ops:
-        if op.target.slot not in by_slot:
-            raise PlanError(
-                "the plan writes into a slot that nobody asked for", found=op.target.slot
-            )
-        by_slot[op.target.slot].setdefault(op.member, []).append(op)
-        for side in op.sources if isinstance(op, Mean) else (op.source,):
-            last = side.offset + sum(
-                (n - 1) * s for n, s in zip(op.shape, side.strides, strict=True)
-            )
-            if side.offset < 0 or last >= source.buffers[side.slot.buffer].partition_elems:
-                raise PlanError("the plan reads past a source slot", found=side)
-    fills: dict[Slot, list[Fill]] = {}
-    for fill in plan.fills:
-        fills.setdefault(fill.slot, []).append(fill)
-    for slot, members in by_slot.items():
-        _prove_slot(slot, members, fills.get(slot, []), target)
-
-
-def _prove_slot(
-    slot: Slot, members: dict[int, list[Op]], fills: Iterable[Fill], target: Manifest
-) -> None:
-    buffer = target.buffers[slot.buffer]
-    runs = [(fill.start, fill.stop) for fill in fills]
-    for fragment in buffer.fragments(slot.part):
-        param = buffer.members[fragment.member].param
-        view = target.by_name[param].pieces(_place(target, slot.cut))[0].view
-        left = flat_boxes(view, fragment.low, fragment.high)
-        for start, stop in [
-            run
-            for run in runs
-            if fragment.offset <= run[0] < fragment.offset + fragment.high - fragment.low
-        ]:
-            runs.remove((start, stop))
-            for box in flat_boxes(
-                view, start - fragment.offset + fragment.low, stop - fragment.offset + fragment.low
-            ):
-                left = _subtract(left, box, param, slot)
-        for op in sorted(members.pop(fragment.member, []), key=lambda op: op.box.start):
-            if len(op.box.start) != len(view):
-                raise PlanError(
-                    "a box of the plan has other dims than the parameter",
-                    parameter=param,
-                    found=op.target,
-                )
-            left = _subtract(left, op.box, param, slot)
-            start = fragment.offset + flat_index(op.box.start, view) - fragment.low
-            extents = [(n, s) for n, s in zip(op.box.shape, strides(view), strict=True) if n != 1]
-            if start != op.target.offset or sorted(_runs(extents)) != sorted(
-                _runs(list(zip(op.shape, op.target.strides, strict=True)))
-            ):
-                raise PlanError(
-                    "an address of the plan disagrees with its box",
-                    parameter=param,
-                    found=op.target,
-                )
-        runs.append((fragment.offset, fragment.offset + fragment.high - fragment.low))
-        if left:
-            raise PlanError(
-                "an element of the target has no source",
-                parameter=param,
-                found=f"{left[0]} of {slot}",
-            )
-    if members:
-        raise PlanError("the plan writes into a parameter that the slot does not own", found=slot)
-    at = 0
-    for start, stop in sorted(runs):
-        if start != at:
-            raise PlanError("padding and parameters do not tile a slot", expected=at, found=start)
-        at = stop
-    if at != buffer.partition_elems:
-        raise PlanError(
-            "padding and parameters do not tile a slot", expected=buffer.partition_elems, found=at
-        )
-
-
-def _subtract(left: list[Box], box: Box, param: str, slot: Slot) -> list[Box]:
-    """`left` without `box`, which must lie inside. Boxes come sorted, so what begins behind `box`
-    is not touched."""
-    out: list[Box] = []
-    taken = 0
-    for at, have in enumerate(left):
-        if box.start and have.start[0] >= box.stop[0]:
-            out += left[at:]
-            break
-        common = have.meet(box)
-        taken += common.numel if common else 0
-        out += have.minus(box) if common else [have]
-    if taken != box.numel:
-        raise PlanError(
-            "an element of the target is produced twice, or is not wanted",
-            parameter=param,
-            found=f"{box} of {slot}",
-        )
-    return sorted(out, key=lambda b: b.start)
-
-
-def _runs(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Extents and strides with adjacent dims joined, for a comparison that does not depend on how
-    dims were merged."""
-    out: list[tuple[int, int]] = []
-    for n, s in sorted(extents, key=lambda e: -e[1]):
-        if n == 1:
-            continue
-        if out and out[-1][1] == n * s:
-            out[-1] = (out[-1][0] * n, s)
-        else:
-            out.append((n, s))
-    return out

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
+from megatron_ucp.core.layers import TIED
+from megatron_ucp.core.layout import Extent, Layout, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 
-LONGEST_NAME = (
-    512  # characters; bounds the work of matching, as patterns bound the ways in which they match
-)
+# In characters; it bounds the work of matching, as patterns bound the ways in which they match.
+LONGEST_NAME = 512
 
 
 @dataclass(frozen=True)
@@ -233,10 +232,3 @@ def _closest(text: str, among: tuple[str, ...]) -> str:
 def _plain(text: str) -> str:
     """Layer numbers and the pattern for numbers look alike, and a pattern has no backslashes."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "0", text.replace(r"\d+", "0").replace("\\", ""))
-
-
-def same_layout(one: Layout, other: Layout) -> bool:
-    """Whether two layouts put the same elements at the same places."""
-    return one == other or (
-        one.cuts() == other.cuts() and isinstance(one, Partial) == isinstance(other, Partial)
-    )

@@ -1,25 +1,23 @@
 """The stages of a pipeline as one: each stage numbers its buffers and parameter groups from 0, the
 checkpoint all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import on_stage
 from megatron_ucp.errors import ModelMismatchError
-from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds: the optimizer's flat buffers with a set of scalar states for each, its
-    parameter groups, and one buffer (of `values`) for every frozen parameter and module buffer."""
+    """What one stage holds: the optimizer's flat buffers, its parameter groups, and one buffer (of
+    `values`) for every frozen parameter and module buffer."""
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
-    groups: tuple[Mapping[str, Any], ...]
-    scalars: tuple[Mapping[str, float], ...]
+    groups: tuple[ParamGroup, ...]
     values: tuple[FlatBuffer, ...] = ()
 
 
@@ -31,8 +29,7 @@ class Joined:
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
-    groups: tuple[Mapping[str, Any], ...]
-    scalars: tuple[Mapping[str, float], ...]
+    groups: tuple[ParamGroup, ...]
     first_buffer: tuple[int, ...]
     first_group: tuple[int, ...]
     first_value: tuple[int, ...]
@@ -67,10 +64,6 @@ def join(stages: Sequence[Stage]) -> Joined:
         tuple(params.values()),
         (*buffers, *values),
         tuple(group for stage in stages for group in stage.groups),
-        (
-            *(held for stage in stages for held in stage.scalars),
-            *(dict[str, float]() for _ in values),
-        ),
         first_buffer[:-1],
         first_group[:-1],
         first_value[:-1],
@@ -87,29 +80,28 @@ def starts(counts: Sequence[int], first: int = 0) -> tuple[int, ...]:
 
 def placed(buffer: FlatBuffer, stage: int, stages: int, first_group: int = 0) -> FlatBuffer:
     """A stage's buffer among those of all stages. Without a pipeline it stays as it is."""
-    return (
-        buffer
-        if stages == 1
-        else replace(
-            buffer,
-            at=(("pp", stage), *buffer.at),
-            group=None if buffer.group is None else buffer.group + first_group,
-        )
+    if stages == 1:
+        return buffer
+    members = tuple(
+        member if member.group is None else replace(member, group=member.group + first_group)
+        for member in buffer.members
     )
+    return replace(buffer, members=members, at=(*on_stage(stage), *buffer.at))
 
 
 def replicas(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """Parameters that several stages hold, and the stages."""
-    return {
-        name: tuple(dict(manifest.buffers[b].at).get("pp", 0) for b, _ in held)
-        for name, held in manifest.holders.items()
-        if len(held) > 1
-    }
+    out: dict[str, tuple[int, ...]] = {}
+    for name, held in manifest.holders.items():
+        stages = tuple(dict.fromkeys(manifest.buffers[b].stage for b, _ in held))
+        if len(stages) > 1:
+            out[name] = stages
+    return out
 
 
-def check_replicas(manifest: Manifest, file: str | None = None) -> None:
-    """Raises ModelMismatchError for a parameter that several stages hold though nothing ties it."""
-    tied = PipeNames(manifest.names).tied
+def check_replicas(manifest: Manifest, tied: Collection[str], file: str | None = None) -> None:
+    """Raises ModelMismatchError for a parameter that several stages hold though it is none of the
+    `tied` ones."""
     for name, stages in replicas(manifest).items():
         if name not in tied:
             raise ModelMismatchError(

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.family import model_of
-from megatron_ucp.engines.deepspeed.live import is_pipeline, parallel_of
-from megatron_ucp.engines.deepspeed.load import Report, check_options, load
+from megatron_ucp.engines.deepspeed.load import load
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Saving, save
+from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed.paths import nothing_there
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.resume import Report, check_options
 
 SECTION = "universal_checkpoint"
 _KEYS = {
@@ -40,7 +41,7 @@ def attach(
     """Makes an engine's `save_checkpoint` whole or nothing and its `load_checkpoint` take any mesh;
     returns the engine.
 
-    `family` ("gpt", "llama" or a Family) declares the layouts of a megatron-core model, which
+    `family` (the name of a registered one, or a Family) declares the layouts of the model, which
     tensor parallelism needs. The position of `loader` is kept in saves and restored by loads.
     `options` are `durable` and `keep_latest` of `Saving`, `hyper`, `checksums` and `allow` of
     `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be loaded exactly,
@@ -57,11 +58,9 @@ def attach(
         refuse_engine(engine, model)
         refuse_writer(engine)
     if model is not None and not hasattr(engine.module, INFO):
-        setattr(
-            engine.module,
-            INFO,
-            info_of(model, parallel_of(engine)[0][0], model.pipe if is_pipeline(engine) else None),
-        )
+        pipe = model.pipe if is_pipeline(engine) else None
+        if info := info_of(model, parallel_of(engine)[0][0], pipe):
+            setattr(engine.module, INFO, info)
         engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
     stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint

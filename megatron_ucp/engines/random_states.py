@@ -14,7 +14,7 @@ import torch
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.registry import Checkpoint
+from megatron_ucp.formats.base import Checkpoint
 
 # Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where
 # a program uses it.
@@ -95,14 +95,18 @@ class Restored:
 
         Raises DamagedFileError.
         """
-        manifest = source.recorded.manifest
-        saved = source.recorded.read(file_name(rank))
-        kept = file_name(0) in source.recorded.files
-        if manifest is None or not kept and CONVERTED not in manifest.run:
+        manifest, file = source.recorded, str(source.folder / file_name(rank))
+        kept = manifest is not None and source.beside(file_name(0)) is not None
+        if (
+            manifest is None
+            or SEED not in manifest.run
+            or not kept
+            and CONVERTED not in manifest.run
+        ):
             return cls("random states: the checkpoint has none, this process's own go on")
         if kept and _ranks(manifest.mesh) == _ranks(here):
-            return cls(None, states=_parse(saved, source.full_path(file_name(rank))))
-        seed, steps = manifest.run[SEED], manifest.run[STEPS]
+            return cls(None, states=_parse(source.beside(file_name(rank)), file))
+        seed, steps = manifest.run[SEED], manifest.run.get(STEPS, 0)
         text = f"{seed} {steps} {place[0]} {place[1]}"
         return cls(
             "random states: derived from the seed, the step and this rank's coordinates, as the "

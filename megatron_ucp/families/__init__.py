@@ -1,4 +1,7 @@
-"""Model families: tables of names, shapes and layouts."""
+"""Model families: tables of names, shapes and layouts, and what else is decided with them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, llama
@@ -10,6 +13,11 @@ _FAMILIES: dict[str, Family] = {family.name: family for family in (gpt.FAMILY, l
 def register_family(family: Family) -> None:
     """Makes a family known by its name; a second one of the same name replaces the first."""
     _FAMILIES[family.name] = family
+
+
+def families() -> Mapping[str, Family]:
+    """All families by name, ours first; what is registered later appears in it."""
+    return MappingProxyType(_FAMILIES)
 
 
 def find_family(name: str) -> Family:

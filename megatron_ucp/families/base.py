@@ -1,20 +1,24 @@
-"""What a family is: a table of every parameter of a model with its whole shape and its cut."""
+"""What a family is: a table of every parameter of a model with its whole shape and its cut, and all
+else that a model of the family needs to be built, trained and planned."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Literal
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
-from megatron_ucp.core.partition import Layers
-from megatron_ucp.errors import LayoutError, RuleError
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.errors import LayoutError, RuleError, UsageError
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
-    the width of one half of a gated MLP; `groups` the key-value groups."""
+    the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
+    are learned. A family with sizes of its own gives a subclass."""
 
     layers: int
     hidden: int
@@ -39,21 +43,44 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Declared:
-    """One parameter as its family declares it: whole shape, cut, and the attributes that the live
-    parameter must carry."""
+    """One parameter as its family declares it.
+
+    `shape` is the whole one, `layout` its cut, `attributes` are those that the live parameter must
+    carry, `extent` says how many rows of a padded vocabulary are data. `init` is how a builder
+    draws the first values: N(0, std), for a projection that ends in the residual stream
+    N(0, std / sqrt(2 layers)), or a constant.
+    """
 
     shape: Ints
     layout: Layout
     attributes: Mapping[str, object] = field(default_factory=dict[str, object])
+    extent: Extent | None = None
+    init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+
+    def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
+        """As a manifest lists it."""
+        return ParamSpec(name, self.shape, dtype, kind, self.layout, self.extent)
 
 
 def column(rows: int, *rest: int) -> Declared:
-    """Cut on dim 0, as megatron-core's ColumnParallelLinear and VocabParallelEmbedding are."""
+    """Cut on dim 0, as megatron-core's ColumnParallelLinear is."""
     return Declared(
         (rows, *rest),
         Shard("tp", 0),
         {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1},
     )
+
+
+def vocabulary(sizes: Sizes, *rest: int) -> Declared:
+    """Cut on dim 0, as megatron-core's VocabParallelEmbedding is; of its `vocab` rows the first
+    `true_vocab` are data. Raises UsageError where these are more."""
+    if not 0 < sizes.true_vocab <= sizes.vocab:
+        raise UsageError(
+            "the padded vocabulary is smaller than the tokenizer's",
+            expected=f"at least {sizes.true_vocab}",
+            found=sizes.vocab,
+        )
+    return replace(column(sizes.vocab, *rest), extent=Extent(sizes.true_vocab, sizes.vocab))
 
 
 def gated(half: int, *rest: int) -> Declared:
@@ -66,11 +93,12 @@ def gated(half: int, *rest: int) -> Declared:
 
 
 def row(rows: int, columns: int) -> Declared:
-    """Cut on dim 1, as RowParallelLinear is."""
+    """Cut on dim 1, as RowParallelLinear is; both of a layer end in the residual stream."""
     return Declared(
         (rows, columns),
         Shard("tp", 1),
         {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1},
+        init="residual",
     )
 
 
@@ -79,18 +107,106 @@ def whole(*shape: int) -> Declared:
     return Declared(shape, Replicate(), {"tensor_model_parallel": False})
 
 
+def norm(width: int) -> Declared:
+    """The weight of a LayerNorm or RMSNorm."""
+    return replace(whole(width), init="ones")
+
+
+def bias(of: Declared) -> Declared:
+    """A bias is drawn as 0, however it is cut."""
+    return replace(of, init="zeros")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """How megatron-core's own modules make a model of the family, in megatron-core's words."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    gated: bool
+    biases: bool
+    position_embedding_type: Literal["learned_absolute", "rope"]
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The fields of `Sizes` that follow."""
+        return {
+            "gated": self.gated,
+            "biases": self.biases,
+            "norm_biases": self.normalization == "LayerNorm",
+        }
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A size that tensor parallelism cuts, under the name that an error gives it. Where it is
+    `shared`, there may be more ranks than it has: several ranks then use one (key-value groups)."""
+
+    what: str
+    size: int
+    shared: bool = False
+
+    def check(self, tp: int) -> None:
+        """Raises LayoutError, naming the tensor-parallel sizes that work."""
+        if not self.size % tp or (self.shared and not tp % self.size):
+            return
+        if self.shared:
+            raise LayoutError(
+                f"{self.what} and the tensor-parallel size do not divide each other",
+                expected=f"a multiple or a divisor of {self.size}",
+                found=tp,
+                fix=f"use a tensor-parallel size that is a multiple or a divisor of {self.size}",
+            )
+        works = [n for n in range(1, self.size + 1) if not self.size % n and n <= 64]
+        raise LayoutError(
+            f"the tensor-parallel size does not divide {self.what}",
+            expected=f"a divisor of {self.size}",
+            found=tp,
+            fix=f"use a tensor-parallel size of {', '.join(map(str, works))}",
+        )
+
+
+def dense(sizes: Sizes) -> tuple[Divided, ...]:
+    """What tensor parallelism cuts of a transformer without experts."""
+    return (
+        Divided("attention heads", sizes.heads),
+        Divided("the padded vocabulary", sizes.vocab),
+        Divided("ffn_hidden_size", sizes.ffn),
+        Divided("key-value groups", sizes.groups, shared=True),
+    )
+
+
+# Functions of a family take the sizes of its own class, hence Any.
 @dataclass(frozen=True)
 class Family:
-    """`table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is
-    the file to edit; `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones,
-    `layers(names)` gives the pipeline's layers for a model with these parameters (None: the family
-    has no pipeline)."""
+    """All that a family of models decides; registering it makes it known everywhere.
+
+    - `table(sizes)` lists every parameter by canonical name (global layer numbers); `source` is the
+      file to edit.
+    - `pipe(sizes)` maps the names in a DeepSpeed pipeline to canonical ones, `layers(names)` gives
+      the pipeline's layers for a model with these parameters (None: the family has no pipeline).
+    - `divided(sizes)` lists the sizes that a tensor-parallel size must divide.
+    - `builder` lets `engines/megatron` build the model, and the pretraining program train it (None:
+      somebody else builds it). `defaults` are that program's defaults, by attribute.
+    - `paper` are sizes of a model that exists on paper only and is told no others.
+    - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
+      the config of a megatron-core GPTModel).
+    """
 
     name: str
-    table: Callable[[Sizes], dict[str, Declared]]
+    table: Callable[[Any], dict[str, Declared]]
     source: str
-    pipe: Callable[[Sizes], dict[str, str]] | None = None
+    pipe: Callable[[Any], dict[str, str]] | None = None
     layers: Callable[[Collection[str]], Layers] | None = None
+    divided: Callable[[Any], tuple[Divided, ...]] = dense
+    builder: Builder | None = None
+    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
+    paper: Mapping[str, int] = field(default_factory=dict[str, int])
+    sizes: type[Sizes] = Sizes
+    measure: Callable[[Any], Sizes] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,25 +249,5 @@ class Model:
     def check_cut(self, tp: int) -> None:
         """Raises LayoutError, naming the sizes that work, where a tensor-parallel size does not
         divide the model."""
-        sizes = self.sizes
-        divided = {
-            "attention heads": sizes.heads,
-            "the padded vocabulary": sizes.vocab,
-            "ffn_hidden_size": sizes.ffn,
-        }
-        for what, size in divided.items():
-            if size % tp:
-                works = [n for n in range(1, size + 1) if not size % n and n <= 64]
-                raise LayoutError(
-                    f"the tensor-parallel size does not divide {what}",
-                    expected=f"a divisor of {size}",
-                    found=tp,
-                    fix=f"use a tensor-parallel size of {', '.join(map(str, works))}",
-                )
-        if sizes.groups % tp and tp % sizes.groups:
-            raise LayoutError(
-                "key-value groups and the tensor-parallel size do not divide each other",
-                expected=f"a multiple or a divisor of {sizes.groups}",
-                found=tp,
-                fix=f"use a tensor-parallel size that is a multiple or a divisor of {sizes.groups}",
-            )
+        for divided in self.family.divided(self.sizes):
+            divided.check(tp)

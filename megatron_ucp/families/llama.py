@@ -3,7 +3,7 @@ RoPE, no biases."""
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, pipe
-from megatron_ucp.families.base import Declared, Family, Sizes
+from megatron_ucp.families.base import Builder, Declared, Family, Sizes
 
 
 def table(sizes: Sizes) -> dict[str, Declared]:
@@ -18,4 +18,16 @@ def table(sizes: Sizes) -> dict[str, Declared]:
     return gpt.table(sizes)
 
 
-FAMILY = Family("llama", table, "megatron_ucp/families/llama.py", pipe.names, pipe.layers)
+FAMILY = Family(
+    "llama",
+    table,
+    "megatron_ucp/families/llama.py",
+    pipe.names,
+    pipe.layers,
+    builder=Builder("RMSNorm", gated=True, biases=False, position_embedding_type="rope"),
+    defaults={
+        "untie_embeddings_and_output_weights": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    },
+)

@@ -7,7 +7,7 @@ stage.
 
 from collections.abc import Collection
 
-from megatron_ucp.core.partition import Layers
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.layer import attention_and_mlp
 

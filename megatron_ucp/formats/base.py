@@ -1,36 +1,202 @@
-"""What every format gives to the operations above it."""
+"""What every format gives to the operations above it, whatever its files are."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
 
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.pt.reader import PtFile, Record
+from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.formats.pt.values import TensorRef
+
+Order = Sequence[
+    Sequence[str]
+]  # names of each group's trainable parameters, in its optimizer's order
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored run of bytes: `size_bytes` from byte `offset_bytes` of the file on, with the
+    CRC-32 that the file says (0 where it says none)."""
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    crc32: int
+
+
+class ByteFile(Protocol):
+    """An open file, whatever container it is."""
+
+    path: str
+    has_checksums: bool
+
+    def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
+        """Fills `target` with the bytes from `start_byte` of the record on. Raises DamagedFileError
+        for a short read."""
+        ...
+
+    def read_rows_into(
+        self, record: Record, starts: range, size_bytes: int, target: memoryview, places: range
+    ) -> None:
+        """For each of `starts`, bytes of the record, fills `size_bytes` of `target` from the same
+        one of `places` on. Raises as `read_into`."""
+        ...
+
+    def check(self, record: Record) -> None:
+        """Compares the record with its CRC-32. Raises DamagedFileError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a slot lies: `elems` elements of `dtype` from byte `offset_bytes` of a record."""
+    """Where a slot lies: `elems` elements of `dtype` from byte `offset_bytes` of a record on."""
 
-    file: PtFile
+    file: ByteFile
     record: Record
     offset_bytes: int
     elems: int
     dtype: str
 
 
-class Checkpoint(Protocol):
-    """An opened checkpoint. Nothing of it is executed; only directories and pickles were read."""
+# What torch's schedulers keep once per parameter group; the stages of a pipeline may have different
+# groups.
+PER_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums"}
+)
 
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run saved besides element-wise states. Tensors in it are references, which
+    `Checkpoint.read` takes.
+
+    `scheduler` is its `state_dict`; what it keeps for each parameter group stands in the order of
+    the manifest's groups. `scaler` is the loss scale in its canonical form, `config` the DeepSpeed
+    config (None: the files hold none), `others` are states of DeepSpeed's own helpers by key.
+    `clip_grad` and `int_steps` (whether the optimizer keeps its step as an int) are as the files
+    show them. `stateless` are entries of the weights that hold nothing, by canonical name;
+    `patterns` is stock DeepSpeed's `universal_checkpoint_info`.
+    """
+
+    counters: Mapping[str, int]
+    scheduler: Mapping[str, Any] | None
+    scaler: Mapping[str, Any]
+    config: Mapping[str, Any] | None
+    client_state: Mapping[str, Any]
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    data_position: Mapping[str, Any] | None = None
+    version: str = ""
+    clip_grad: float | None = None
+    int_steps: bool = False
+    stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Checkpoint(Protocol):
+    """An opened checkpoint; a context manager. Nothing of it is executed: only directories and
+    pickles were read."""
+
+    folder: Path
     manifest: Manifest
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def recorded(self) -> Manifest | None:
+        """The manifest that lies beside the files, None where there is none."""
+        ...
+
+    @property
+    def extras(self) -> Extras:
+        """What was saved besides element-wise states. Raises DamagedFileError."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how the checkpoint was understood."""
+        ...
+
+    @property
+    def main_file(self) -> str:
+        """The file that says most of the extras, for messages."""
+        ...
+
+    @property
+    def file_names(self) -> list[str]:
+        """Every file with state in it, relative to the folder."""
+        ...
+
+    def check(self, name: str, stale: bool = False) -> None:
+        """Compares one file with the others. `stale` lets masters differ from the weights beside
+        them. Raises ForeignFileError for a file of another run, step or mesh, DamagedFileError."""
+        ...
+
+    def check_beside(self) -> None:
+        """Compares what lies beside the state files with what the manifest says of it. Raises
+        ForeignFileError."""
+        ...
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
         ...
 
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """What the run saved besides element-wise state (scheduler, counters, client state),
-        tensors as references."""
+    def file(self, name: str) -> ByteFile:
+        """A file of the folder, open. Raises ForeignFileError where it is not the one that the
+        manifest lists, DamagedFileError."""
+        ...
+
+    def opened(self, path: str) -> ByteFile:
+        """The open file of a path that `where` gave."""
+        ...
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
+        ...
+
+    def place_of(self, ref: TensorRef) -> Where:
+        """Place of a tensor that `extras` refer to: as many elements from there on as its strides
+        span. Raises DamagedFileError."""
+        ...
+
+    def check_read(self) -> None:
+        """Compares the tensors that `place_of` gave, and scalar states, with their CRC-32. Raises
+        DamagedFileError."""
+        ...
+
+    def beside(self, name: str) -> bytes | None:
+        """The bytes of a small file that the manifest lists; None where it lists none of that
+        name."""
+        ...
+
+    def layers(self) -> Layers | None:
+        """The layers of the pipeline that wrote it, as its files show them; None without one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
+    (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
+    `order` of the parameters in each group of its optimizer."""
+
+    order: Order | None = None
+    specs: Mapping[str, ParamSpec] | None = None
+    names: Mapping[str, str] | None = None
+    rules: RuleSet | None = None
+
+
+class Format(Protocol):
+    """One row of the table of formats."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether a tag folder is of this format."""
+        ...
+
+    def open(self, folder: Path, told: Told) -> Checkpoint:
+        """Opens it. Raises a UcpError for anything that directories and pickles can show."""
         ...

@@ -15,16 +15,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamSpec, from_json
-from megatron_ucp.errors import NotFoundError, UcpError, UsageError
-from megatron_ucp.formats.deepspeed.paths import has_state_files, is_unfinished, read_pointer
-from megatron_ucp.formats.deepspeed.whole import check_file
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest_json import from_json
+from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.formats.deepspeed.paths import is_unfinished, read_pointer
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.registry import open_checkpoint
 
 LATEST = "latest"
 _OURS = re.compile(r".*_states\.pt|ucp_.*")
@@ -92,14 +91,16 @@ def _in_use(left: Path) -> bool:
     return handle is None
 
 
-def entry_of(path: Path) -> FileEntry:
-    """The manifest's line about a file. The SHA-256 is of the zip directory of a .pt file, which
-    holds the CRC-32 of every record; of all bytes of any other file."""
+def entry_of(path: Path, name: str | None = None) -> FileEntry:
+    """The manifest's line about a file, under its `name` in the tag folder. The SHA-256 is of the
+    zip directory of a .pt file, which holds the CRC-32 of every record; of all bytes of any other
+    file."""
+    name = name or path.name
     if path.suffix == ".pt":
         with PtFile(path) as file:
-            return FileEntry(path.name, file.size_bytes, file.directory_sha256)
+            return FileEntry(name, file.size_bytes, file.directory_sha256)
     data = path.read_bytes()
-    return FileEntry(path.name, len(data), hashlib.sha256(data).hexdigest())
+    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass
@@ -192,94 +193,6 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(replaced, new)
 
 
-# ------------------------------------------------ finding
-
-
-@dataclass(frozen=True)
-class Newest:
-    """The tag to resume from, and what was passed over on the way to it, with the reason."""
-
-    folder: Path
-    passed_over: tuple[str, ...]
-
-
-def newest_whole(
-    path: str | Path,
-    specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None,
-    names: Mapping[str, str] | None = None,
-) -> Newest:
-    """The tag that `latest` names, if it is whole; else the newest one that is, by the time of its
-    save.
-
-    Whole: every file is there, with the size, directory, step and mesh that belong to it; tensor
-    bytes are not read. `specs` gives those of NativeCheckpoint for a tag folder, and `names` are
-    its `names`. Raises NotFoundError that names every tag and what is wrong with it.
-    """
-    path = Path(path)
-    passed: list[str] = []
-    named = ""
-    if (path / LATEST).is_file():
-        named = read_pointer(path / LATEST)
-    tags = {p.name: _saved_at(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
-    if named and named not in tags:
-        passed.append(f"{named}: `latest` names it, and it is not there")
-    for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
-        try:
-            check_whole(path / tag, specs(path / tag), names)
-        except UcpError as error:
-            passed.append(
-                f"{tag}: {error.problem}" + (f" ({Path(error.file).name})" if error.file else "")
-            )
-            continue
-        newer = [
-            f"{other}: newer, but `latest` names {tag}"
-            for other in tags
-            if tag == named and tags[other] > tags[tag]
-        ]
-        unfinished = [
-            f"{p.name}: a save that was not finished"
-            for p in path.iterdir()
-            if is_unfinished(p.name)
-        ]
-        return Newest(path / tag, (*passed, *sorted(newer), *sorted(unfinished)))
-    raise NotFoundError(
-        "no tag in this folder is whole",
-        file=path,
-        expected="a tag with all its files",
-        found="; ".join(passed) or "no tag",
-        fix="restore the files of one of them",
-    )
-
-
-def check_whole(
-    folder: Path,
-    specs: Mapping[str, ParamSpec] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> None:
-    """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of
-    another save."""
-    with open_checkpoint(folder, specs=specs, names=names) as checkpoint:
-        for name in checkpoint.file_names:
-            check_file(checkpoint, name)
-        for name in set(checkpoint.recorded.files) - set(checkpoint.file_names):
-            checkpoint.recorded.read(name)
-
-
-def _saved_at(folder: Path) -> float:
-    """Seconds since the epoch: as the manifest says; for a folder without one the time of its
-    newest state file."""
-    with contextlib.suppress(UcpError, OSError, KeyError):
-        return float(_manifest(folder).run["saved_at"])
-    return max(
-        path.stat().st_mtime for path in folder.iterdir() if path.name.endswith("_states.pt")
-    )
-
-
-def _manifest(folder: Path) -> Manifest:
-    path = folder / FILE_NAME
-    return from_json(path.read_bytes(), str(path))
-
-
 # ------------------------------------------------ removing
 
 
@@ -301,7 +214,7 @@ def prune(save_dir: Path, keep: int) -> list[str]:
             and folder.name != named
         ):
             with contextlib.suppress(UcpError, KeyError):
-                manifest = _manifest(folder)
+                manifest = manifest_of(folder)
                 if manifest.run["moved_latest"] and _all_there(folder, manifest.files):
                     mine.append((float(manifest.run["saved_at"]), folder.name))
     return [_remove(save_dir / tag) for _, tag in sorted(mine, reverse=True)[keep - 1 :]]
@@ -326,3 +239,9 @@ def _remove(folder: Path) -> str:
         os.rename(folder, aside)
     shutil.rmtree(aside)
     return f"removed {folder.name}"
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """The manifest of a tag folder. Raises OSError, DamagedFileError."""
+    path = folder / FILE_NAME
+    return from_json(path.read_bytes(), str(path))

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_ucp.core.manifest import FILE_NAME, MAX_BYTES, FileEntry, Manifest, from_json
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 
 

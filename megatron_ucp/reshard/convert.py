@@ -7,45 +7,45 @@ is compared with its record's CRC-32 before that.
 """
 
 import ctypes
+import hashlib
+import json
+import math
 import os
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.manifest import Manifest, to_json
+from megatron_ucp.core.flat import alone
+from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot, cuts_of
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
-from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.output import Output, Stored, Weight
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 from megatron_ucp.formats.pt.values import StorageRef
 from megatron_ucp.formats.pt.writer import write_pt
-from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
-from megatron_ucp.reshard.execute import DTYPES, bytes_of
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.origin import Origin
-from megatron_ucp.reshard.target import no_layers, target_manifest, universal_manifest
+from megatron_ucp.reshard.target import Wanted, no_layers, target_manifest, universal_manifest
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 ALLOWED = NARROW | {"mean", "stale"}
-FORMATS = ("native", "universal")
 Progress = Callable[[int, int], None]
 
 
@@ -91,39 +91,13 @@ def convert(
     with open_checkpoint(src, tag, rules) as source:
         _require_outside(folder, source.folder)
         for name in source.file_names:
-            check_file(source, name, stale="stale" in allow)
+            source.check(name, stale="stale" in allow)
         origin = Origin(source, rules is not None)
-        settings = origin.config if config is None else config
-        target = origin.completed(target, config)
-        if to == "universal":
-            manifest = universal_manifest(
-                source.manifest, target, str(source.folder), origin.permuted
-            )
-            layers = origin.layers() if target.mesh.pp > 1 else None
-            if target.mesh.pp > 1 and layers is None:
-                raise no_layers(str(source.folder))
-            manifest = replace(manifest, names=dict(layers.names) if layers else {})
-            run = origin.run(target, manifest, settings)
-            outputs = list(
-                UniversalWriter(
-                    manifest, run, {name: pipe for pipe, name in manifest.names.items()}
-                ).outputs()
-            )
-        else:
-            layers = origin.layers() if target.mesh.pp > 1 else None
-            manifest = target_manifest(
-                source.manifest,
-                target,
-                layers,
-                str(source.folder),
-                origin.declared,
-                origin.permuted,
-            )
-            run = origin.run(target, manifest, settings)
-            outputs = list(NativeWriter(manifest, run, layers).outputs())
+        wanted = origin.wanted(target, config)
+        manifest, outputs = _WRITERS[to](origin, wanted, config)
         job = _Job(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
-        _write(job, outputs, folder, to)
+        _write(job, outputs, folder)
     notes = [*source.notes, *origin.notes, *_pointer(folder, to)]
     return Converted(
         str(folder),
@@ -137,6 +111,31 @@ def convert(
     )
 
 
+def _native(
+    origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None
+) -> tuple[Manifest, list[Output]]:
+    """The manifest and the files that DeepSpeed would have written on the target's mesh."""
+    manifest = target_manifest(wanted)
+    settings = origin.settings(wanted, manifest, config)
+    return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
+
+
+def _universal(
+    origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None
+) -> tuple[Manifest, list[Output]]:
+    """The manifest and the files of a universal folder."""
+    manifest = universal_manifest(wanted)
+    if wanted.target.mesh.pp > 1 and wanted.layers is None:
+        raise no_layers(wanted.file)
+    manifest = replace(manifest, names=dict(wanted.layers.names) if wanted.layers else {})
+    settings = origin.settings(wanted, manifest, config)
+    pipe = {name: pipe for pipe, name in manifest.names.items()}
+    return manifest, list(UniversalWriter(manifest, settings, pipe).outputs())
+
+
+_WRITERS = {"native": _native, "universal": _universal}
+
+
 def _check_arguments(
     folder: Path, to: str, target: Target | Mesh | None, allow: Collection[str]
 ) -> Target:
@@ -146,9 +145,9 @@ def _check_arguments(
             expected=" ".join(sorted(ALLOWED)),
             found=" ".join(sorted(allow)),
         )
-    if to not in FORMATS:
+    if to not in _WRITERS:
         raise UsageError(
-            "there is no such format to convert to", expected=" or ".join(FORMATS), found=to
+            "there is no such format to convert to", expected=" or ".join(_WRITERS), found=to
         )
     if target is None and to == "native":
         raise UsageError(
@@ -224,22 +223,17 @@ class _Job:
                 self._weights[payload.param] = one = self._training_copy(payload.param)
                 self.reader.prove(
                     one,
-                    [(Slot(0, cut, 0, MASTER), MASTER) for cut in cuts_of(one, one.buffers[0])],
+                    [(Slot(0, cut, 0, MASTER), MASTER) for cut in one.cuts_of(one.buffers[0])],
                     NARROW,
                 )
         self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
 
     def _training_copy(self, name: str) -> Manifest:
         """A target that holds the training copies of one parameter."""
-        spec = self.manifest.by_name[name]
-        place = {"tp": (self.manifest.mesh.tp, 0)}
-        size = torch.Size(spec.layout.local_shape(name, spec.shape, place)).numel()
-        return Manifest(
-            "weight",
-            Mesh(tp=self.manifest.mesh.tp, dp=1),
-            (spec,),
-            (FlatBuffer((Member(name, 0, size),), size, 1, "whole", ((MASTER, spec.dtype),)),),
-        )
+        spec, mesh = self.manifest.by_name[name], self.manifest.mesh
+        size = math.prod(self.manifest.local_shape(name))
+        buffer = alone(name, size, ((MASTER, spec.dtype),))
+        return Manifest("weight", replace(mesh, zero=0), (spec,), (buffer,))
 
     def _storage(self, output: Output, key: str) -> tuple[int, str]:
         """Elements and dtype of a storage."""
@@ -277,7 +271,7 @@ class _Job:
 
     def _windows(self, payload: Slot | Weight, elems: int, dtype: str) -> Iterator[memoryview]:
         if isinstance(payload, Weight):
-            target, slot = self._weights[payload.param], Slot(0, (("tp", payload.tp),), 0, MASTER)
+            target, slot = self._weights[payload.param], Slot(0, payload.cut, 0, MASTER)
         else:
             target, slot = self.manifest, payload
         step = WINDOW_BYTES // ITEMSIZE[dtype]
@@ -288,23 +282,17 @@ class _Job:
             yield bytes_of(memory)
 
     def _stored(self, payload: Stored) -> Iterator[memoryview]:
-        """A tensor that is no parameter's, from the source's first model file."""
-        file, ref = self.source.file(self.source.model_name), payload.ref
-        size = ITEMSIZE[ref.storage.dtype]
-        record = self.source.use(self.source.full_path(self.source.model_name), ref)
+        """A tensor that is no parameter's: of client state, of the scheduler."""
+        ref, where = payload.ref, self.source.place_of(payload.ref)
+        size = ITEMSIZE[where.dtype]
         if ref.is_contiguous:
             for low in range(0, ref.numel * size, WINDOW_BYTES):
                 memory = self.memory.take(min(WINDOW_BYTES, ref.numel * size - low), "uint8")
-                file.read_into(record, ref.offset_elems * size + low, bytes_of(memory))
+                where.file.read_into(where.record, where.offset_bytes + low, bytes_of(memory))
                 self._count(memory.nbytes)
                 yield bytes_of(memory)
             return
-        last = 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
-        held = torch.empty(last * size, dtype=torch.uint8)
-        file.read_into(record, ref.offset_elems * size, bytes_of(held))
-        whole = torch.as_strided(
-            held.view(DTYPES[ref.storage.dtype]), ref.shape, ref.stride
-        ).contiguous()
+        whole = tensor_at(where, ref).contiguous()
         self._count(whole.nbytes)
         yield bytes_of(whole)
 
@@ -320,7 +308,7 @@ class _Job:
 # ------------------------------------------------ the output on disk
 
 
-def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
+def _write(job: _Job, outputs: list[Output], folder: Path) -> None:
     """The folder, whole or not at all."""
     aside = durable.aside_of(folder.absolute().parent, folder.absolute().name)
     try:
@@ -338,17 +326,9 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
             job.reader.check(thorough=True)
             _sync(aside)
             entries = tuple(
-                durable.entry_of(aside / output.name)
-                for output in outputs
-                if "/" not in output.name
+                durable.entry_of(aside / output.name, output.name) for output in outputs
             )
-            run = {
-                **job.manifest.run,
-                "converted_from": str(job.source.manifest.mesh),
-                "saved_at": time.time(),
-                "moved_latest": False,
-            }
-            manifest = replace(job.manifest, files=entries, save_id=uuid.uuid4().hex, run=run)
+            manifest = _signed(job.manifest, job.source, entries)
             _require_free(folder)  # a save may have taken the name meanwhile
             durable.commit(aside, to_json(manifest), durable.Syncs())
     except OSError as error:
@@ -358,6 +338,24 @@ def _write(job: _Job, outputs: list[Output], folder: Path, to: str) -> None:
             found=f"{type(error).__name__}: {error}",
             fix="free space or mend permissions, then try again",
         ) from error
+
+
+def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
+    """The manifest with what identifies the files. All of it comes from the source: whoever
+    converts it again gets the same bytes."""
+    recorded = source.recorded
+    said = recorded.run if recorded is not None else {}
+    newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
+    content = json.dumps([said.get("saved_at"), [asdict(entry) for entry in files]])
+    run = {
+        **{key: said[key] for key in ("seed", "data") if key in said},
+        **manifest.run,
+        "converted_from": str(source.manifest.mesh),
+        "saved_at": said.get("saved_at", newest),
+        "moved_latest": False,
+    }
+    save_id = hashlib.sha256(content.encode()).hexdigest()[:32]
+    return replace(manifest, files=files, save_id=save_id, run=run)
 
 
 def _locked(aside: Path) -> int:

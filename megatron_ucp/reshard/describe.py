@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.deepspeed.paths import is_universal, resolve
+from megatron_ucp.formats.deepspeed.paths import is_universal, tag_folder
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.recorded import Recorded
 from megatron_ucp.formats.registry import open_checkpoint
@@ -32,7 +32,7 @@ def look(path: str | Path, tag: str | None = None, rules: str | Path | None = No
     So it takes no longer on thousands of ranks. `verify` compares the manifest with the files.
     Raises a UcpError.
     """
-    folder = resolve(path, tag)
+    folder = tag_folder(path, tag)
     if rules is not None or is_universal(folder) or not os.path.lexists(folder / FILE_NAME):
         with open_checkpoint(folder, rules=rules) as checkpoint:
             files = tuple(
@@ -59,20 +59,12 @@ def look(path: str | Path, tag: str | None = None, rules: str | Path | None = No
 def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
     """Each element-wise state: its dtypes, and its bytes over all parameters, whole and once
     ("weights": the training copy)."""
-    found: dict[str, tuple[set[str], int]] = {}
+    dtypes: dict[str, set[str]] = {}
+    sizes: dict[str, int] = {}
     for spec in manifest.params:
-        states = (
-            manifest.buffers[manifest.holders[spec.name][0][0]].states
-            if spec.name in manifest.holders
-            else ()
-        )
-        copies = () if manifest.engine == "universal" else (("weights", spec.dtype),)
-        for state, dtype in (*copies, *states):
-            dtypes, size_bytes = found.get(state, (set[str](), 0))
-            found[state] = (
-                dtypes | {dtype},
-                size_bytes + math.prod(spec.shape) * ITEMSIZE.get(dtype, 0),
-            )
-    return {
-        state: (tuple(sorted(dtypes)), size_bytes) for state, (dtypes, size_bytes) in found.items()
-    }
+        copies = [] if manifest.engine == "universal" else [("weights", spec.dtype)]
+        for state, dtype in (*copies, *manifest.states_of(spec.name).items()):
+            dtypes.setdefault(state, set()).add(dtype)
+            size = math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)
+            sizes[state] = sizes.get(state, 0) + size
+    return {state: (tuple(sorted(dtypes[state])), sizes[state]) for state in sizes}

@@ -1,7 +1,6 @@
 """Two checkpoints of any meshes, compared bit by bit in their canonical state."""
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot, make_plan, prove
-from megatron_ucp.formats.deepspeed.native import PER_GROUP
+from megatron_ucp.core.layout import Partial
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.formats.base import PER_GROUP, Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
-from megatron_ucp.reshard.execute import DTYPES, check_runs, execute
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.canonical import one_parameter, slots_of
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
@@ -66,19 +64,19 @@ def diff(
 
 
 def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
-    for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler"):
-        a, b = one.meta.get(key), two.meta.get(key)
-        if key == "lr_scheduler" and (one.pipeline or two.pipeline):
-            # each stage's scheduler counts its own groups; their rates are compared with the
-            # parameters' hyper-parameters
-            a, b = (
-                {k: v for k, v in state.items() if k not in PER_GROUP}
-                if isinstance(state, dict)
-                else state
-                for state in (a, b)
-            )
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        a, b = one.extras.counters.get(key), two.extras.counters.get(key)
         if a != b:
             yield Difference("", key, repr(a), repr(b))
+    a, b = one.extras.scheduler, two.extras.scheduler
+    if max(c.manifest.mesh.pp for c in (one, two)) > 1:
+        # the stages of a pipeline have groups of their own; their rates are compared with the
+        # parameters' hyper-parameters
+        a, b = (
+            state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
+        )
+    if a != b:
+        yield Difference("", "lr_scheduler", repr(a), repr(b))
 
 
 def _parameter(
@@ -86,22 +84,18 @@ def _parameter(
 ) -> "Iterator[Difference | _Values]":
     a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
     if a is None or b is None:
-        yield Difference(
-            name,
-            "parameter",
-            "missing" if a is None else "present",
-            "missing" if b is None else "present",
-        )
+        here = ["missing" if spec is None else "present" for spec in (a, b)]
+        yield Difference(name, "parameter", *here)
         return
     for what in ("shape", "kind"):
         if getattr(a, what) != getattr(b, what):
             yield Difference(name, what, str(getattr(a, what)), str(getattr(b, what)))
     if a.shape != b.shape:
         return
-    states = [dict(c.manifest.buffers[c.manifest.holders[name][0][0]].states) for c in (one, two)]
+    states = [c.manifest.states_of(name) for c in (one, two)]
     both = {state: dtype for state, dtype in states[0].items() if states[1].get(state) == dtype}
     if both:
-        job.want(a, both)
+        job.want(one.manifest, two.manifest, name, both)
     for state in dict.fromkeys([*states[0], *states[1]]):
         if state not in states[0] or state not in states[1]:
             yield Difference(name, state, *("present" if state in s else "missing" for s in states))
@@ -135,14 +129,23 @@ class _Job:
         self.targets: dict[_Values, Manifest] = {}
         self.waiting: dict[_Values, Future[list[Difference]]] = {}
 
-    def want(self, spec: ParamSpec, states: Mapping[str, str]) -> None:
-        """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Raises
-        a UcpError."""
-        target = one_parameter(spec, states)
-        self.targets.update((_Values(spec.name, state), target) for state in states)
+    def want(self, a: Manifest, b: Manifest, name: str, states: Mapping[str, str]) -> None:
+        """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Copies
+        of which every rank has its own are compared one by one, or as their mean where the sides
+        have other numbers of them. Raises a UcpError."""
+        layouts = [manifest.by_name[name].layout for manifest in (a, b)]
+        copies = [
+            manifest.mesh.size(layout.axis) if isinstance(layout, Partial) else 1
+            for manifest, layout in zip((a, b), layouts, strict=True)
+        ]
+        averaged = copies[0] != copies[1]
+        target = one_parameter(a, name, states, averaged)
+        allow = frozenset({"mean"}) if averaged else frozenset[str]()
         for reader in self.readers:
-            reader.prove(target, [(_whole(state), state) for state in states])
-        for key in [_Values(spec.name, state) for state in states]:
+            wants = [(slot, state) for state in states for slot in slots_of(target, state)]
+            reader.prove(target, wants, allow)
+        for key in [_Values(name, state) for state in states]:
+            self.targets[key] = target
             self.waiting[key] = self.threads.submit(self._compare, key)
 
     def collect(
@@ -170,57 +173,38 @@ class _Job:
 
     def _compare(self, key: _Values) -> list[Difference]:
         target = self.targets[key]
-        dtype, elems = dict(target.buffers[0].states)[key.state], target.buffers[0].length
-        step, wrong, first = WINDOW_BYTES // ITEMSIZE[dtype], 0, None
-        for low in range(0, elems, step):
-            held = [self.memory.take(min(step, elems - low), dtype, which) for which in range(2)]
-            for reader, memory in zip(self.readers, held, strict=True):
-                reader.fill(target, _whole(key.state), key.state, low, memory)
-            if _MEMCMP(
-                *(ctypes.c_void_p(memory.data_ptr()) for memory in held),
-                ctypes.c_size_t(held[0].nbytes),
-            ):
-                a, b = (memory.view(torch.uint8).view(-1, ITEMSIZE[dtype]) for memory in held)
-                unequal = (a != b).any(1).nonzero().reshape(-1)
-                at = int(unequal[0])
-                first = first or (low + at, repr(held[0][at].item()), repr(held[1][at].item()))
-                wrong += len(unequal)
+        elems, wrong, first = target.buffers[0].length, 0, None
+        for slot in slots_of(target, key.state):
+            count, found = self._compare_slot(target, slot)
+            wrong, first = wrong + count, first or found
         if first is None:
             return []
-        return [
-            Difference(
-                key.name,
-                f"{key.state}, {wrong} of {elems} elements, the first is {first[0]}",
-                *first[1:],
-            )
-        ]
+        what = f"{key.state}, {wrong} of {elems} elements, the first is {first[0]}"
+        return [Difference(key.name, what, *first[1:])]
+
+    def _compare_slot(
+        self, target: Manifest, slot: Slot
+    ) -> tuple[int, tuple[int, str, str] | None]:
+        """How many elements differ, and the first one: its position, and both sides."""
+        buffer = target.buffers[slot.buffer]
+        dtype = dict(buffer.states)[slot.state]
+        size, wrong, first = ITEMSIZE[dtype], 0, None
+        step = WINDOW_BYTES // size
+        for low in range(0, buffer.length, step):
+            count = min(step, buffer.length - low)
+            held = [self.memory.take(count, dtype, which) for which in range(2)]
+            for reader, memory in zip(self.readers, held, strict=True):
+                reader.fill(target, slot, slot.state, low, memory)
+            if _same_bits(*held):
+                continue
+            a, b = (memory.view(torch.uint8).view(-1, size) for memory in held)
+            unequal = (a != b).any(1).nonzero().reshape(-1)
+            at = int(unequal[0])
+            first = first or (low + at, repr(held[0][at].item()), repr(held[1][at].item()))
+            wrong += len(unequal)
+        return wrong, first
 
 
-def _whole(state: str) -> Slot:
-    return Slot(0, (("tp", 0),), 0, state)
-
-
-def read_state(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor:
-    """One state of one logical parameter, flat, checked against the CRC-32 of the records that it
-    fills."""
-    source = checkpoint.manifest
-    spec = source.by_name[name]
-    dtype = dict(source.buffers[source.holders[name][0][0]].states)[state]
-    target = one_parameter(spec, {state: dtype})
-    plan = make_plan(source, target, [(_whole(state), state)])
-    prove(plan, source, target)
-    out = torch.empty(target.buffers[0].length, dtype=DTYPES[dtype])
-    counts = execute(plan, checkpoint.where, lambda _: out)
-    check_runs(counts.runs, counts.records, checkpoint.opened)
-    return out
-
-
-def one_parameter(spec: ParamSpec, states: Mapping[str, str]) -> Manifest:
-    """A target that holds some states (name -> dtype) of one whole parameter."""
-    size = math.prod(spec.shape)
-    return Manifest(
-        "canonical",
-        Mesh(),
-        (ParamSpec(spec.name, spec.shape, spec.dtype, spec.kind),),
-        (FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", tuple(states.items())),),
-    )
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    pointers = (ctypes.c_void_p(memory.data_ptr()) for memory in (a, b))
+    return not _MEMCMP(*pointers, ctypes.c_size_t(a.nbytes))

@@ -20,9 +20,8 @@ from isal import isal_zlib
 from megatron_ucp.core.box import strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
-from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.pt.reader import PtFile, Record
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE
+from megatron_ucp.formats.base import ByteFile, Record, Where
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 STAGING_BYTES = 32 * 2**20
 ROWS_FROM_BYTES = (
@@ -35,13 +34,13 @@ CRC_CHUNK_BYTES = 2**20  # small enough that the bytes are still in the cache wh
 POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 _MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
-DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
+TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 Locate = Callable[[Slot], Where]
-Target = Callable[[Slot], torch.Tensor]
+TensorOf = Callable[[Slot], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SummedRun:
     """Bytes [start, start + size) of a record that were read, and their CRC-32."""
 
     file: str
@@ -58,7 +57,7 @@ class Counts:
 
     read_bytes: int = 0
     unsummed_bytes: int = 0
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[SummedRun] = field(default_factory=list[SummedRun])
     records: dict[tuple[str, str], Record] = field(default_factory=dict[tuple[str, str], Record])
 
 
@@ -83,7 +82,7 @@ def fresh(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def execute(plan: Plan, locate: Locate, target: Target, *, checksums: bool = True) -> Counts:
+def execute(plan: Plan, locate: Locate, target: TensorOf, *, checksums: bool = True) -> Counts:
     """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of
     the plan).
 
@@ -121,7 +120,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast("Any", tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
-def fill_padding(fills: Sequence[Fill], target: Target) -> None:
+def tensor_at(where: Where, ref: TensorRef) -> torch.Tensor:
+    """A tensor of its own with the values of one that is no parameter's. `where` is the place of
+    `ref`. Raises DamagedFileError."""
+    dtype, size = TORCH_DTYPES[where.dtype], ITEMSIZE[where.dtype]
+    span = 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
+    memory = torch.empty(span * size if ref.numel else 0, dtype=torch.uint8)
+    if ref.numel:
+        where.file.read_into(where.record, where.offset_bytes, bytes_of(memory))
+    return torch.as_strided(memory.view(dtype), ref.shape, ref.stride).clone()
+
+
+def fill_padding(fills: Sequence[Fill], target: TensorOf) -> None:
     """Writes the zeros of a plan."""
     for fill in fills:
         target(fill.slot)[fill.start : fill.stop].zero_()
@@ -148,7 +158,7 @@ def _same_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
         and op.source.strides[-1] == 1
         and op.target.strides[-1] == 1
         and out.device.type == "cpu"
-        and out.dtype == DTYPES[places[op.source.slot].dtype]
+        and out.dtype == TORCH_DTYPES[places[op.source.slot].dtype]
     )
 
 
@@ -217,7 +227,7 @@ def read_run(
         where.file.read_into(where.record, offset_bytes + at, chunk)
         crc = isal_zlib.crc32(chunk, crc)
     path = str(where.file.path)
-    counts.runs.append(Run(path, where.record.name, offset_bytes, size, crc))
+    counts.runs.append(SummedRun(path, where.record.name, offset_bytes, size, crc))
     counts.records[path, where.record.name] = where.record
 
 
@@ -259,7 +269,7 @@ def _staged(
     counts: Counts,
 ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """The source region block by block: the index of the block in the region, and its values."""
-    itemsize, dtype = ITEMSIZE[where.dtype], DTYPES[where.dtype]
+    itemsize, dtype = ITEMSIZE[where.dtype], TORCH_DTYPES[where.dtype]
     for index in _blocks(shape, itemsize):
         extent = tuple(s.stop - s.start for s in index)
         first = side.offset + sum(
@@ -301,9 +311,9 @@ def _mean(
 
 
 def check_runs(
-    runs: Sequence[Run],
+    runs: Sequence[SummedRun],
     records: dict[tuple[str, str], Record],
-    opened: Callable[[str], PtFile],
+    opened: Callable[[str], ByteFile],
     *,
     rank: int = 0,
     world: int = 1,
@@ -353,7 +363,7 @@ def check_runs(
 
 
 def _completed(
-    file: PtFile, record: Record, parts: dict[tuple[int, int], int], thorough: bool
+    file: ByteFile, record: Record, parts: dict[tuple[int, int], int], thorough: bool
 ) -> tuple[int, int] | None:
     """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps;
     None for large gaps, which are read too if it is to be `thorough`, and for runs that overlap.

@@ -1,14 +1,17 @@
 """Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is
 moved."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import Member
 from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
+from megatron_ucp.formats.base import PER_GROUP
+from megatron_ucp.formats.optimizers import keeps_states
 
 ALLOWANCES = {
     "narrow": "values may be rounded to a narrower dtype",
@@ -156,28 +159,35 @@ def match_ties(source: Manifest, optimizer: bool, file: str) -> list[str]:
     Raises StateMismatchError where the copies have other steps or hyper-parameters: no target could
     have both.
     """
-    tied = {name: [b for b, _ in held] for name, held in source.holders.items() if len(held) > 1}
+    tied = {
+        name: [source.member(b, m) for b, m in source.holders[name]] for name in replicas(source)
+    }
     for name, (first, *others) in tied.items() if optimizer else ():
         for other in others:
-            for what, of in (("steps", source.scalars), ("hyper-parameters", source.groups)):
-                numbers = (
-                    [first, other]
-                    if what == "steps"
-                    else [source.buffers[b].group for b in (first, other)]
-                )
-                one, two = (of[n] if of and n is not None else {} for n in numbers)
-                if one != two:
-                    key = next(key for key in {**one, **two} if one.get(key) != two.get(key))
-                    raise StateMismatchError(
-                        f"the stages that hold a tied parameter have different {what}",
-                        file=file,
-                        parameter=name,
-                        expected=f"{key} {one.get(key)} as at {source.buffers[first].at}",
-                        found=f"{two.get(key)} at {source.buffers[other].at}",
-                        fix="load another tag; the copies of this parameter went apart during "
-                        "training",
-                    )
+            _match_tie(source, name, first, other, file)
     return list(tied)
+
+
+def _match_tie(source: Manifest, name: str, first: Member, other: Member, file: str) -> None:
+    """Raises StateMismatchError where two copies of a tied parameter have other steps or
+    hyper-parameters."""
+    groups = [
+        source.groups[member.group].settings if member.group is not None else {}
+        for member in (first, other)
+    ]
+    pairs = {"steps": (first.scalars, other.scalars), "hyper-parameters": tuple(groups)}
+    for what, (one, two) in pairs.items():
+        if one != two:
+            key = next(key for key in {**one, **two} if one.get(key) != two.get(key))
+            stages = replicas(source)[name]
+            raise StateMismatchError(
+                f"the stages that hold a tied parameter have different {what}",
+                file=file,
+                parameter=name,
+                expected=f"{key} {one.get(key)} as at stage {stages[0]}",
+                found=f"{two.get(key)} at one of stages {', '.join(map(str, stages[1:]))}",
+                fix="load another tag; the copies of this parameter went apart during training",
+            )
 
 
 def group_values(
@@ -185,29 +195,52 @@ def group_values(
 ) -> list[Mapping[str, Any]]:
     """The hyper-parameters that each target group gets. Raises StateMismatchError where its members
     disagree."""
-    members: dict[int, list[FlatBuffer]] = {}
+    members: list[list[Member]] = [[] for _ in target.groups]
     for buffer in target.buffers:
-        if buffer.group is not None:
-            members.setdefault(buffer.group, []).append(buffer)
-    out: list[Mapping[str, Any]] = []
-    for number in range(len(target.groups)):
-        every = [m for buffer in members.get(number, []) for m in buffer.members]
-        out.append(one_value(every, of, "hyper-parameters", file))
-    return out
+        for member in buffer.members:
+            if member.group is not None:
+                members[member.group].append(member)
+    return [one_value(every, of, "hyper-parameters", file) for every in members]
 
 
 def source_states(source: Manifest, param: str) -> dict[str, str]:
     """Element-wise states that the checkpoint holds for a parameter, with their dtypes, without
     masters and values."""
-    found = source.holders.get(param)
-    states = source.buffers[found[0][0]].states if found else ()
-    return {name: dtype for name, dtype in states if name not in (MASTER, VALUE)}
+    states = source.states_of(param)
+    return {name: dtype for name, dtype in states.items() if name not in (MASTER, VALUE)}
 
 
 def has_masters(source: Manifest, params: Iterable[str]) -> bool:
     """Whether every parameter has a master copy in the checkpoint."""
-    return all(
-        MASTER in dict(source.buffers[source.holders[name][0][0]].states)
-        for name in params
-        if name in source.holders
-    )
+    return all(MASTER in source.states_of(name) for name in params if name in source.holders)
+
+
+def check_not_lost(
+    source: Manifest, settings: Mapping[str, Any], optimizer: str, file: str
+) -> None:
+    """Raises StateMismatchError for a checkpoint without optimizer states whose run took steps:
+    they were never saved (SuperOffload writes such files), and are lost."""
+    counts = [source.run.get(key) for key in ("global_steps", "skipped_steps")]
+    steps, skipped = (count if isinstance(count, int) else 0 for count in counts)
+    taken = steps - skipped
+    if taken > 0 and keeps_states(optimizer, settings):
+        raise StateMismatchError(
+            "the run took steps, but the checkpoint holds no states of its optimizer",
+            file=file,
+            expected=f"states after {taken} steps",
+            found="none: they were never saved",
+            fix="load another tag, or begin with fresh states: load_optimizer_states=False",
+        )
+
+
+def scheduler_for(found: Any, origins: Sequence[int | None], count: int) -> Any:
+    """A scheduler's state for other groups: what it keeps per group follows the parameters. `found`
+    has it for the `count` groups of the checkpoint; `origins` are those that each target group
+    comes from."""
+    if not isinstance(found, dict) or None in origins:
+        return found
+    out = dict(found)
+    for key in PER_GROUP & found.keys():
+        if isinstance(found[key], list) and len(found[key]) == count:
+            out[key] = [found[key][origin] for origin in origins if origin is not None]
+    return out

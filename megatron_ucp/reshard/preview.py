@@ -4,14 +4,16 @@ to exist."""
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coord, Mesh
-from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows, prove
+from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows
+from megatron_ucp.core.proof import prove
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
@@ -21,7 +23,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.origin import Origin
-from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.target import Wanted, target_manifest
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.
@@ -69,18 +71,13 @@ def preview(
     ranks. Raises a UcpError."""
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
-        target = origin.completed(target, config)
-        layers = origin.layers() if target.mesh.pp > 1 else None
-        manifest = target_manifest(
-            source.manifest, target, layers, str(source.folder), origin.declared, origin.permuted
-        )
-        return of_manifests(
-            source.manifest,
-            manifest,
-            lambda slot: Path(source.where(slot).file.path).relative_to(source.folder).as_posix(),
-            progress,
-            (*source.notes, *origin.notes),
-        )
+        manifest = target_manifest(origin.wanted(target, config))
+
+        def file_of(slot: Slot) -> str:
+            return Path(source.where(slot).file.path).relative_to(source.folder).as_posix()
+
+        notes = (*source.notes, *origin.notes)
+        return of_manifests(source.manifest, manifest, file_of, progress, notes)
 
 
 def simulate(
@@ -102,7 +99,7 @@ def simulate(
         replace(one, dtype=one.dtype or "bfloat16", stages=one.stages or "layers").completed(said)
         for one, said in ((Target(source_mesh), {}), (target, config or {}))
     ]
-    of = [target_manifest(whole, one, layers, family) for one in chosen]
+    of = [target_manifest(Wanted(whole, one, family, layers)) for one in chosen]
     return of_manifests(of[0], of[1], lambda slot: state_file(of[0], slot), progress)
 
 
@@ -110,28 +107,13 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
     """A model on one rank: two groups, matrices with weight decay and all else without. Raises
     UsageError, LayoutError."""
     model = Model(family, sizes)
-    params = tuple(
-        ParamSpec(name, declared.shape, "bfloat16", layout=declared.layout)
-        for name, declared in model.table.items()
-    )
-    buffers: list[FlatBuffer] = []
-    for number, chosen in enumerate(
-        (lambda spec: len(spec.shape) > 1, lambda spec: len(spec.shape) <= 1)
-    ):
-        for spec in filter(chosen, params):
-            size = math.prod(spec.shape)
-            buffers.append(
-                FlatBuffer((Member(spec.name, 0, size),), size, 1, "whole", _ADAM, number)
-            )
-    return Manifest(
-        "zero0",
-        Mesh(),
-        params,
-        tuple(buffers),
-        ({"weight_decay": 0.1}, {"weight_decay": 0.0}),
-        tuple({"step": 1.0} for _ in buffers),
-        family=model.family.name,
-    )
+    params = tuple(declared.spec(name, "bfloat16") for name, declared in model.table.items())
+    buffers = [
+        alone(spec.name, math.prod(spec.shape), _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
+        for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
+    ]
+    groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
+    return Manifest("zero0", Mesh(), params, tuple(buffers), groups, family=model.family.name)
 
 
 def of_manifests(
@@ -143,52 +125,56 @@ def of_manifests(
 ) -> Preview:
     """Every rank of the target's mesh. Each rank's plan is proved. Raises PlanError,
     InexactError."""
-    mesh, windows, out = target.mesh, Windows(source, target), list[RankReads]()
-    read_of: dict[
-        Slot, list[tuple[str, int]]
-    ] = {}  # where the states of a source's place are: file, bytes of an element
-    for rank in range(mesh.world):
-        coord, files, copies, filled = mesh.coord(rank), Counter[str](), 0, 0
-        for place in _places(target, mesh, rank, coord):
-            buffer = target.buffers[place.buffer]
-            # masters and moments are cut alike on both sides: what is planned and proved for the
-            # first holds for all
-            plan = windows.plan(place, place.state, 0, buffer.partition_elems)
-            prove(plan, source, target)
-            for op in plan.ops:
-                for side in _sources(op):
-                    if side.slot not in read_of:
-                        held = dict(source.buffers[side.slot.buffer].states)
-                        read_of[side.slot] = [
-                            (file_of(replace(side.slot, state=state)), ITEMSIZE[held[state]])
-                            for state, _ in buffer.states
-                        ]
-                    for file, itemsize in read_of[side.slot]:
-                        files[file] += read_size(op, side, itemsize)
-            copies += len(plan.ops) * len(buffer.states)
-            filled += buffer.partition_elems * sum(ITEMSIZE[dtype] for _, dtype in buffer.states)
-        out.append(
-            RankReads(
-                rank, coord, dict(sorted(files.items())), copies, filled, filled + STAGING_BYTES
-            )
-        )
+    reads = _Reads(source, target, file_of)
+    out: list[RankReads] = []
+    for rank in range(target.mesh.world):
+        out.append(reads.of_rank(rank))
         if progress is not None:
-            progress(rank + 1, mesh.world)
+            progress(rank + 1, target.mesh.world)
     stored = sum(
         math.prod(source.by_name[name].shape) * ITEMSIZE[dtype]
-        for name, held in source.holders.items()
-        for _, dtype in source.buffers[held[0][0]].states
+        for name in source.holders
+        for dtype in source.states_of(name).values()
     )
-    return Preview(str(source.mesh), str(mesh), tuple(out), stored, notes)
+    return Preview(str(source.mesh), str(target.mesh), tuple(out), stored, notes)
 
 
-def _places(target: Manifest, mesh: Mesh, rank: int, coord: Coord) -> Iterator[Slot]:
-    """The first state of every buffer that a rank fills."""
-    part = mesh.partition_group(rank).index(rank)
-    for number, buffer in enumerate(target.buffers):
-        if dict(buffer.at).get("pp", 0) == coord.pp:
-            cut = tuple((axis, int(getattr(coord, axis))) for axis in buffer.axes)
-            yield Slot(number, cut, part if buffer.partitions > 1 else 0, buffer.states[0][0])
+class _Reads:
+    """What each rank of a target reads of a source."""
+
+    def __init__(self, source: Manifest, target: Manifest, file_of: Callable[[Slot], str]) -> None:
+        self.source, self.target, self._file_of = source, target, file_of
+        self._windows = Windows(source, target)
+        # where the states of a source's place are: file, bytes of an element
+        self._read_of: dict[Slot, list[tuple[str, int]]] = {}
+
+    def of_rank(self, rank: int) -> RankReads:
+        files, copies, filled = Counter[str](), 0, 0
+        for number, cut, part in self.target.parts_of(rank):
+            buffer = self.target.buffers[number]
+            place = Slot(number, cut, part, buffer.states[0][0])
+            # masters and moments are cut alike on both sides: what is planned and proved for the
+            # first holds for all
+            plan = self._windows.plan(place, place.state, 0, buffer.partition_elems)
+            prove(plan, self.source, self.target)
+            for op in plan.ops:
+                self._count(op, buffer, files)
+            copies += len(plan.ops) * len(buffer.states)
+            filled += buffer.partition_elems * sum(ITEMSIZE[dtype] for _, dtype in buffer.states)
+        coord, most = self.target.mesh.coord(rank), filled + STAGING_BYTES
+        return RankReads(rank, coord, dict(sorted(files.items())), copies, filled, most)
+
+    def _count(self, op: Op, buffer: FlatBuffer, files: Counter[str]) -> None:
+        """Adds what an operation reads, for all states of a buffer."""
+        for side in _sources(op):
+            if side.slot not in self._read_of:
+                held = dict(self.source.buffers[side.slot.buffer].states)
+                self._read_of[side.slot] = [
+                    (self._file_of(replace(side.slot, state=state)), ITEMSIZE[held[state]])
+                    for state, _ in buffer.states
+                ]
+            for file, itemsize in self._read_of[side.slot]:
+                files[file] += read_size(op, side, itemsize)
 
 
 def _sources(op: Op) -> tuple[Side, ...]:
@@ -207,49 +193,45 @@ def draw(found: Preview, file: str | Path) -> None:
     """A picture of who reads what from whom: a row for each rank, a column for each file. Raises
     UsageError without matplotlib and for a file that can't be written."""
     try:
-        from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
     names = sorted({name for one in found.ranks for name in one.files}, key=_numbers)
+    width, height = 5 + 0.3 * len(names), 4 + 0.22 * len(found.ranks)
+    figure = Figure(figsize=(min(width, 14), min(height, 14)), layout="constrained")
+    _draw_table(found, names, figure)
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib lacks
+        raise UsageError(
+            "the picture can't be written", file=file, found=f"{type(error).__name__}: {error}"
+        ) from None
+
+
+def _draw_table(found: Preview, names: list[str], figure: Any) -> None:
+    from matplotlib.colors import LogNorm
+
     table = [
         [one.files[name] / 2**20 if name in one.files else math.nan for name in names]
         for one in found.ranks
     ]
-    figure = Figure(
-        figsize=(min(5 + 0.3 * len(names), 14), min(4 + 0.22 * len(found.ranks), 14)),
-        layout="constrained",
-    )
     axes = figure.add_subplot()
     # few bytes must be seen too: every file costs its rank an open and a seek
     image = axes.imshow(
         table, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=LogNorm()
     )
+    shown = found.ranks[0].coord.shown
     axes.set_title(f"{found.source_mesh}  to  {found.mesh}", fontsize=9)
     axes.set_xlabel("file of the checkpoint")
-    axes.set_ylabel("rank that reads it (tp, pp, dp)")
+    axes.set_ylabel(f"rank that reads it ({', '.join(shown)})")
     if len(names) <= 64:
-        axes.set_xticks(
-            range(len(names)),
-            [name.removesuffix("_states.pt") for name in names],
-            rotation=90,
-            fontsize=7,
-        )
+        labels = [name.removesuffix("_states.pt") for name in names]
+        axes.set_xticks(range(len(names)), labels, rotation=90, fontsize=7)
     if len(found.ranks) <= 64:
-        labels = [
-            f"{one.rank} ({one.coord.tp}, {one.coord.pp}, {one.coord.dp})" for one in found.ranks
-        ]
+        places = [", ".join(map(str, one.coord.shown.values())) for one in found.ranks]
+        labels = [f"{one.rank} ({at})" for one, at in zip(found.ranks, places, strict=True)]
         axes.set_yticks(range(len(found.ranks)), labels, fontsize=7)
     figure.colorbar(image, label="MiB read")
-    try:
-        figure.savefig(file, dpi=120)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # ValueError: a kind of file that matplotlib does not know
-        raise UsageError(
-            "the picture can't be written", file=file, found=f"{type(error).__name__}: {error}"
-        ) from None
 
 
 def _numbers(name: str) -> list[str | int]:
@@ -257,26 +239,31 @@ def _numbers(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-_FLAGS = {
-    "gpt": {"positions": 1024},
-    "llama": {"biases": False, "norm_biases": False, "gated": True},
-}
+# What `paper_sizes` finds by itself where it is not said.
+_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
 
 
 def paper_sizes(family: str, text: str) -> Sizes:
-    """From `layers=32,hidden=4096,heads=32`; the rest follows where it can. Raises UsageError."""
-    known = Sizes.__dataclass_fields__
+    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
+    Raises UsageError."""
+    found = find_family(family)
+    known = found.sizes.__dataclass_fields__
     given: dict[str, int] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         name, _, value = item.partition("=")
         if name not in known or not value.isdigit():
             raise UsageError("this is no size of a model", expected=", ".join(known), found=item)
         given[name] = int(value)
-    missing = [name for name in ("layers", "hidden", "heads", "vocab") if not given.get(name)]
+    needed = [
+        name
+        for name, one in known.items()
+        if one.default is MISSING and name not in (*_FOLLOW, *found.paper)
+    ]
+    missing = [name for name in needed if not given.get(name)]
     if missing:
         raise UsageError(
             "a size of the model is missing",
-            expected="layers, hidden, heads, vocab and what differs from the usual",
+            expected=f"{', '.join(needed)} and what differs from the usual",
             found=f"no {missing[0]}",
         )
     heads = given["heads"]
@@ -291,6 +278,7 @@ def paper_sizes(family: str, text: str) -> Sizes:
         "head_dim": given["hidden"] // heads,
         "ffn": 4 * given["hidden"],
         "true_vocab": given["vocab"],
-        **_FLAGS.get(family, {}),
+        **(found.builder.flags if found.builder else {}),
+        **found.paper,
     }
-    return Sizes(**{**usual, **given})  # type: ignore[arg-type]
+    return found.sizes(**{**usual, **given})  # type: ignore[arg-type]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
+from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.durable import Syncs, replace_text
 from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
+from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
-from megatron_ucp.reshard.verify import Progress
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _known(seen: Survey, held: Held) -> _Known | None:
         return _Known("from the manifest", held.recorded.layout, held.recorded.extent)
     if not seen.info:
         return None
-    file = seen.checkpoint.full_path(seen.checkpoint.model_name)
+    file = seen.checkpoint.main_file
     try:
         spec = stock_info.declared(seen.info, held.pipe, held.local, seen.tp, file)
     except UcpError as error:
@@ -110,7 +111,7 @@ def _by_values(members: list[Held]) -> _Known:
         return _Known(
             "the ranks hold different values, and there is one dim to cut; CHECK: not fused parts, "
             "not Partial",
-            Shard("tp", 0),
+            Shard(*DENSE_CUT, 0),
         )
     if DIFFERENT in seen:
         return _Known(

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ucp.core.layout import Partial, Replicate
+from megatron_ucp.core.layout import Partial, Replicate, same_layout
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
-from megatron_ucp.core.rules import RuleSet, nearest, same_layout
+from megatron_ucp.core.rules import RuleSet, nearest
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
 from megatron_ucp.formats.rule_file import read_rules
+from megatron_ucp.reshard.findings import Finding, Progress, finding_of
 from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
-from megatron_ucp.reshard.verify import Finding, Progress, finding_of
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ class _Check:
         if held.kind == "buffer" and not self._rules.matching(name):
             return
         if not self._note(
-            lambda: found.append(self._rules.declare(name, held.local, {"tp": self._seen.tp}))
+            lambda: found.append(
+                self._rules.declare(name, held.local, self._seen.manifest.mesh.dense_cut)
+            )
         ):
             return
         layout = found[0].layout
@@ -176,7 +178,7 @@ class _Check:
             )
 
     def _check_info(self, held: Held, spec: ParamSpec) -> None:
-        file = self._seen.checkpoint.full_path(self._seen.checkpoint.model_name)
+        file = self._seen.checkpoint.main_file
         stock = stock_info.declared(
             self._seen.info, held.pipe, held.local, self._seen.tp, file
         ).layout

@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
-from megatron_ucp.core.plan import cuts_of
+from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.core.rules import Rename, Rule, RuleSet
+from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
-from megatron_ucp.formats.deepspeed.paths import resolve
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
+from megatron_ucp.formats.deepspeed.paths import tag_folder
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
-from megatron_ucp.reshard.verify import Progress, read_copy
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.canonical import HeldAt, read_copy
+from megatron_ucp.reshard.findings import Progress
 
 _BLOCK_BYTES = 4 * 2**20
 # Under Partial every rank holds a copy of its own, which is all that is known before somebody says
 # more.
 _NOTHING_KNOWN = RuleSet(
-    "nothing", (Rule("(?s:.*)", Partial("tp")),), (Rename("(?P<name>(?s:.*))", "{name}"),)
+    "nothing", (Rule("(?s:.*)", Partial(*DENSE_CUT)),), (Rename("(?P<name>(?s:.*))", "{name}"),)
 )
 ONE, EQUAL, CONSTANT, DIFFERENT = "one", "equal", "constant", "different"
 
@@ -60,12 +62,13 @@ class Survey:
 
     @property
     def tp(self) -> int:
+        """Ranks that have shares of one parameter."""
         return self.manifest.mesh.tp
 
     @property
     def recorded(self) -> bool:
         """Whether there is a manifest that says how parameters are cut."""
-        return self.checkpoint.recorded.manifest is not None and says_layouts(self.manifest)
+        return self.checkpoint.recorded is not None and says_layouts(self.manifest)
 
 
 @contextmanager
@@ -75,13 +78,13 @@ def survey(
     """Opens a checkpoint without being told how it is cut, and compares the ranks' copies of each
     parameter up to the first byte that differs. `progress(done, total)` counts parameters. Raises a
     UcpError."""
-    folder = resolve(path, tag)
+    folder = tag_folder(path, tag)
     has_manifest = (folder / FILE_NAME).is_file()
     with open_checkpoint(folder, rules=None if has_manifest else _NOTHING_KNOWN) as checkpoint:
         manifest, held = checkpoint.manifest, list[Held]()
         pipes = {name: pipe for pipe, name in manifest.names.items()}
         for spec in manifest.params:
-            local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (manifest.mesh.tp, 0)})
+            local = manifest.local_shape(spec.name)
             held.append(
                 Held(
                     spec.name,
@@ -94,14 +97,13 @@ def survey(
             )
             if progress is not None:
                 progress(len(held), len(manifest.params))
-        info: Any = checkpoint.meta.get("universal_checkpoint_info")
         stock_names = list(manifest.names) or [
             one.name for one in held if re.match(rf"[0-9]+\.|{TIED}\.", one.name)
         ]
         yield Survey(
             checkpoint,
             tuple(held),
-            info if isinstance(info, dict) else {},
+            checkpoint.extras.patterns,
             [] if has_manifest else stock_names,
         )
 
@@ -110,7 +112,7 @@ def _copies(checkpoint: Checkpoint, name: str) -> str:
     manifest = checkpoint.manifest
     b, m = manifest.holders[name][0]
     buffer = manifest.buffers[b]
-    places = [(b, m, cut) for cut in cuts_of(manifest, buffer)]
+    places = [HeldAt(b, m, cut) for cut in manifest.cuts_of(buffer)]
     if len(places) < 2:
         return ONE
     state, dtype = buffer.states[0]

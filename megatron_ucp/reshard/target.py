@@ -6,42 +6,71 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, Member, round_robin
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.partition import Layers
 from megatron_ucp.core.stages import Stage, join
-from megatron_ucp.core.states import MASTER, VALUE, kept_by, require_equal
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import RuleError, StateMismatchError, UnsupportedError, UsageError
-from megatron_ucp.formats.deepspeed.target import Target, with_states
-from megatron_ucp.reshard.match import match_ties, one_value, source_states
+from megatron_ucp.formats.deepspeed.formulas import round_robin
+from megatron_ucp.formats.deepspeed.partition import divide
+from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
+from megatron_ucp.formats.optimizers import kept_by, require_equal
+from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
 
 
 @dataclass(frozen=True)
-class Group:
-    """A parameter group as an optimizer without pipeline has it: its hyper-parameters, and names in
-    its order."""
+class NamedGroup:
+    """A parameter group as an optimizer without pipeline has it, and the names in its order."""
 
-    settings: Mapping[str, Any]
+    group: ParamGroup
     names: tuple[str, ...]
 
 
-def target_manifest(
-    source: Manifest,
-    target: Target,
-    layers: Layers | None,
-    file: str,
-    declared: bool = True,
-    permuted: bool = False,
-) -> Manifest:
-    """What the target holds, buffer by buffer, without files.
+@dataclass(frozen=True)
+class Wanted:
+    """What is converted, and what for. `file` is the source's, for messages; `declared` says
+    whether anybody declared how parameters are cut; `permuted` whether the source's groups are in
+    the order of `round_robin_gradients`; `layers` are those of the pipeline, where somebody knows
+    them."""
 
-    `layers` are those of the pipeline, needed where the target has one. `declared` says whether
-    anybody declared how parameters are cut; `permuted` whether the source's groups are in the order
-    of `round_robin_gradients`. Raises a UcpError that names what is not known.
-    """
-    mesh = target.mesh
-    if mesh.tp > 1 and source.mesh.tp == 1 and not declared:
+    source: Manifest
+    target: Target
+    file: str
+    layers: Layers | None = None
+    declared: bool = True
+    permuted: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """That of the training copies."""
+        trained = (spec.dtype for spec in self.source.params if spec.kind == "trainable")
+        return self.target.dtype or next(trained, "float32")
+
+    @property
+    def params(self) -> dict[str, ParamSpec]:
+        """Parameters as the target trains them: in one dtype; module buffers keep theirs."""
+        return {
+            spec.name: spec if spec.kind == "buffer" else replace(spec, dtype=self.dtype)
+            for spec in self.source.params
+        }
+
+    def named_groups(self) -> list[NamedGroup]:
+        """The target's groups as an optimizer without pipeline has them. Raises UsageError,
+        StateMismatchError."""
+        found = _listed_groups(self) if self.target.groups is not None else _source_groups(self)
+        optimizer = self.target.optimizer
+        if not optimizer:
+            return found
+        return [replace(one, group=replace(one.group, optimizer=optimizer)) for one in found]
+
+
+def target_manifest(wanted: Wanted) -> Manifest:
+    """What the target holds, buffer by buffer, without files. Raises a UcpError that names what is
+    not known."""
+    source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
+    if mesh.tp > 1 and source.mesh.tp == 1 and not wanted.declared:
         raise RuleError(
             "nobody declared how the parameters are cut",
             file=file,
@@ -50,217 +79,152 @@ def target_manifest(
             fix="give --rules FILE (megatron-ucp rules writes a draft)",
         )
     match_ties(source, True, file)
-    groups = _groups(source, target, file, permuted)
-    dtype = target.dtype or _dtype(source)
-    engine = target.engine(dtype)
-    optimizer = target.optimizer or source.optimizer
-    place = {"tp": (mesh.tp, 0)}
+    groups = wanted.named_groups()
+    shares = mesh.shares()
     local = {
-        spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, place))
+        spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, shares))
         for spec in source.params
     }
-    specs = {spec.name: _retyped(spec, dtype) for spec in source.params}
-    stages: list[Stage] = []
-    if target.stages is None and source.mesh.pp == mesh.pp and layers is not None:
-        target = replace(target, stages=_stages_of(source, layers))
-    for held in _placed(source, target, layers, local, file):
-        here = [
-            Group(group.settings, names)
-            for group in groups
-            if (names := tuple(n for n in group.names if n in held))
-        ]
-        buffers = [
-            buffer
-            for number, group in enumerate(here)
-            for buffer in target.buffers(
-                engine,
-                dtype,
-                optimizer,
-                [(name, local[name]) for name in group.names],
-                number,
-                _states(source, group, target.optimizer, file, engine, dtype),
-            )
-        ]
-        values = [
-            _value(
-                spec,
-                local[name],
-                mesh.partitions if engine == "zero3" and spec.kind == "frozen" else None,
-            )
-            for name, spec in specs.items()
-            if spec.kind != "trainable" and name in held
-        ]
-        scalars = tuple(
-            one_value(buffer.members, source.scalars_of, "steps", file) for buffer in buffers
-        )
-        stages.append(
-            Stage(
-                tuple(specs[name] for name in specs if name in held),
-                tuple(buffers),
-                tuple(group.settings for group in here),
-                scalars,
-                tuple(values),
-            )
-        )
+    stages = [_stage(wanted, groups, local, held) for held in _placed(wanted, local)]
     joined = join(stages)
+    layers = wanted.layers if mesh.pp > 1 else None
     return Manifest(
-        engine,
+        wanted.target.engine(wanted.dtype),
         mesh,
         joined.params,
         joined.buffers,
         joined.groups,
-        joined.scalars,
         source.ties,
-        optimizer=optimizer,
         family=source.family,
         run=source.run,
-        names=dict(layers.names) if layers and mesh.pp > 1 else {},
+        names=dict(layers.names) if layers else {},
     )
 
 
-def universal_manifest(
-    source: Manifest, target: Target, file: str, permuted: bool = False
-) -> Manifest:
-    """The same parameters, each one whole and in a buffer of its own. Raises a UcpError."""
-    match_ties(source, True, file)
-    groups = _groups(source, target, file, permuted)
-    dtype = target.dtype or _dtype(source)
-    specs = {spec.name: _retyped(spec, dtype) for spec in source.params}
+def _stage(
+    wanted: Wanted, groups: list[NamedGroup], local: Mapping[str, int], held: frozenset[str]
+) -> Stage:
+    """What one stage of the target holds. `local` are the elements of each parameter that a rank
+    has."""
+    target, dtype, params = wanted.target, wanted.dtype, wanted.params
+    engine = target.engine(dtype)
+    here = [replace(one, names=tuple(n for n in one.names if n in held)) for one in groups]
+    here = [one for one in here if one.names]
     buffers: list[FlatBuffer] = []
-    scalars: list[Mapping[str, float]] = []
-    for number, group in enumerate(groups):
-        states = _states(source, group, target.optimizer, file, "universal", dtype)
-        for name in group.names:
+    for number, one in enumerate(here):
+        sizes = [(name, local[name]) for name in one.names]
+        states = _states(wanted, one, engine)
+        on_rank = GroupOnRank(number, one.group.optimizer, sizes, states, wanted.source.scalars_of)
+        buffers += target.buffers(on_rank, engine, dtype)
+    for buffer in buffers:  # files keep one set of them for each buffer
+        one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)
+    values: list[FlatBuffer] = []
+    for name, spec in params.items():
+        if spec.kind != "trainable" and name in held:
+            split = engine == "zero3" and spec.kind == "frozen"
+            values.append(_value(spec, local[name], target.mesh.partitions if split else None))
+    specs = tuple(spec for name, spec in params.items() if name in held)
+    return Stage(specs, tuple(buffers), tuple(one.group for one in here), tuple(values))
+
+
+def universal_manifest(wanted: Wanted) -> Manifest:
+    """The same parameters, each one whole and in a buffer of its own. Raises a UcpError."""
+    source = wanted.source
+    match_ties(source, True, wanted.file)
+    groups, specs = wanted.named_groups(), wanted.params
+    buffers: list[FlatBuffer] = []
+    for number, one in enumerate(groups):
+        states = _states(wanted, one, "universal")
+        for name in one.names:
             size = math.prod(specs[name].shape)
-            buffers.append(
-                FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, number, axes=())
-            )
-            scalars.append(source.scalars_of(name))
+            scalars = source.scalars_of(name)
+            buffers.append(alone(name, size, states, number, scalars, axes=()))
     for spec in specs.values():
         if spec.kind != "trainable":
             size = math.prod(spec.shape)
-            buffers.append(
-                FlatBuffer(
-                    (Member(spec.name, 0, size),), size, 1, "whole", ((VALUE, spec.dtype),), axes=()
-                )
-            )
-            scalars.append({})
+            buffers.append(alone(spec.name, size, ((VALUE, spec.dtype),), axes=()))
     return Manifest(
         "universal",
         Mesh(),
         tuple(specs.values()),
         tuple(buffers),
-        tuple(group.settings for group in groups),
-        tuple(scalars),
+        tuple(one.group for one in groups),
         source.ties,
-        optimizer=target.optimizer or source.optimizer,
         family=source.family,
         run=source.run,
     )
 
 
-def _stages_of(source: Manifest, layers: Layers) -> tuple[int, ...] | None:
-    """How many layers each stage of the source has; of a parameter that several positions hold the
-    last is on the last stage."""
-    held = {
-        name: [dict(source.buffers[b].at).get("pp", 0) for b, _ in holders]
-        for name, holders in source.holders.items()
-    }
-    at, seen = [0], set[str]()
-    for names in layers.canonical:
-        own = [held[name][-1] if name in seen else held[name][0] for name in names if name in held]
-        seen.update(names)
-        at.append(max([at[-1], *own]))
-    counts = tuple(at[1:].count(stage) for stage in range(source.mesh.pp))
-    return counts if all(counts) else None
-
-
-def _dtype(source: Manifest) -> str:
-    return next((spec.dtype for spec in source.params if spec.kind == "trainable"), "float32")
-
-
-def _retyped(spec: ParamSpec, dtype: str) -> ParamSpec:
-    """Parameters train in one dtype; buffers keep theirs."""
-    return spec if spec.kind == "buffer" else replace(spec, dtype=dtype)
-
-
-def _states(
-    source: Manifest, group: Group, optimizer: str | None, file: str, engine: str, dtype: str
-) -> tuple[tuple[str, str], ...]:
+def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
     """Masters and element-wise states of a group, which the target's `optimizer` has to keep if it
     is another one. At stage 0 in float32 the weights are the masters, whatever the source's are."""
-    holders = [source.buffers[source.holders[name][0][0]] for name in group.names]
-    masters = {dict(buffer.states).get(MASTER) for buffer in holders}
-    found = one_value(
-        [Member(name, 0, 0) for name in group.names],
-        lambda name: source_states(source, name),
-        "states",
-        file,
-    )
+    source, file, first = wanted.source, wanted.file, group.names[0]
+    masters = {source.states_of(name).get(MASTER) for name in group.names}
+    members = [Member(name, 0, 0) for name in group.names]
+    found = one_value(members, lambda name: source_states(source, name), "states", file)
     if len(masters) > 1 or None in masters:
         raise StateMismatchError(
             "the checkpoint holds no master weights of one kind",
             file=file,
-            parameter=group.names[0],
+            parameter=first,
             found=", ".join(map(str, masters)),
             fix="convert a checkpoint that was saved with its optimizer",
         )
-    if optimizer and (
-        states := {**found, **source.scalars_of(group.names[0])}
-    ):  # none before the first step
-        kept = kept_by(optimizer, group.settings)
-        require_equal((*kept.element, *kept.scalar), states, group.names[0], file)
-    return with_states(
-        found, dtype if (engine, dtype) == ("zero0", "float32") else str(masters.pop())
-    )
+    states = {**found, **source.scalars_of(first)}
+    if not states:
+        check_not_lost(source, source.group_of(first), group.group.optimizer, file)
+    elif wanted.target.optimizer:
+        kept = kept_by(wanted.target.optimizer, group.group.settings)
+        require_equal((*kept.element, *kept.scalar), states, first, file)
+    plain = (engine, wanted.dtype) == ("zero0", "float32")
+    return with_states(found, wanted.dtype if plain else str(masters.pop()))
 
 
 def _value(spec: ParamSpec, elems: int, parts: int | None) -> FlatBuffer:
     """A frozen parameter or buffer; `parts` are ZeRO-3's partitions of it, None where it is
     whole."""
-    return FlatBuffer(
-        (Member(spec.name, 0, elems),),
-        -(-elems // (parts or 1)),
-        parts or 1,
-        "each" if parts else "whole",
-        ((VALUE, spec.dtype),),
-    )
+    states = ((VALUE, spec.dtype),)
+    if parts is None:
+        return alone(spec.name, elems, states)
+    return FlatBuffer((Member(spec.name, 0, elems),), -(-elems // parts), parts, "each", states)
 
 
-def _groups(source: Manifest, target: Target, file: str, permuted: bool) -> list[Group]:
-    """The groups of an optimizer without pipeline. The stages of a pipeline number their own: those
-    are one that have the same number where all stages have as many, else those with the same
-    settings (but for the rate)."""
+# ------------------------------------------------ groups
+
+
+def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
+    """The groups that the target lists. Raises UsageError where they don't list every trainable
+    parameter once, StateMismatchError where members of one disagree."""
+    source, file = wanted.source, wanted.file
+    wished = wanted.target.groups or ()
     trainable = [spec.name for spec in source.params if spec.kind == "trainable"]
-    if target.groups is not None:
-        listed = [name for names in target.groups for name in names]
-        if sorted(listed) != sorted(trainable):
-            odd = sorted(set(listed) ^ set(trainable)) or [
-                name for name in listed if listed.count(name) > 1
-            ]
-            raise UsageError(
-                "the groups do not list every trainable parameter once",
-                file=file,
-                parameter=odd[0],
-                expected=f"{len(trainable)} names",
-                found=f"{len(listed)}",
-            )
-        return [
-            Group(
-                one_value(
-                    [Member(n, 0, 0) for n in names], source.group_of, "hyper-parameters", file
-                ),
-                tuple(names),
-            )
-            for names in target.groups
-        ]
-    by_stage: dict[int, dict[int, dict[str, None]]] = {}
-    for buffer in source.buffers:
-        if buffer.group is not None:
-            stage = by_stage.setdefault(dict(buffer.at).get("pp", 0), {})
-            stage.setdefault(buffer.group, {}).update(
-                dict.fromkeys(member.param for member in buffer.members)
-            )
+    listed = [name for names in wished for name in names]
+    if sorted(listed) != sorted(trainable):
+        twice = [name for name in listed if listed.count(name) > 1]
+        odd = sorted(set(listed) ^ set(trainable)) or twice
+        raise UsageError(
+            "the groups do not list every trainable parameter once",
+            file=file,
+            parameter=odd[0],
+            expected=f"{len(trainable)} names",
+            found=f"{len(listed)}",
+        )
+    out: list[NamedGroup] = []
+    for names in wished:
+        members = [Member(name, 0, 0) for name in names]
+        one_value(members, source.group_of, "hyper-parameters", file)
+        number = source.group_number(names[0]) if names else None
+        group = source.groups[number] if number is not None else ParamGroup({})
+        out.append(NamedGroup(group, tuple(names)))
+    return out
+
+
+def _source_groups(wanted: Wanted) -> list[NamedGroup]:
+    """The source's groups. The stages of a pipeline number their own: those are one that have the
+    same number where all stages have as many, else those with the same settings (but for the
+    rate)."""
+    source, file = wanted.source, wanted.file
+    by_stage = _groups_by_stage(source)
     if not by_stage:
         raise StateMismatchError(
             "the checkpoint holds no optimizer",
@@ -270,25 +234,45 @@ def _groups(source: Manifest, target: Target, file: str, permuted: bool) -> list
             fix="convert a checkpoint that was saved with its optimizer",
         )
     alike = len({len(groups) for groups in by_stage.values()}) == 1
-    out: dict[Any, tuple[Mapping[str, Any], dict[str, None]]] = {}
+    out: dict[Any, tuple[ParamGroup, dict[str, None]]] = {}
     for _, groups in sorted(by_stage.items()):
         for at, (number, names) in enumerate(sorted(groups.items())):
-            settings = source.groups[number]
-            key = (
-                at
-                if alike
-                else repr(
-                    sorted((k, v) for k, v in settings.items() if k not in ("lr", "initial_lr"))
-                )
-            )
-            ordered = _unpermuted(list(names), source.mesh.partitions) if permuted else names
-            out.setdefault(key, (settings, {}))[1].update(dict.fromkeys(ordered))
-    groups = [Group(settings, tuple(names)) for settings, names in out.values()]
-    for group in groups:
-        one_value(
-            [Member(name, 0, 0) for name in group.names], source.group_of, "hyper-parameters", file
-        )
-    return groups
+            group = source.groups[number]
+            settings = {k: v for k, v in group.settings.items() if k not in ("lr", "initial_lr")}
+            key = at if alike else repr(sorted(settings.items()))
+            if wanted.permuted:
+                names = _unpermuted(names, source.mesh.partitions)
+            out.setdefault(key, (group, {}))[1].update(dict.fromkeys(names))
+    found = [NamedGroup(group, tuple(names)) for group, names in out.values()]
+    for one in found:
+        members = [Member(name, 0, 0) for name in one.names]
+        one_value(members, source.group_of, "hyper-parameters", file)
+    return found
+
+
+def _groups_by_stage(source: Manifest) -> dict[int, dict[int, list[str]]]:
+    """Names by stage and by number of the group, in the order of the buffers."""
+    out: dict[int, dict[int, dict[str, None]]] = {}
+    for buffer in source.buffers:
+        for member in buffer.members:
+            if member.group is not None:
+                groups = out.setdefault(buffer.stage, {})
+                groups.setdefault(member.group, {})[member.param] = None
+    return {
+        stage: {number: list(names) for number, names in groups.items()}
+        for stage, groups in out.items()
+    }
+
+
+def _unpermuted(names: Sequence[str], parts: int) -> list[str]:
+    """The client's order of what `round_robin_gradients` permuted."""
+    out = [""] * len(names)
+    for name, index in zip(names, round_robin(len(names), parts), strict=True):
+        out[index] = name
+    return out
+
+
+# ------------------------------------------------ stages
 
 
 def no_layers(file: str) -> UnsupportedError:
@@ -302,23 +286,17 @@ def no_layers(file: str) -> UnsupportedError:
     )
 
 
-def _unpermuted(names: Sequence[str], parts: int) -> list[str]:
-    """The client's order of what `round_robin_gradients` permuted."""
-    out = [""] * len(names)
-    for name, index in zip(names, round_robin(len(names), parts), strict=True):
-        out[index] = name
-    return out
-
-
-def _placed(
-    source: Manifest, target: Target, layers: Layers | None, local: Mapping[str, int], file: str
-) -> list[frozenset[str]]:
-    """The names that each stage holds."""
+def _placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
+    """The names that each stage of the target holds."""
+    source, target, layers, file = wanted.source, wanted.target, wanted.layers, wanted.file
     if target.mesh.pp == 1:
         return [frozenset(spec.name for spec in source.params)]
     if layers is None:
         raise no_layers(file)
-    if target.stages is None:
+    method = target.stages
+    if method is None and source.mesh.pp == target.mesh.pp:
+        method = _stages_of(source, layers)
+    if method is None:
         raise UsageError(
             "how the layers are divided among the stages is not known",
             file=file,
@@ -327,9 +305,6 @@ def _placed(
             fix="give --stages (Target(stages=...)) as the job's partition method",
         )
     known = {name for names in layers.canonical for name in names}
-    trained = {
-        spec.name: local[spec.name] for spec in source.params if spec.kind == "trainable"
-    }  # what DeepSpeed balances
     lost = [spec.name for spec in source.params if spec.name not in known]
     if lost:
         raise UnsupportedError(
@@ -338,7 +313,25 @@ def _placed(
             parameter=lost[0],
             found=f"{len(lost)} of {len(source.params)}",
         )
+    # what DeepSpeed balances
+    trained = {spec.name: local[spec.name] for spec in source.params if spec.kind == "trainable"}
     return [
         frozenset(name for at in stage for name in layers.canonical[at])
-        for stage in layers.stages(target.stages, target.mesh.pp, trained)
+        for stage in divide(layers, method, target.mesh.pp, trained)
     ]
+
+
+def _stages_of(source: Manifest, layers: Layers) -> tuple[int, ...] | None:
+    """How many layers each stage of the source has; of a parameter that several positions hold the
+    last is on the last stage."""
+    held = {
+        name: [source.buffers[b].stage for b, _ in holders]
+        for name, holders in source.holders.items()
+    }
+    at, seen = [0], set[str]()
+    for names in layers.canonical:
+        own = [held[name][-1] if name in seen else held[name][0] for name in names if name in held]
+        seen.update(names)
+        at.append(max([at[-1], *own]))
+    counts = tuple(at[1:].count(stage) for stage in range(source.mesh.pp))
+    return counts if all(counts) else None

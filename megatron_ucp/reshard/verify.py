@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
-from megatron_ucp.core.flat import Member
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Cut, Slot, cuts_of, make_plan, padding, prove
+from megatron_ucp.core.plan import Slot, make_plan, padding
+from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import (
     DamagedFileError,
     NotFoundError,
@@ -20,31 +20,19 @@ from megatron_ucp.errors import (
     UnsafePickleError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.paths import resolve
-from megatron_ucp.formats.deepspeed.whole import check_file
-from megatron_ucp.formats.pt.reader import PtFile, Record
-from megatron_ucp.formats.pt.values import ITEMSIZE, storages_of
-from megatron_ucp.formats.registry import Checkpoint, open_checkpoint
-from megatron_ucp.reshard.diff import one_parameter
-from megatron_ucp.reshard.execute import DTYPES
+from megatron_ucp.formats.base import ByteFile, Checkpoint, Record
+from megatron_ucp.formats.deepspeed.paths import tag_folder
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.canonical import HeldAt, first_slot, one_parameter, read_copy, slots_of
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.findings import Finding, Progress, finding_of
 from megatron_ucp.reshard.windows import pool
 
 _BLOCK_BYTES = 2 * 2**20  # fits a core's cache
 _PIECE_BYTES = (
     64 * 2**20
 )  # what one thread takes of a record: a checkpoint may have a single large one
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong."""
-
-    what: str
-    file: str = ""
-    parameter: str = ""
-    expected: str = ""
-    found: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,23 +63,16 @@ def verify(
     NotFoundError where there is no checkpoint, UnsupportedError for one that this version does not
     read, RuleError.
     """
-    folder = resolve(path, tag)
+    folder = tag_folder(path, tag)
     findings: list[Finding] = []
     try:
         with open_checkpoint(folder, rules=rules) as checkpoint:
             names = checkpoint.file_names
             for name in names:
-                _note(findings, lambda name=name: check_file(checkpoint, name))
-            for name in set(checkpoint.recorded.files) - set(names):
-                _note(findings, lambda name=name: checkpoint.recorded.read(name))
-            notes = [
-                *checkpoint.notes,
-                *(
-                    f"{name} has no checksums"
-                    for name in names
-                    if not checkpoint.file(name).has_checksums
-                ),
-            ]
+                _note(findings, lambda name=name: checkpoint.check(name))
+            _note(findings, checkpoint.check_beside)
+            bare = [name for name in names if not checkpoint.file(name).has_checksums]
+            notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in bare)]
             read = 0
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)
@@ -103,14 +84,6 @@ def verify(
             )
     except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
         return Verified(str(folder), (*findings, finding_of(error)), (), 0, 0)
-
-
-def finding_of(error: UcpError) -> Finding:
-    shown = [
-        str(value) if value is not None else ""
-        for value in (error.file, error.parameter, error.expected, error.found)
-    ]
-    return Finding(error.problem, *shown)
 
 
 def _note(findings: list[Finding], check: Callable[[], object]) -> None:
@@ -126,15 +99,10 @@ def _check_cover(manifest: Manifest) -> None:
     """Every element of every state of every parameter lies somewhere: a plan for the whole of it
     exists, and is proved."""
     for spec in manifest.params:
-        state, dtype = manifest.buffers[manifest.holders[spec.name][0][0]].states[
-            0
-        ]  # all states of a buffer are cut alike
-        target = one_parameter(spec, {state: dtype})
-        prove(
-            make_plan(manifest, target, [(Slot(0, (("tp", 0),), 0, state), state)]),
-            manifest,
-            target,
-        )
+        state, dtype = next(iter(manifest.states_of(spec.name).items()))
+        target = one_parameter(manifest, spec.name, {state: dtype})  # all states are cut alike
+        wants = [(slot, state) for slot in slots_of(target, state)]
+        prove(make_plan(manifest, target, wants), manifest, target)
 
 
 # ------------------------------------------------ every byte
@@ -150,9 +118,9 @@ def _check_records(
     """Compares every record of every file with its CRC-32, on all cores, and looks at the cover
     meanwhile; returns the bytes that were read."""
     records = [
-        (file, record, dtype)
-        for file in map(checkpoint.file, names)
-        for record, dtype in _records(file)
+        (checkpoint.file(name), record, dtype)
+        for name in names
+        for record, dtype in checkpoint.records(name)
     ]
     total, done = sum(record.size_bytes for _, record, _ in records), 0
     unused: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -161,16 +129,11 @@ def _check_records(
 
     def scan(place: tuple[int, int]) -> tuple[int, bool]:
         file, record, dtype = records[place[0]]
-        looks = not allow_nan and dtype in DTYPES and DTYPES[dtype].is_floating_point
-        return _scan(
-            file, record, place[1], dtype if looks else "", unused.get((file.path, record.name), [])
-        )
+        looks = not allow_nan and dtype in TORCH_DTYPES and TORCH_DTYPES[dtype].is_floating_point
+        not_owned = unused.get((file.path, record.name), [])
+        return _scan(file, record, place[1], dtype if looks else "", not_owned)
 
-    pieces = [
-        (number, low)
-        for number, (_, record, _) in enumerate(records)
-        for low in range(0, record.size_bytes, _PIECE_BYTES)
-    ]
+    pieces = list(_pieces(records))
     sums, nans = [0] * len(records), set[int]()
     with pool() as threads:
         scans = threads.map(scan, pieces)
@@ -181,26 +144,25 @@ def _check_records(
             nans |= {number} if nan else set()
             if progress is not None:
                 progress(done, total)
-    for number, (file, record, _) in enumerate(records):
-        wrong = file.has_checksums and sums[number] != record.crc32
-        findings += [
-            Finding(what, file.path, record.name)
-            for what, found in (
-                ("a record has a wrong checksum", wrong),
-                ("a record holds NaN", number in nans),
-            )
-            if found
-        ]
+    findings += _wrong_records(records, sums, nans)
     return total
 
 
-def _records(file: PtFile) -> Iterator[tuple[Record, str]]:
-    """Every record with the dtype of the tensors in it; "" where it holds none."""
-    dtypes = {
-        f"{file.root}/data/{storage.key}": storage.dtype for storage in storages_of(file.tree)
-    }
-    for name in file.records:
-        yield file.records[name], dtypes.get(name, "")
+def _pieces(records: list[tuple[ByteFile, Record, str]]) -> Iterator[tuple[int, int]]:
+    """(number of the record, first byte) of what the threads take."""
+    for number, (_, record, _) in enumerate(records):
+        for low in range(0, record.size_bytes, _PIECE_BYTES):
+            yield number, low
+
+
+def _wrong_records(
+    records: list[tuple[ByteFile, Record, str]], sums: list[int], nans: set[int]
+) -> Iterator[Finding]:
+    for number, (file, record, _) in enumerate(records):
+        if file.has_checksums and sums[number] != record.crc32:
+            yield Finding("a record has a wrong checksum", file.path, record.name)
+        if number in nans:
+            yield Finding("a record holds NaN", file.path, record.name)
 
 
 def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
@@ -210,7 +172,7 @@ def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, in
     out: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for b, buffer in enumerate(manifest.buffers):
         for cut, part, (state, dtype) in product(
-            cuts_of(manifest, buffer), range(buffer.partitions), buffer.states
+            manifest.cuts_of(buffer), range(buffer.partitions), buffer.states
         ):
             slot = Slot(b, cut, part, state)
             for fill in padding(buffer, slot):
@@ -224,7 +186,7 @@ def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, in
 
 
 def _scan(
-    file: PtFile, record: Record, low: int, dtype: str, unused: list[tuple[int, int]]
+    file: ByteFile, record: Record, low: int, dtype: str, unused: list[tuple[int, int]]
 ) -> tuple[int, bool]:
     """CRC-32 of a piece of a record that begins at byte `low`, and whether it holds NaN (never with
     dtype "")."""
@@ -244,7 +206,7 @@ def _scan(
 
 def _has_nan(block: memoryview, dtype: str) -> bool:
     """A finite sum has no NaN in it, and takes a tenth of the time of looking at every number."""
-    values = torch.frombuffer(block, dtype=DTYPES[dtype])
+    values = torch.frombuffer(block, dtype=TORCH_DTYPES[dtype])
     if dtype in ("float32", "bfloat16", "float64") and bool(values.sum().isfinite()):
         return False
     return bool((values.float() if values.element_size() == 1 else values).isnan().any())
@@ -256,18 +218,12 @@ def _has_nan(block: memoryview, dtype: str) -> bool:
 def _copies(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Parameters of which several places hold a copy, and the copies differ."""
     manifest = checkpoint.manifest
-    for name, holders in manifest.holders.items():
+    for name in manifest.holders:
         for (one, other), (state, dtype) in product(
-            _pairs(manifest, name), manifest.buffers[holders[0][0]].states
+            _pairs(manifest, name), manifest.states_of(name).items()
         ):
-            size = manifest.buffers[one[0]].members[one[1]].size
-            step = _BLOCK_BYTES // ITEMSIZE[dtype]
-            if any(
-                read_copy(checkpoint, one, state, dtype, low, min(low + step, size))
-                != read_copy(checkpoint, other, state, dtype, low, min(low + step, size))
-                for low in range(0, size, step)
-            ):
-                file = checkpoint.where(_slot(checkpoint, other, state, 0)).file
+            if _differ(checkpoint, one, other, state, dtype):
+                file = checkpoint.where(first_slot(manifest, other, state)).file
                 yield Finding(
                     f"two copies of the state {state} differ",
                     file.path,
@@ -277,50 +233,27 @@ def _copies(checkpoint: Checkpoint) -> Iterator[Finding]:
                 )
 
 
-def _pairs(manifest: Manifest, name: str) -> list[tuple["Place", "Place"]]:
+def _differ(checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtype: str) -> bool:
+    size = checkpoint.manifest.member(one.buffer, one.member).size
+    step = _BLOCK_BYTES // ITEMSIZE[dtype]
+    return any(
+        read_copy(checkpoint, one, state, dtype, low, min(low + step, size))
+        != read_copy(checkpoint, other, state, dtype, low, min(low + step, size))
+        for low in range(0, size, step)
+    )
+
+
+def _pairs(manifest: Manifest, name: str) -> list[tuple[HeldAt, HeldAt]]:
     """Places that hold the same elements of a parameter, each with the next one."""
-    same: dict[Cut, list[Place]] = {}
+    alike = isinstance(manifest.by_name[name].layout, Replicate)
+    same: dict[object, list[HeldAt]] = {}
     for b, m in manifest.holders[name]:
-        for cut in cuts_of(manifest, manifest.buffers[b]):
-            same.setdefault(
-                () if isinstance(manifest.by_name[name].layout, Replicate) else cut, []
-            ).append((b, m, cut))
+        for cut in manifest.cuts_of(manifest.buffers[b]):
+            key = () if alike else (cut, manifest.member(b, m).chunk)
+            same.setdefault(key, []).append(HeldAt(b, m, cut))
     return [pair for places in same.values() for pair in pairwise(places)]
 
 
-Place = tuple[int, int, Cut]  # buffer, member, place along the axes that cut it
-
-
-def _slot(checkpoint: Checkpoint, place: Place, state: str, low: int) -> Slot:
-    buffer = checkpoint.manifest.buffers[place[0]]
-    member: Member = buffer.members[place[1]]
-    return Slot(place[0], place[2], buffer.owners(member, low, low + 1)[0], state)
-
-
-def read_copy(
-    checkpoint: Checkpoint, place: Place, state: str, dtype: str, low: int, high: int
-) -> bytes:
-    """Elements [low, high) of what a place holds of a parameter."""
-    b, m, cut = place[0], place[1], place[2]
-    buffer = checkpoint.manifest.buffers[b]
-    member: Member = buffer.members[m]
-    size, out = ITEMSIZE[dtype], bytearray()
-    for part in buffer.owners(member, low, high) if low < high else ():
-        first, last = buffer.owned(member, part)
-        first, last = max(first, low), min(last, high)
-        where = checkpoint.where(Slot(b, cut, part, state))
-        block = bytearray((last - first) * size)
-        where.file.read_into(
-            where.record,
-            where.offset_bytes + buffer.offset(member, part, first) * size,
-            memoryview(block),
-        )
-        out += block
-    return bytes(out)
-
-
-def _said(manifest: Manifest, place: Place) -> str:
-    return (
-        ", ".join(f"{axis} {index}" for axis, index in (*manifest.buffers[place[0]].at, *place[2]))
-        or "the first"
-    )
+def _said(manifest: Manifest, place: HeldAt) -> str:
+    at = (*manifest.buffers[place.buffer].at, *place.cut)
+    return ", ".join(f"{axis} {index}" for axis, index in at) or "the first"

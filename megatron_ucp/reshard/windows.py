@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Copy, Slot, Want, Windows, make_plan, one_state, prove
-from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.pt.reader import Record
+from megatron_ucp.core.plan import Copy, Slot, Want, Windows, make_plan
+from megatron_ucp.core.proof import one_state, prove
+from megatron_ucp.formats.base import Checkpoint, Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import Checkpoint
 from megatron_ucp.reshard.execute import (
-    DTYPES,
+    TORCH_DTYPES,
     Counts,
-    Run,
+    SummedRun,
     bytes_of,
     check_runs,
     execute,
@@ -52,7 +51,7 @@ class WindowReader:
         self._targets: dict[int, tuple[Manifest, frozenset[str]]] = {}
         self._straight: dict[tuple[int, Slot], list[_Straight]] = {}
         self._places: dict[Slot, Where] = {}
-        self._runs: list[Run] = []
+        self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
 
     def prove(
@@ -156,7 +155,7 @@ class WindowReader:
             for key, record in self._records.items()
             if self.source.opened(key[0]).has_checksums
         }
-        self.source.check_used()
+        self.source.check_read()
         self.read_bytes += check_runs(self._runs, summed, self.source.opened, thorough=thorough)[2]
 
 
@@ -177,4 +176,4 @@ class Memory(threading.local):
         held: dict[int, torch.Tensor] = self.__dict__.setdefault("held", {})
         if which not in held:
             held[which] = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        return held[which][: elems * ITEMSIZE[dtype]].view(DTYPES[dtype])
+        return held[which][: elems * ITEMSIZE[dtype]].view(TORCH_DTYPES[dtype])

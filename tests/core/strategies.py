@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot, cuts_of
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.formats.deepspeed import formulas
 
 # Of the random cases that a law gets in `tests/run.sh all`: the share that it gets in this run.
 SHARE = float(os.environ.get("LAW_SHARE", "0.25"))
@@ -164,7 +165,7 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
         mesh,
         tuple(specs),
         tuple(buffers),
-        groups=tuple({"lr": 0.1} for _ in range(model.groups)),
+        groups=tuple(ParamGroup({"lr": 0.1}) for _ in range(model.groups)),
     )
 
 
@@ -175,37 +176,43 @@ def flat_buffers(
     place = {"tp": (mesh.tp, 0), "etp": (mesh.etp, 0)}
     sizes = [int(np.prod(oracle_local(s, place).shape)) for s in specs]
     states = (("fp32", dtype), ("exp_avg", "float32"))
-    common: dict[str, Any] = {"states": states, "group": group, "axes": ("tp", "etp")}
+    common: dict[str, Any] = {"states": states, "axes": ("tp", "etp")}
     if mesh.zero == 0:
-        lone = [(Member(spec.name, 0, size),) for spec, size in zip(specs, sizes, strict=True)]
+        pairs = zip(specs, sizes, strict=True)
+        lone = [(Member(spec.name, 0, size, group),) for spec, size in pairs]
         return [FlatBuffer(one, one[0].size, 1, "whole", **common) for one in lone]
     if mesh.zero < 3:
-        return [whole_buffer(draw, specs, sizes, mesh.dp, common)]
+        return [whole_buffer(draw, specs, sizes, mesh.dp, group, common)]
     out = []
-    for chosen in flat.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
+    for chosen in formulas.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
         starts, used = flat.aligned_starts([-(-sizes[i] // mesh.dp) for i in chosen])
-        members = members_of(specs, sizes, chosen, starts)
+        members = members_of(specs, sizes, chosen, starts, group)
         out.append(FlatBuffer(members, used, mesh.dp, "each", **common))
     return out
 
 
 def whole_buffer(
-    draw: st.DrawFn, specs: list[ParamSpec], sizes: list[int], dp: int, common: dict[str, Any]
+    draw: st.DrawFn,
+    specs: list[ParamSpec],
+    sizes: list[int],
+    dp: int,
+    group: int,
+    common: dict[str, Any],
 ) -> FlatBuffer:
     """Of ZeRO-1 or 2, with or without round robin and alignment."""
     plain = list(range(len(specs)))
-    order = flat.round_robin(len(specs), dp) if draw(st.booleans()) else plain
+    order = formulas.round_robin(len(specs), dp) if draw(st.booleans()) else plain
     alignment = draw(st.sampled_from([1, 4, 8]))
     starts, used = flat.aligned_starts([sizes[i] for i in order], alignment)
-    members = members_of(specs, sizes, order, starts)
-    return FlatBuffer(members, flat.whole_length(used, dp), dp, "whole", **common)
+    members = members_of(specs, sizes, order, starts, group)
+    return FlatBuffer(members, formulas.whole_length(used, dp), dp, "whole", **common)
 
 
 def members_of(
-    specs: list[ParamSpec], sizes: list[int], chosen: list[int], starts: list[int]
+    specs: list[ParamSpec], sizes: list[int], chosen: list[int], starts: list[int], group: int
 ) -> tuple[Member, ...]:
     pairs = zip(chosen, starts, strict=True)
-    return tuple(Member(specs[i].name, start, sizes[i]) for i, start in pairs)
+    return tuple(Member(specs[i].name, start, sizes[i], group) for i, start in pairs)
 
 
 def oracle_local(spec: ParamSpec, place: dict[str, tuple[int, int]]) -> np.ndarray:
@@ -234,7 +241,7 @@ def oracle_slots(manifest: Manifest, state: str) -> dict[Slot, np.ndarray]:
     out = {}
     numbers = {spec.name: i for i, spec in enumerate(sorted(manifest.params, key=lambda s: s.name))}
     for b, buffer in enumerate(manifest.buffers):
-        for cut in cuts_of(manifest, buffer):
+        for cut in manifest.cuts_of(buffer):
             place = {axis: (manifest.mesh.size(axis), index) for axis, index in cut}
             flats = [
                 oracle_local(manifest.by_name[m.param], place).reshape(-1)
@@ -269,5 +276,5 @@ def all_wants(manifest: Manifest, state: str) -> list[tuple[Slot, str]]:
     return [
         (Slot(b, cut, part, state), state)
         for b, buffer in enumerate(manifest.buffers)
-        for cut, part in product(cuts_of(manifest, buffer), range(buffer.partitions))
+        for cut, part in product(manifest.cuts_of(buffer), range(buffer.partitions))
     ]

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from megatron_ucp.core.box import Box
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Partial, Replicate
-from megatron_ucp.core.manifest import Manifest, ParamSpec, from_json, to_json
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Cast, Copy, Mean, Slot, make_plan, prove
+from megatron_ucp.core.plan import Cast, Copy, Mean, Slot, make_plan
+from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import InexactError, PlanError
 from tests.core.strategies import all_wants, cases, manifests, models, oracle_slots
 
@@ -182,11 +184,11 @@ def test_the_random_models_have_stages_of_all_kinds():
 def test_a_place_that_is_none_and_one_that_is_taken(at, words):
     spec = ParamSpec("w", (4,), "float32")
     buffers = tuple(
-        FlatBuffer((Member("w", 0, 4),), 4, 1, "whole", (("fp32", "float32"),), 0, place)
+        FlatBuffer((Member("w", 0, 4, 0),), 4, 1, "whole", (("fp32", "float32"),), place)
         for place in at
     )
     with pytest.raises(ValueError, match=words):
-        Manifest("zero", Mesh(pp=2, vpp=2), (spec,), buffers, groups=({},))
+        Manifest("zero", Mesh(pp=2, vpp=2), (spec,), buffers, groups=(ParamGroup({}),))
 
 
 @cases(100)
@@ -252,8 +254,8 @@ def one(layout, shape, tp, states=(("fp32", "float32"),), name="w"):
         "zero",
         Mesh(tp=tp),
         (spec,),
-        (FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, 0),),
-        groups=({},),
+        (FlatBuffer((Member(name, 0, size, 0),), size, 1, "whole", states),),
+        groups=(ParamGroup({}),),
     )
 
 

@@ -4,8 +4,16 @@ pipeline."""
 import pytest
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Extent, Partial, Replicate, Shard, ShardHy, ShardNC
-from megatron_ucp.core.rules import LONGEST_NAME, Rename, Rule, RuleSet, nearest, same_layout
+from megatron_ucp.core.layout import (
+    Extent,
+    Partial,
+    Replicate,
+    Shard,
+    ShardHy,
+    ShardNC,
+    same_layout,
+)
+from megatron_ucp.core.rules import LONGEST_NAME, Rename, Rule, RuleSet, nearest
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 
 RULES = RuleSet(

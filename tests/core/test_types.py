@@ -24,17 +24,10 @@ from megatron_ucp.core.layout import (
     layout_from_json,
     layout_to_json,
 )
-from megatron_ucp.core.manifest import (
-    FileEntry,
-    Manifest,
-    ParamSpec,
-    from_json,
-    plain_name,
-    to_json,
-)
+from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest_json import from_json, plain_name, to_json
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.rules import Rule, RuleSet
-from megatron_ucp.core.states import check_known, kept_by, require_equal
 from megatron_ucp.errors import (
     DamagedFileError,
     LayoutError,
@@ -43,6 +36,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
+from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.optimizers import check_known, kept_by, require_equal
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -254,13 +249,13 @@ def test_states_are_known_by_optimizer_and_key():
 
 def test_zero_formulas_give_the_sizes_seen_on_real_files():
     """Figures measured on DeepSpeed 0.19.8 with two ranks."""
-    assert [flat.whole_length(u, 2) for u in (161, 13, 1, 171, 23)] == [164, 16, 4, 172, 24]
-    assert flat.aligned_starts((91, 35, 35), flat.parameter_alignment(2)) == ([0, 96, 136], 171)
-    assert flat.aligned_starts((1, 5, 7), flat.parameter_alignment(2)) == ([0, 8, 16], 23)
-    assert flat.sub_groups((91, 35, 35), 2, 30) == [[0], [1, 2]] and flat.sub_groups(
+    assert [formulas.whole_length(u, 2) for u in (161, 13, 1, 171, 23)] == [164, 16, 4, 172, 24]
+    assert flat.aligned_starts((91, 35, 35), formulas.parameter_alignment(2)) == ([0, 96, 136], 171)
+    assert flat.aligned_starts((1, 5, 7), formulas.parameter_alignment(2)) == ([0, 8, 16], 23)
+    assert formulas.sub_groups((91, 35, 35), 2, 30) == [[0], [1, 2]] and formulas.sub_groups(
         (1, 5, 7), 2, 30
     ) == [[0, 1, 2]]
-    assert flat.round_robin(5, 2) == [0, 2, 4, 1, 3]
+    assert formulas.round_robin(5, 2) == [0, 2, 4, 1, 3]
 
 
 def manifest() -> Manifest:
@@ -269,9 +264,12 @@ def manifest() -> Manifest:
         "zero12",
         Mesh(tp=2, dp=2, zero=1),
         (spec,),
-        (FlatBuffer((Member("w", 0, 4),), 4, 2, "whole", (("fp32", "float32"),), 0),),
-        ({"lr": 1.0},),
-        ({"step": 3.0},),
+        (
+            FlatBuffer(
+                (Member("w", 0, 4, 0, {"step": 3.0}),), 4, 2, "whole", (("fp32", "float32"),)
+            ),
+        ),
+        (ParamGroup({"lr": 1.0}),),
         files=(FileEntry("a.pt", 3, "00"),),
     )
 
@@ -301,7 +299,7 @@ HOSTILE = {
     "missing key": lambda d: d.pop("mesh"),
     "mesh": lambda d: d["mesh"].update(tp=0),
     "overlap": lambda d: d["buffers"][0]["members"].append(["w", 0, 4]),
-    "scalars": lambda d: d["scalars"].append({}),
+    "scalars": lambda d: d["buffers"][0].update(scalars=[{}, {}]),
 }
 
 

@@ -92,14 +92,14 @@ def fill(engine: Any) -> None:
 def share(engine: Any, param: Any, number: int, key: str, local: torch.Size) -> torch.Tensor:
     """This rank's share of a whole tensor of provenance values, cut by megatron-core's own
     attributes."""
-    size, rank = tensor_size(engine), tensor_rank(engine)
-    if size == 1 or not getattr(param, "tensor_model_parallel", False):
+    size, rank, cut = tensor_size(engine), tensor_rank(engine), cut_of(param)
+    if size == 1 or cut is None:
         return provenance(number, key, local)
-    dim, stride = param.partition_dim, param.partition_stride
+    dim, parts = cut
     whole = provenance(
         number, key, torch.Size([n * size if d == dim else n for d, n in enumerate(local)])
     )
-    return torch.cat([part.chunk(size, dim)[rank] for part in whole.chunk(stride, dim)], dim)
+    return torch.cat([part.chunk(size, dim)[rank] for part in split(whole, dim, parts, size)], dim)
 
 
 def write_weights(engine: Any) -> None:
@@ -263,17 +263,28 @@ def tensor_rank(engine: Any) -> int:
     return engine.mpu.get_tensor_model_parallel_rank() if tensor_size(engine) > 1 else 0
 
 
-def cut_of(param: Any) -> tuple[int, int] | None:
-    """(dim, stride) by megatron-core's own attributes (not by the package's tables); None for a
-    parameter that is not cut."""
-    return (
-        (param.partition_dim, param.partition_stride)
-        if getattr(param, "tensor_model_parallel", False)
-        else None
-    )
+Cut = tuple[int, int | tuple[int, ...]]  # the dim, and a rank's parts: how many, or their sizes
 
 
-def join(parts: list[torch.Tensor], cut: tuple[int, int] | None) -> torch.Tensor:
+def cut_of(param: Any) -> Cut | None:
+    """By megatron-core's own attributes (not by the package's tables); None for a parameter that is
+    not cut."""
+    if not getattr(param, "tensor_model_parallel", False):
+        return None
+    sizes = tuple(getattr(param, "partition_sizes", ()))
+    return param.partition_dim, sizes or param.partition_stride
+
+
+def split(
+    tensor: torch.Tensor, dim: int, parts: int | tuple[int, ...], ranks: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """The parts of what one rank has, or of what `ranks` have together."""
+    if isinstance(parts, int):
+        return tensor.chunk(parts, dim)
+    return tensor.split([size * ranks for size in parts], dim)
+
+
+def join(parts: list[torch.Tensor], cut: Cut | None) -> torch.Tensor:
     """One parameter from its shares."""
     if len(parts) == 1:
         return parts[0]
@@ -281,10 +292,9 @@ def join(parts: list[torch.Tensor], cut: tuple[int, int] | None) -> torch.Tensor
         if not all(torch.equal(bits(parts[0]), bits(p)) for p in parts):
             raise AssertionError("copies of a replicated parameter differ")
         return parts[0]
-    dim, stride = cut
-    return torch.cat(
-        [torch.cat([p.chunk(stride, dim)[i] for p in parts], dim) for i in range(stride)], dim
-    )
+    dim, fused = cut
+    by_rank = [split(part, dim, fused) for part in parts]
+    return torch.cat([torch.cat(same, dim) for same in zip(*by_rank, strict=True)], dim)
 
 
 def values(engine: Any) -> dict[str, torch.Tensor]:

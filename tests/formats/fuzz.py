@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, from_json, to_json
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry
+from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.pt.pickler import dumps
 from megatron_ucp.formats.pt.reader import PtFile

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ucp.core import manifest
-from megatron_ucp.core.manifest import FILE_NAME, from_json
+from megatron_ucp.core import manifest_json
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.unpickler import MAX_DEPTH, loads
 from megatron_ucp.formats.recorded import Recorded, open_regular
@@ -83,7 +84,7 @@ def test_values_of_a_manifest_are_counted_before_they_exist(
             monkeypatch.context() as patch,
             pytest.raises(DamagedFileError, match="can't be read") as caught,
         ):
-            patch.setattr(manifest, limit, 10)
+            patch.setattr(manifest_json, limit, 10)
             from_json(value.encode(), "x")
         assert "are read" in str(caught.value)
 

@@ -21,7 +21,7 @@ from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizer_files import reader_for
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard.diff import read_state
+from megatron_ucp.reshard.canonical import read_state
 
 from .golden.make import CASES, FOLDER
 
@@ -272,4 +272,4 @@ def test_each_class_of_reader_is_met() -> None:
             inner = tree.get("optimizer_state_dict") or tree.get("optimizer")
             if inner:
                 kinds.add(type(reader_for(inner, case)).__name__)
-    assert kinds == {"Zero12", "Zero3", "Plain", "Unfused"}
+    assert kinds == {"Zero12File", "Zero3File", "PlainFile", "UnfusedFile"}

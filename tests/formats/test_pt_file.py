@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from megatron_ucp.errors import DamagedFileError, UsageError
+from megatron_ucp.formats.base import Record
 from megatron_ucp.formats.pt import reader as pt_file
-from megatron_ucp.formats.pt.reader import PtFile, Record
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Stand, StorageRef, TensorRef, resolve
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Stand, StorageRef, TensorRef, with_tensors
 
 from .craft import Entry, pickle_of, storage, watch, zip_end, zip_of
 
@@ -70,7 +71,7 @@ def check_all(path: Path, source: object) -> int:
             assert mine == theirs
 
     with PtFile.open(path) as file:
-        walk(resolve(file.tree, lambda ref: rebuild(file, ref)), expected, source)
+        walk(with_tensors(file.tree, lambda ref: rebuild(file, ref)), expected, source)
     return compared
 
 

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.pt.unpickler import Stand, StorageRef, TensorRef, resolve
+from megatron_ucp.formats.pt.unpickler import Stand, StorageRef, TensorRef, with_tensors
 
 
 def ref(key: str) -> TensorRef:
@@ -30,7 +30,7 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
         calls.append(item)
         return item.storage.key
 
-    result = resolve(source, convert)
+    result = with_tensors(source, convert)
     assert result == [
         {"w": "a"},
         {"w": "a"},
@@ -56,12 +56,12 @@ def test_resolve_replaces_tensors_and_keeps_types_and_sharing() -> None:
 def test_resolve_of_cycles_and_of_shared_doublings_ends() -> None:
     value: list[object] = [ref("a")]
     value.append((value,))
-    result = resolve(value, lambda item: 1)
+    result = with_tensors(value, lambda item: 1)
     assert isinstance(result, list) and result[0] == 1 and result[1][0] is result
     doubled: object = [ref("a")]
     for _ in range(60):
         doubled = [doubled, doubled]
-    resolve(doubled, lambda item: 1)  # without the memo this would never end
+    with_tensors(doubled, lambda item: 1)  # without the memo this would never end
 
 
 def test_resolve_limits_depth() -> None:
@@ -69,5 +69,5 @@ def test_resolve_limits_depth() -> None:
     for _ in range(150):
         deep = [deep]
     with pytest.raises(DamagedFileError, match="nested too deeply"):
-        resolve(deep, lambda item: 1, file="x.pt")
-    assert resolve(deep, lambda item: 1, max_depth=200)
+        with_tensors(deep, lambda item: 1, file="x.pt")
+    assert with_tensors(deep, lambda item: 1, max_depth=200)

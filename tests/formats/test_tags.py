@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, to_json
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import durable
-from megatron_ucp.formats.deepspeed.paths import nothing_there, resolve
+from megatron_ucp.formats.deepspeed.paths import nothing_there, tag_folder
 from megatron_ucp.formats.recorded import Recorded
 
 STATE = "mp_rank_00_model_states.pt"
@@ -106,9 +107,9 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(
             seen.add("between two renames")
             assert content_of(folder / f"{tag}.replaced") == "old"
             with pytest.raises(NotFoundError, match=r"global_step1\.replaced"):
-                resolve(folder)
+                tag_folder(folder)
         else:
-            seen.add(content_of(resolve(folder)))
+            seen.add(content_of(tag_folder(folder)))
             assert content_of(folder / named) in ("old", "new")
             if tag == "global_step1":
                 assert (folder / tag / "mine.txt").read_text() == "kept"
@@ -125,7 +126,7 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(
 def check_that_saves_go_on(folder: Path) -> None:
     """What a killed save left is in nobody's way, and goes."""
     save(folder, "global_step3", "third")
-    assert content_of(resolve(folder)) == "third"
+    assert content_of(tag_folder(folder)) == "third"
     assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
 
@@ -134,9 +135,9 @@ def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> N
     (aside / STATE).write_text("all of it")
     assert nothing_there(tmp_path)
     with pytest.raises(NotFoundError, match="was not finished"):
-        resolve(aside)
+        tag_folder(aside)
     with pytest.raises(NotFoundError, match="no checkpoint"):
-        resolve(tmp_path)
+        tag_folder(tmp_path)
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])

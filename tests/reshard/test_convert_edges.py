@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import from_json, to_json
-from megatron_ucp.core.partition import Layers
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.errors import StateMismatchError, UsageError
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.live import parallel_of
+from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Family, Model, Sizes
@@ -10,8 +10,6 @@ from megatron_ucp.families.base import Family, Model, Sizes
 _REMEMBERED = "_ucp_model"
 # an attribute of the model: the tokenizer's size, where the vocabulary is padded
 _TRUE_VOCAB = "ucp_true_vocab"
-# an attribute of a PipelineModule, whose stages have no config of all layers: its Sizes
-_SIZES = "ucp_sizes"
 
 
 def model_of(engine: Any, family: str | Family | None) -> Model | None:
@@ -23,17 +21,16 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
     if family is None:
         return engine.__dict__.get(_REMEMBERED)
     chosen = find_family(family) if isinstance(family, str) else family
-    model = Model(chosen, sizes_of(engine.module))
+    measure = chosen.measure or sizes_of
+    model = Model(chosen, measure(engine.module))
     model.check_cut(parallel_of(engine)[0][0])
     engine.__dict__[_REMEMBERED] = model
     return model
 
 
 def sizes_of(module: Any) -> Sizes:
-    """Sizes of a megatron-core GPTModel, from its own config; of a PipelineModule, from its
-    attribute `ucp_sizes`. Raises UsageError for another module."""
-    if isinstance(told := getattr(module, _SIZES, None), Sizes):
-        return told
+    """Sizes of a megatron-core GPTModel, or of a PipelineModule with the same attributes, from its
+    own config. Raises UsageError for another module."""
     config: Any = getattr(module, "config", None)
     missing = [
         name
@@ -45,7 +42,7 @@ def sizes_of(module: Any) -> Sizes:
             "a family describes a megatron-core GPTModel",
             expected="GPTModel as the engine's module",
             found=type(module).__qualname__,
-            fix="leave family out for other models (at tp=1)",
+            fix="leave family out for other models (at tp=1), or give the family a `measure`",
         )
     learned = module.position_embedding_type == "learned_absolute"
     return Sizes(

@@ -1,23 +1,34 @@
-"""What a live DeepSpeed engine holds, as a manifest, and where each slot of it lies in memory."""
+"""A live DeepSpeed engine, described for all its ranks and filled on this one."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Extent
-from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.stages import Stage, check_replicas, join
-from megatron_ucp.core.states import ELEMENT, MASTER, VALUE
-from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
-from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.core.stages import Joined, check_replicas, join
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
+from megatron_ucp.engines.deepspeed.stage import (
+    OwnStage,
+    Part,
+    flat_view,
+    one_order,
+)
+from megatron_ucp.engines.deepspeed.unusable import mark_unusable, mark_usable
+from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer
+from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.optimizer_files import STRUCTURE
+from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.optimizers import Kept, kept_by
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
+from megatron_ucp.reshard.resume import How
 
 # How an optimizer is run on some hardware, and what its class says already (AdamW is Adam with
 # `decoupled_weight_decay`); not what a run sets.
@@ -26,362 +37,190 @@ IMPLEMENTATION = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one pipeline stage tells the others: all that it holds, and the order of each group's
-    parameters in the client's optimizer."""
-
-    number: int
-    holds: Stage
-    order: tuple[tuple[str, ...], ...]
-    ties: tuple[Tie, ...]
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An engine of all stages: its manifest, and the names of each group's parameters in the order
-    of the optimizer."""
-
-    manifest: Manifest
-    order: list[list[str]]
+def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
+    """The engine of all stages; its manifest has the optimizer's states that are `present`, or the
+    masters alone. Collective; nothing in the engine is changed. Raises a UcpError on every rank."""
+    with agree.together() as stages:
+        own = OwnStage(engine, model)
+        part = own.part(present)
+        # one rank of each stage speaks; without a pipeline nobody needs to
+        speaks = own.mesh.pp > 1 and own.tp_rank == 0 and own.data_rank == 0
+        stages.value = part if speaks else None
+    with agree.together():
+        told = [part for part in stages.values if part is not None]
+        return LiveEngine(own, sorted(told, key=lambda part: part.number) or [part])
 
 
-class Live:
-    """A live engine as a manifest, and a way to its tensors.
+class LiveEngine:
+    """The engine as `parts` of all its stages, of which this rank holds `own`.
 
-    A rank knows its own stage (`part`); `join` makes the manifest of all stages from everybody's
-    parts. Buffers are in the manifest's order: the optimizer's first, then one per frozen parameter
-    and module buffer.
+    Buffers are in the manifest's order: the optimizer's first, then one per frozen parameter and
+    module buffer. Raises ModelMismatchError where the stages don't fit.
     """
 
-    def __init__(self, engine: Any, model: Model | None = None) -> None:
-        self.engine = engine
-        self.model = model
-        self.tp, self.pp = parallel_of(engine)
-        self.cut = (("tp", self.tp[1]),)
-        self.pipe = PipeNames(model.pipe) if model is not None and is_pipeline(engine) else None
-        self.wrapper = wrapper_of(engine)
-        self.wrapper.prepare()
-        self.buffers = self.wrapper.buffers()
-        self.names: dict[Any, str] = {
-            param: self._name(name) for param, name in engine.param_names.items()
-        }
-        self.values = self._values()
-        self.first_buffer = self.first_group = (
-            0  # the numbers in the manifest of all stages: set by `join`
-        )
-        self.first_value = len(self.buffers)
-
-    def _name(self, name: str) -> str:
-        """The canonical name of a parameter or buffer. Raises ModelMismatchError for one that the
-        pipeline's family lacks."""
-        return self.pipe.find(name) if self.pipe else name
-
-    def _values(self) -> dict[str, tuple[str, tuple[int, ...], torch.Tensor, int, int]]:
-        """Frozen parameters and persistent module buffers: kind, full shape, tensor, partitions,
-        this rank's one."""
-        stepped = {id(p) for buffer in self.buffers for p in buffer.params}
-        out: dict[str, tuple[str, tuple[int, ...], torch.Tensor, int, int]] = {}
-        named = dict(self.engine.module.named_parameters())
-        buffers = set(self.engine._get_buffer_names())
-        found: dict[str, Any] = {
-            **named,
-            **{n: b for n, b in self.engine.module.named_buffers() if n in buffers},
-        }
-        for name in (
-            self.engine.module.state_dict(keep_vars=True) if self.wrapper.zero < 3 else found
-        ):
-            tensor = found.get(name)
-            if tensor is None or id(tensor) in stepped:
-                continue
-            if name in named and hasattr(tensor, "ds_tensor"):
-                group = getattr(tensor, "ds_process_group", None)
-                count = torch.distributed.get_world_size(group=group)
-                out[name] = (
-                    "frozen",
-                    tuple(tensor.ds_shape),
-                    tensor.ds_tensor.data,
-                    count,
-                    rank_in(group),
-                )
-            else:
-                out[self._name(name)] = (
-                    "frozen" if name in named else "buffer",
-                    tuple(tensor.shape),
-                    tensor.data,
-                    1,
-                    0,
-                )
-        return out
-
-    def ties(self) -> tuple[Tie, ...]:
-        """Names of one parameter beside the first one."""
-        first: dict[int, str] = {}
-        aliases: dict[str, list[str]] = {}
-        for pipe, param in self.engine.module.named_parameters(remove_duplicate=False):
-            name = self._name(pipe)
-            if first.setdefault(id(param), name) != name:
-                aliases.setdefault(first[id(param)], []).append(name)
-        return tuple(Tie(name, tuple(found)) for name, found in aliases.items())
-
-    def order(self) -> tuple[tuple[str, ...], ...]:
-        """Names of each group's trainable parameters in the order of the client's optimizer."""
-        groups = getattr(self.wrapper.opt, "bit16_groups", None) or [b.params for b in self.buffers]
-        numbers = (
-            range(len(groups))
-            if hasattr(self.wrapper.opt, "bit16_groups")
-            else [b.group for b in self.buffers]
-        )
-        out: list[list[str]] = [[] for _ in getattr(self.wrapper.base, "param_groups", [])]
-        for number, params in zip(numbers, groups, strict=True):
-            if number is not None and number < len(out):
-                out[number] += [self.names[p] for p in params]
-        return tuple(map(tuple, out))
-
-    def part(self, states: Callable[[LiveBuffer], Sequence[tuple[str, str]]]) -> Part:
-        """This rank's stage with the given element-wise states (name, dtype) besides the masters.
-        No collective.
-
-        Raises LayoutError where a parameter contradicts its family.
-        """
-        params: list[ParamSpec] = []
-        buffers: list[FlatBuffer] = []
-        for live in self.buffers:
-            members: list[Member] = []
-            for param, start in zip(live.params, live.starts, strict=True):
-                shape = tuple(getattr(param, "ds_shape", param.shape))
-                params.append(self._spec(self.names[param], shape, param, "trainable"))
-                members.append(Member(self.names[param], start, int(torch.Size(shape).numel())))
-            buffers.append(
-                FlatBuffer(
-                    tuple(members),
-                    live.length,
-                    live.partitions,
-                    live.rule,
-                    ((MASTER, dtype_name(live.master.dtype)), *states(live)),
-                    live.group,
-                )
-            )
-        values: list[FlatBuffer] = []
-        for name, (kind, shape, tensor, partitions, _) in self.values.items():
-            size = int(torch.Size(shape).numel())
-            params.append(self._spec(name, shape, tensor, kind))
-            each = partitions > 1 or (self.wrapper.zero == 3 and kind == "frozen")
-            values.append(
-                FlatBuffer(
-                    (Member(name, 0, size),),
-                    -(-size // partitions),
-                    partitions,
-                    "each" if each else "whole",
-                    ((VALUE, dtype_name(tensor.dtype)),),
-                )
-            )
-        holds = Stage(
-            tuple(params),
-            tuple(buffers),
-            self.groups(),
-            tuple(self.scalars(live) for live in self.buffers),
-            tuple(values),
-        )
-        return Part(self.pp[1], holds, self.order(), self.ties())
-
-    def told(self, part: Part) -> Part | None:
-        """What this rank sends to the others: one rank of each stage speaks; without a pipeline
-        nobody needs to."""
-        return part if self.pp[0] > 1 and self.tp[1] == 0 and self.place()[0] == 0 else None
-
-    def join(self, own: Part, told: Sequence[Part | None]) -> "Whole":
-        """The engine of all stages. `told` is what all ranks sent. Raises ModelMismatchError where
-        the stages don't fit."""
-        parts = sorted(
-            (part for part in told if part is not None), key=lambda part: part.number
-        ) or [own]
-        if len(parts) != self.pp[0]:
+    def __init__(self, own: OwnStage, parts: Sequence[Part]) -> None:
+        if len(parts) != own.mesh.pp:
             raise UnsupportedError(
                 "the ranks of the engine don't make up whole stages",
-                expected=f"{self.pp[0]} stages",
+                expected=f"{own.mesh.pp} stages",
                 found=f"{len(parts)}",
             )
         joined = join([part.holds for part in parts])
-        here = self.pp[1]
-        self.first_buffer, self.first_group, self.first_value = (
-            joined.first_buffer[here],
-            joined.first_group[here],
-            joined.first_value[here],
-        )
-        manifest = Manifest(
-            self.wrapper.engine_name,
-            self.mesh(),
-            joined.params,
-            joined.buffers,
-            joined.groups,
-            joined.scalars,
-            tuple(dict.fromkeys(tie for part in parts for tie in part.ties)),
-            optimizer=self.optimizer_name(),
-            family=self.model.family.name if self.model else "",
-            names=dict(self.pipe.canonical) if self.pipe else {},
-        )
-        check_replicas(manifest)
-        return Whole(manifest, _one_order(parts))
+        here = own.number
+        self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
+        self.first_buffer = joined.first_buffer[here]
+        self.first_group = joined.first_group[here]
+        self.first_value = joined.first_value[here]
+        self.order = one_order(list(parts))
+        self.manifest = _manifest(own, joined, parts)
+        self.has_optimizer = own.wrapper.base is not None
 
-    def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
-        """A parameter as its family declares it, after the live one was compared with the
-        declaration."""
-        dtype = dtype_name(tensor.dtype)
-        if self.model is None or kind == "buffer":
-            return ParamSpec(name, local, dtype, kind)
-        declared = self.model.find(name)
-        share = declared.layout.local_shape(name, declared.shape, {"tp": self.tp})
-        if share != local:
-            raise LayoutError(
-                "a live parameter has another shape than its family declares",
-                parameter=name,
-                found=local,
-                expected=f"{share} of {declared.shape} at tp={self.tp[0]}",
-                fix=f"check that the model is a {self.model.family.name} with the sizes of its "
-                "config",
-            )
-        for attribute, value in declared.attributes.items():
-            found = getattr(
-                tensor, attribute, value
-            )  # absent where the layer spec sets none: the shape was checked
-            if found != value:
-                raise LayoutError(
-                    f"a live parameter's attribute {attribute} contradicts its family",
-                    parameter=name,
-                    expected=value,
-                    found=found,
-                    fix=f"check {self.model.family.source}",
-                )
-        rows = self.model.sizes.vocab
-        padded = declared.shape[0] == rows and ("word_embeddings" in name or "output_layer" in name)
-        extent = Extent(self.model.sizes.true_vocab, rows) if padded else None
-        return ParamSpec(name, declared.shape, dtype, kind, declared.layout, extent)
+    @property
+    def buffers(self) -> list[LiveBuffer]:
+        return self.own.buffers
 
-    def mesh(self) -> Mesh:
-        return Mesh(
-            tp=self.tp[0],
-            pp=self.pp[0],
-            dp=int(self.engine.seq_dp_world_size),
-            zero=self.wrapper.zero,
-        )
+    def told(self) -> Told:
+        model = self.own.model
+        if model is None:
+            return Told(self.order)
+        return Told(self.order, self.manifest.by_name, model.pipe)
 
-    def place(self) -> tuple[int, int]:
-        """This rank's data-parallel rank and pipeline stage."""
-        return rank_in(self.engine.seq_data_parallel_group), self.pp[1]
+    # ------------------------------------------------ places
 
-    def groups(self) -> tuple[Mapping[str, Any], ...]:
-        groups = getattr(self.wrapper.base, "param_groups", [])
-        return tuple(
-            {k: _number(v) for k, v in group.items() if k not in STRUCTURE} for group in groups
-        )
+    def parts(self) -> list[tuple[int, Coords, int]]:
+        """What this rank fills: number of the buffer, place along the axes that cut it,
+        partition."""
+        cut = at_tp(self.own.tp_rank)
+        stepped = [(self.first_buffer + i, cut, live.part) for i, live in enumerate(self.buffers)]
+        values = self.own.values.values()
+        return stepped + [(self.first_value + i, cut, v.part) for i, v in enumerate(values)]
 
-    def optimizer_name(self) -> str:
-        """Such as "torch.AdamW"; "" without an optimizer."""
-        kind = type(self.wrapper.base)
-        return (
-            ""
-            if self.wrapper.base is None
-            else f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
-        )
-
-    def state(self, live: LiveBuffer) -> dict[str, Any]:
-        """The optimizer's state of a buffer's master; empty before the first step."""
-        return dict(self.wrapper.base.state.get(live.master, {}))
-
-    def state_dtype(self, master: str) -> str:
-        """The dtype that the optimizer gives a new element-wise state: its master's, unless it is
-        told fp32 (CPUAdam)."""
-        return "float32" if getattr(self.wrapper.base, "fp32_optimizer_states", None) else master
-
-    def present_states(self, live: LiveBuffer) -> list[tuple[str, str]]:
-        """Element-wise states that exist now."""
-        return [
-            (key, dtype_name(value.dtype))
-            for key, value in self.state(live).items()
-            if key in ELEMENT and isinstance(value, torch.Tensor)
-        ]
-
-    def scalars(self, live: LiveBuffer) -> dict[str, float]:
-        return {
-            key: float(value)
-            for key, value in self.state(live).items()
-            if key not in ELEMENT and value is not None
-        }
-
-    def parts(self) -> list[tuple[int, int]]:
-        """This rank's (buffer number, partition) in the manifest of all stages."""
-        optimizer = [(self.first_buffer + i, live.part) for i, live in enumerate(self.buffers)]
-        return optimizer + [
-            (self.first_value + i, part) for i, (*_, part) in enumerate(self.values.values())
-        ]
+    def _live(self, buffer: int) -> LiveBuffer:
+        """This rank's part of a buffer of the optimizer, by its number in the manifest."""
+        return self.buffers[buffer - self.first_buffer]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """The memory of one of this rank's slots, flat, detached."""
         if slot.state == VALUE:
-            found = list(self.values.values())[slot.buffer - self.first_value][2]
-        else:
-            live = self.buffers[slot.buffer - self.first_buffer]
-            found = (
-                live.master
-                if slot.state == MASTER
-                else self.wrapper.base.state[live.master][slot.state]
+            value = list(self.own.values.values())[slot.buffer - self.first_value]
+            return flat_view(value.tensor.detach())
+        master = self._live(slot.buffer).master
+        if slot.state == MASTER:
+            return flat_view(master.detach())
+        return flat_view(self.wrapper.base.state[master][slot.state].detach())
+
+    def state_dtype(self, buffer: int) -> str:
+        """Its masters', unless the optimizer is told fp32 (CPUAdam)."""
+        if getattr(self.wrapper.base, "fp32_optimizer_states", None):
+            return "float32"
+        return dict(self.manifest.buffers[buffer].states)[MASTER]
+
+    # ------------------------------------------------ before the first write
+
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """An engine of DeepSpeed takes all that fits its parameters."""
+
+    def take_extras(
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
+    ) -> DeepSpeedExtras:
+        own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
+        place = self.own.data_rank, self.own.number
+        mesh = self.manifest.mesh
+        return DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
+
+    # ------------------------------------------------ writing
+
+    def mark_unusable(self) -> None:
+        mark_unusable(self.engine)
+        self.wrapper.prepare()
+
+    def mark_usable(self) -> None:
+        mark_usable(self.engine)
+
+    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
+        for number, kept in states.items():
+            master = self._live(number).master
+            dtype = TORCH_DTYPES[self.state_dtype(number)]
+            held = self.wrapper.base.state[master]
+            for key in [key for key in held if key not in kept]:
+                del held[key]
+            for key in kept:
+                old = held.get(key)
+                fits = isinstance(old, torch.Tensor) and old.shape == master.shape
+                if not fits or old.dtype != dtype:
+                    held[key] = fresh(master.detach(), dtype)
+
+    def refresh(self) -> None:
+        self.wrapper.refresh()
+
+    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
+        live, base = self._live(buffer), self.wrapper.base
+        group = base.param_groups[live.group] if live.group is not None else {}
+        keeps = kept_by(self.own.optimizer_name(), group)
+        held = base.state[live.master]
+        for key, value in (members[0] if members else {}).items():
+            held[key] = _scalar(value, keeps, group, live.master)
+        if not held:
+            del base.state[live.master]  # as before the first step
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        notes: list[str] = []
+        own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
+        for number, (group, saved) in enumerate(zip(self.own.param_groups, own, strict=True)):
+            _set_group(number, group, saved, notes)
+        return notes
+
+    def restore(self, extras: DeepSpeedExtras, optimizer: bool) -> list[str]:
+        return extras.restore(self.engine, self.wrapper if optimizer else None)
+
+
+def _manifest(own: OwnStage, joined: Joined, parts: Sequence[Part]) -> Manifest:
+    names = own.pipe.canonical if own.pipe else {}
+    found = Manifest(
+        own.wrapper.engine_name,
+        own.mesh,
+        joined.params,
+        joined.buffers,
+        joined.groups,
+        tuple(dict.fromkeys(tie for part in parts for tie in part.ties)),
+        family=own.model.family.name if own.model else "",
+        names=dict(names),
+    )
+    check_replicas(found, PipeNames(names).tied)
+    return found
+
+
+def _scalar(value: float, keeps: Kept, group: Mapping[str, Any], master: torch.Tensor) -> Any:
+    """A scalar state as the optimizer keeps it. A tensor of its own for every master: optimizers
+    step it in place."""
+    if keeps.step == "int":
+        return int(value)
+    on_device = group.get("capturable") or group.get("fused")
+    device = master.device if on_device else torch.device("cpu")
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return torch.tensor(value, dtype=torch.float64 if wide else torch.float32, device=device)
+
+
+def _set_group(
+    number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
+) -> None:
+    for key, value in saved.items():
+        if key in IMPLEMENTATION:
+            continue
+        if key not in group and key != "initial_lr":
+            notes.append(f"group {number}: {key}={value} is not known to this optimizer")
+            continue
+        old = group.get(key)
+        if isinstance(old, torch.Tensor):
+            old.fill_(value)
+            continue
+        if key in group and old != value and _listed(old) != _listed(value):
+            notes.append(
+                f"group {number}: {key} {old} of the engine's configuration became {value} of the "
+                "checkpoint"
             )
-        return _flat(found.detach())
+        group[key] = list(value) if isinstance(old, list) else value
 
 
-def _one_order(parts: Sequence[Part]) -> list[list[str]]:
-    """The groups of all stages as an optimizer without a pipeline has them: a stage may lack a
-    group, so where the stages count differently groups are one that have the same settings."""
-    counts = {len(part.order) for part in parts}
-    out: dict[Any, dict[str, None]] = {}
-    for part in parts:
-        for number, (names, group) in enumerate(zip(part.order, part.holds.groups, strict=True)):
-            settings = repr(
-                sorted((k, v) for k, v in group.items() if k not in ("lr", "initial_lr"))
-            )
-            out.setdefault(number if len(counts) == 1 else settings, {}).update(
-                dict.fromkeys(names)
-            )
-    return [list(names) for names in out.values()]
-
-
-def is_pipeline(engine: Any) -> bool:
-    """Whether the engine is DeepSpeed's PipelineEngine."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    return isinstance(engine, PipelineEngine)
-
-
-def parallel_of(engine: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((tensor-parallel size, rank), (pipeline stages, this rank's)). DeepSpeed's "model parallel"
-    ranks are both together."""
-    if is_pipeline(engine):
-        grid = engine.grid
-        return (
-            (int(grid.get_slice_parallel_world_size()), int(grid.get_slice_parallel_rank())),
-            (int(engine.num_stages), int(engine.stage_id)),
-        )
-    size = int(engine.mp_world_size)
-    return (size, int(engine.mpu.get_model_parallel_rank()) if size > 1 else 0), (1, 0)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise UnsupportedError(
-            "a live tensor is not contiguous",
-            found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            fix="make it contiguous when the model is built",
-        )
-    return tensor.view(-1)
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return tuple(_number(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests write it."""
-    return str(dtype).removeprefix("torch.")
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

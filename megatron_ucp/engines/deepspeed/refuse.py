@@ -1,11 +1,12 @@
 """Features of DeepSpeed under which a load would not be exact, refused by name before anything is
 touched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.live import is_pipeline
+from megatron_ucp.engines.deepspeed.stage import is_pipeline
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.families import families
 from megatron_ucp.families.base import Model
 
 
@@ -110,13 +111,13 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             "supported",
             expected="a family with pipeline names",
             found=model.family.name if model else "no family",
-            fix='give family="gpt" or family="llama"',
+            fix=f"give {_one_of(name for name, family in families().items() if family.pipe)}",
         )
     if model is None and int(engine.mp_world_size) > 1:
         raise UnsupportedError(
             "this engine uses tensor parallelism without a family, which is not supported",
             found=f"mp_world_size {engine.mp_world_size}",
-            fix='give family="gpt" or family="llama"',
+            fix=f"give {_one_of(families())}",
         )
     _refuse(engine, _REFUSED)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
@@ -126,6 +127,10 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             found=", ".join(str(getattr(s, "value", s)) for s in offloaded),
             fix="call engine.reload_states() before",
         )
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return " or ".join(f'family="{name}"' for name in names)
 
 
 def _refuse(engine: Any, rows: list[tuple[str, Callable[[Any], bool], str]]) -> None:

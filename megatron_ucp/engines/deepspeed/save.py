@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FileEntry, Manifest, to_json
+from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.deepspeed.live import Live
+from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
 from megatron_ucp.families.base import Model
@@ -139,12 +140,7 @@ def _save(
                 exclude_frozen_parameters=exclude_frozen,
             )
         stock_seconds = time.perf_counter() - before
-        live = Live(engine, model)
-        with agree.together() as stages:
-            own = live.part(live.present_states)
-            stages.value = live.told(own)
-        manifest = live.join(own, stages.values).manifest
-        live.wrapper.restore()
+        manifest = describe(engine, model, present=True).manifest
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync)
         with _as_save_error(), agree.together():
@@ -249,15 +245,9 @@ def _complete(
     """The engine's manifest with all that identifies the save."""
     if exclude_frozen:
         frozen = {spec.name for spec in manifest.params if spec.kind == "frozen"}
-        kept = [
-            i for i, b in enumerate(manifest.buffers) if not {m.param for m in b.members} & frozen
-        ]
-        manifest = dataclasses.replace(
-            manifest,
-            params=tuple(p for p in manifest.params if p.name not in frozen),
-            buffers=tuple(manifest.buffers[i] for i in kept),
-            scalars=tuple(manifest.scalars[i] for i in kept),
-        )
+        params = tuple(spec for spec in manifest.params if spec.name not in frozen)
+        buffers = tuple(b for b in manifest.buffers if not {m.param for m in b.members} & frozen)
+        manifest = dataclasses.replace(manifest, params=params, buffers=buffers)
     import deepspeed
 
     run = {
@@ -270,7 +260,10 @@ def _complete(
     }
     if how.loader is not None:
         run["data"] = how.loader.state_dict()
-    groups = tuple(json.loads(json.dumps(group, default=str)) for group in manifest.groups)
+    groups = tuple(
+        dataclasses.replace(group, settings=json.loads(json.dumps(group.settings, default=str)))
+        for group in manifest.groups
+    )
     return dataclasses.replace(
         manifest,
         files=tuple(sorted(entries, key=lambda entry: entry.name)),

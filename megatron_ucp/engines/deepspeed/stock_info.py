@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ucp.core.box import flat_index, strides
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
-from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
-from megatron_ucp.formats.deepspeed.stock_info import HALVES, REPLICATED, ROW, VOCABULARY
+from megatron_ucp.families.base import Declared, Model
+from megatron_ucp.formats.deepspeed.stock_info import SUB_PARAMS, VOCABULARY, kind_of, sub_shape
 
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load
 # then cuts it on dim 0: wrong without an error for row-parallel and gated weights. Their patterns
@@ -21,28 +21,31 @@ _CUT_BY_DEFAULT = (Replicate(), Shard("tp", 0))
 def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The dict that DeepSpeed merges into the model files: patterns for its old converters, the
     affine map for the new. `pipe` maps a pipeline's names to canonical ones: stock's tools know
-    only the former."""
+    only the former.
+
+    Empty where no pattern can say how a parameter is cut: without the dict stock's converter stops,
+    and with it would cut that one on dim 0."""
     from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
 
     table = (
         {name: model.table[canonical] for name, canonical in pipe.items()} if pipe else model.table
     )
+    kinds = {name: kind_of(declared.layout) for name, declared in table.items()}
+    if None in kinds.values():
+        return {}
+    rows = model.sizes.vocab  # stock has one size for all of them, and cuts what it merged to it
     vocabulary = [
-        n
-        for n in table
-        if (pipe or {}).get(n, n).endswith(("word_embeddings.weight", "output_layer.weight"))
+        name
+        for name, declared in table.items()
+        if declared.extent is not None and declared.extent.stored == rows and kinds[name] == ""
     ]
-    kinds = {
-        _ON_SEVERAL_STAGES: [n for n in table if n.startswith(f"{TIED}.")] if pipe else [],
-        VOCABULARY: vocabulary,
-        REPLICATED: [n for n, d in table.items() if isinstance(d.layout, Replicate)],
-        ROW: [n for n, d in table.items() if d.layout == Shard("tp", 1)],
-        HALVES: [n for n, d in table.items() if isinstance(d.layout, ShardNC)],
-    }
+    tied = [name for name in table if name.startswith(f"{TIED}.")] if pipe else []
+    lists = {_ON_SEVERAL_STAGES: tied, VOCABULARY: vocabulary, **_by_kind(kinds)}
     return {
         "universal_checkpoint_version": 0.4,
-        "original_vocab_size": model.sizes.vocab,  # padding rows are data here
-        **{kind: _patterns(names) for kind, names in kinds.items() if names},
+        "original_vocab_size": rows,  # padding rows are data here
+        **{kind: _patterns(names) for kind, names in lists.items() if names},
+        **_sub_params({n: d for n, d in table.items() if kinds[n] == SUB_PARAMS}),
         "affine_map": {
             "version": AFFINE_MAP_FORMAT_VERSION,
             "params": {
@@ -52,6 +55,28 @@ def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dic
             },
         },
     }
+
+
+def _by_kind(kinds: Mapping[str, str | None]) -> dict[str, list[str]]:
+    """The names in each of stock's lists of patterns; sub-parameters are no patterns alone."""
+    out: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        if kind and kind != SUB_PARAMS:
+            out.setdefault(kind, []).append(name)
+    return out
+
+
+def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:
+    """The list of fused parameters that are no two halves, those with the same parts together."""
+    alike: dict[tuple[Any, int], list[str]] = {}
+    for name, declared in table.items():
+        if isinstance(declared.layout, ShardNC):
+            alike.setdefault(sub_shape(declared.layout, declared.shape), []).append(name)
+    entries = [
+        {"patterns": _patterns(names), "shape": shape, "partition_dim": dim}
+        for (shape, dim), names in alike.items()
+    ]
+    return {SUB_PARAMS: entries} if entries else {}
 
 
 def empty_extra_state(_module: Any, state: dict[str, Any], *_: Any) -> None:

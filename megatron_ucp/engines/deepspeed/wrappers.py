@@ -45,10 +45,7 @@ class Wrapper:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Before anything is read or written."""
-
-    def restore(self) -> None:
-        """Undoes `prepare`. Collective."""
+        """Before the first write."""
 
     def refresh(self) -> None:
         """Makes the training copies of all ranks equal to the masters. Collective."""
@@ -66,7 +63,7 @@ class Wrapper:
         return self.opt.loss_scaler, {}
 
 
-class Zero12(Wrapper):
+class LiveZero12(Wrapper):
     """DeepSpeedZeroOptimizer, stages 1 and 2."""
 
     engine_name = "zero12"
@@ -146,7 +143,7 @@ def _share(
             work.wait()
 
 
-class Bf16(Wrapper):
+class LiveBf16(Wrapper):
     """BF16_Optimizer: ZeRO-1 with fp32 gradient accumulation."""
 
     engine_name = "bf16"
@@ -155,14 +152,14 @@ class Bf16(Wrapper):
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
         for g, master in enumerate(self.opt.fp32_groups_flat_partition):
-            params, flat = self.opt.bf16_groups[g], self.opt.bf16_groups_flat[g]
+            params, weights = self.opt.bf16_groups[g], self.opt.bf16_groups_flat[g]
             starts, _ = flat.aligned_starts([p.numel() for p in params])
-            _check_starts(self.engine, params, starts, flat)
+            _check_starts(self.engine, params, starts, weights)
             out.append(
                 LiveBuffer(
                     tuple(params),
                     tuple(starts),
-                    flat.numel(),
+                    weights.numel(),
                     self.opt.partition_count[g],
                     rank_in(self.opt.real_dp_process_group[g]),
                     "whole",
@@ -181,7 +178,7 @@ class Bf16(Wrapper):
         return None, {}
 
 
-class Zero3(Wrapper):
+class LiveZero3(Wrapper):
     """DeepSpeedZeroOptimizer_Stage3."""
 
     engine_name = "zero3"
@@ -189,9 +186,6 @@ class Zero3(Wrapper):
 
     def prepare(self) -> None:
         self.opt.checkpoint_event_prologue()
-
-    def restore(self) -> None:
-        self.opt.checkpoint_event_epilogue()
 
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
@@ -242,7 +236,7 @@ class Zero3(Wrapper):
         self.opt.checkpoint_event_epilogue()
 
 
-class Unfused(Wrapper):
+class LiveUnfused(Wrapper):
     """FP16_UnfusedOptimizer: bf16 and fp16 at stage 0."""
 
     engine_name = "zero0"
@@ -268,7 +262,7 @@ class Unfused(Wrapper):
         }
 
 
-class FusedFlat(Unfused):
+class LiveFusedFlat(LiveUnfused):
     """FP16_Optimizer: FusedAdam at stage 0."""
 
     def buffers(self) -> list[LiveBuffer]:
@@ -291,7 +285,7 @@ class FusedFlat(Unfused):
                 at += param.numel()
 
 
-class Plain(Wrapper):
+class LivePlain(Wrapper):
     """The user's own optimizer, unwrapped: fp32 at stage 0. Its parameters are the masters."""
 
     engine_name = "zero0"
@@ -315,34 +309,41 @@ class Plain(Wrapper):
         return None, {}
 
 
-class NoOptimizer(Plain):
+class NoOptimizer(LivePlain):
     """An engine without an optimizer: weights only."""
 
     engine_name = "none"
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.opt = engine.optimizer
+        self.base = None
+        self.zero = 3 if type(self.opt).__name__ == _OFFLOAD else 0
 
     def buffers(self) -> list[LiveBuffer]:
         return []
 
 
+_OFFLOAD = "DeepSpeedZeRoOffload"  # what ZeRO-3 has without an optimizer
 _WRAPPERS: dict[str, type[Wrapper]] = {
-    "DeepSpeedZeroOptimizer": Zero12,
-    "BF16_Optimizer": Bf16,
-    "DeepSpeedZeroOptimizer_Stage3": Zero3,
-    "FP16_UnfusedOptimizer": Unfused,
-    "FP16_Optimizer": FusedFlat,
+    "DeepSpeedZeroOptimizer": LiveZero12,
+    "BF16_Optimizer": LiveBf16,
+    "DeepSpeedZeroOptimizer_Stage3": LiveZero3,
+    "FP16_UnfusedOptimizer": LiveUnfused,
+    "FP16_Optimizer": LiveFusedFlat,
 }
 
 
 def wrapper_of(engine: Any) -> Wrapper:
     """The wrapper class for an engine. Raises UnsupportedError for one that is not known."""
     optimizer = engine.optimizer
-    if optimizer is None:
+    if optimizer is None or type(optimizer).__name__ == _OFFLOAD:
         return NoOptimizer(engine)
     kind = _WRAPPERS.get(type(optimizer).__name__)
     if kind is not None:
         return kind(engine)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return Plain(engine)
+        return LivePlain(engine)
     raise UnsupportedError(
         "this optimizer wrapper is not known",
         found=type(optimizer).__qualname__,

@@ -1,5 +1,5 @@
-"""megatron-core's own GPTModel in two families, GPT and LLaMA, to be trained under DeepSpeed; on
-CPUs too.
+"""megatron-core's own GPTModel as a family's builder says, to be trained under DeepSpeed; on CPUs
+too.
 
     models.start(tp=2, seed=1)        # after torch.distributed is initialised
     model = models.build(config)      # weights do not depend on tp
@@ -16,14 +16,14 @@ import contextlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import find_family
-from megatron_ucp.families.base import Model, Sizes
+from megatron_ucp.families import families, find_family
+from megatron_ucp.families.base import Builder, Declared, Model, Sizes
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -35,24 +35,6 @@ PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu", "u
 # Names of the process groups that `start` made. Not the groups: they would be kept alive after the
 # end of the world.
 _groups: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the families differ in, as arguments of megatron-core."""
-
-    normalization: Literal["LayerNorm", "RMSNorm"]
-    gated: bool
-    biases: bool
-    position_embedding_type: Literal["learned_absolute", "rope"]
-
-
-FAMILIES = {
-    "gpt": Family(
-        "LayerNorm", gated=False, biases=True, position_embedding_type="learned_absolute"
-    ),
-    "llama": Family("RMSNorm", gated=True, biases=False, position_embedding_type="rope"),
-}
 
 
 @dataclass(frozen=True)
@@ -86,12 +68,7 @@ class ModelConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise UsageError(
-                "there is no builder for this family",
-                expected=", ".join(FAMILIES),
-                found=self.family,
-            )
+        builder_of(self.family)
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(
                 "a model trains in another dtype", expected="fp32, bf16 or fp16", found=self.dtype
@@ -115,10 +92,17 @@ class ModelConfig:
                 found=self.vocab,
             )
 
+    @property
+    def builder(self) -> Builder:
+        """How the family is built."""
+        return builder_of(self.family)
+
+    def model(self) -> Model:
+        """The family at these sizes."""
+        return Model(find_family(self.family), self.sizes())
+
     def sizes(self) -> Sizes:
         """The sizes as the family's table takes them."""
-        family = FAMILIES[self.family]
-        learned = family.position_embedding_type == "learned_absolute"
         return Sizes(
             layers=self.layers,
             hidden=self.hidden,
@@ -128,12 +112,20 @@ class ModelConfig:
             ffn=self.ffn,
             vocab=self.vocab,
             true_vocab=self.true_vocab,
-            positions=self.positions if learned else 0,
+            positions=self.positions if self.builder.learned_positions else 0,
             tied=self.tied,
-            gated=family.gated,
-            biases=family.biases,
-            norm_biases=family.normalization == "LayerNorm",
+            **self.builder.flags,
         )
+
+
+def builder_of(family: str) -> Builder:
+    """Raises UsageError for a family that megatron-core's modules don't make."""
+    built = {name: found.builder for name, found in families().items() if found.builder}
+    if family not in built:
+        raise UsageError(
+            "there is no builder for this family", expected=", ".join(built), found=family
+        )
+    return built[family]
 
 
 def start(tp: int, seed: int, pp: int = 1) -> None:
@@ -282,12 +274,13 @@ def build(config: ModelConfig) -> "GPTModel":
         layers,
         vocab_size=config.vocab,
         max_sequence_length=config.positions,
-        position_embedding_type=FAMILIES[config.family].position_embedding_type,
+        position_embedding_type=config.builder.position_embedding_type,
         rotary_base=config.rotary_base,
         share_embeddings_and_output_weights=config.tied,
     )
+    described = config.model()
     for name, param in model.named_parameters():
-        prepare(name, param, config)
+        prepare(name, param, described.find(name), config)
     model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
     return model
 
@@ -302,13 +295,12 @@ def check_started(config: ModelConfig) -> tuple[int, int]:
             "megatron-core's process groups are not there", fix="call models.start(tp, seed) first"
         )
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    Model(find_family(config.family), config.sizes()).check_cut(tp)
+    config.model().check_cut(tp)
     return tp, parallel_state.get_pipeline_model_parallel_world_size()
 
 
-def prepare(name: str, param: torch.nn.Parameter, config: ModelConfig) -> None:
+def prepare(name: str, param: torch.nn.Parameter, declared: Declared, config: ModelConfig) -> None:
     """Attributes, first values and hooks of a parameter by its canonical name."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import (
         set_defaults_if_not_set_tensor_model_parallel_attributes as set_defaults,
     )
@@ -316,13 +308,7 @@ def prepare(name: str, param: torch.nn.Parameter, config: ModelConfig) -> None:
     set_defaults(
         param
     )  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
-    _initialise(
-        name,
-        param,
-        config,
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    _initialise(name, param, declared, config)
     if getattr(param, "sequence_parallel", False):
         param.register_hook(_sum_over_tensor_parallel)
 
@@ -333,7 +319,7 @@ def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
     twice."""
     from megatron.core.transformer import TransformerConfig
 
-    family = FAMILIES[config.family]
+    builder = config.builder
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -341,11 +327,11 @@ def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
         num_attention_heads=config.heads,
         num_query_groups=config.groups,
         kv_channels=config.sizes().head_dim,
-        normalization=family.normalization,
+        normalization=builder.normalization,
         layernorm_epsilon=config.norm_eps,
-        gated_linear_unit=family.gated,
-        add_bias_linear=family.biases,
-        activation_func=torch.nn.functional.silu if family.gated else torch.nn.functional.gelu,
+        gated_linear_unit=builder.gated,
+        add_bias_linear=builder.biases,
+        activation_func=torch.nn.functional.silu if builder.gated else torch.nn.functional.gelu,
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
         bf16=config.dtype == "bf16",
@@ -396,22 +382,22 @@ def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules
 
 
 @torch.no_grad()
-def _initialise(name: str, param: torch.Tensor, config: ModelConfig, tp: int, rank: int) -> None:
+def _initialise(name: str, param: torch.Tensor, declared: Declared, config: ModelConfig) -> None:
     """Draws the whole tensor from a generator of its own, seeded by (seed, name), and keeps this
-    rank's cut of it: every tensor-parallel size starts from the same model. Megatron's
-    distributions: N(0, std), the two projections that end in the residual stream N(0, std / sqrt(2
-    layers)), norm weights 1, biases 0."""
-    if name.endswith("layernorm.weight"):
-        param.fill_(1.0)
+    rank's cut of it: every tensor-parallel size starts from the same model. The distributions are
+    Megatron's (see `Declared.init`)."""
+    if declared.init in ("ones", "zeros"):
+        param.fill_(float(declared.init == "ones"))
         return
-    if name.endswith(".bias"):
-        param.zero_()
-        return
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     shape, std = list(param.shape), config.init_std
     dim: int = param.partition_dim  # type: ignore[attr-defined]
     if param.tensor_model_parallel:  # type: ignore[attr-defined]
         shape[dim] *= tp
-    if name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
+    if declared.init == "residual":
         std /= (2 * config.layers) ** 0.5
     # a CPU generator takes the low 32 bits of its seed only: seed and name must meet in them
     generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))

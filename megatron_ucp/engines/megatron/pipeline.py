@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.engines.megatron import models
-from megatron_ucp.engines.megatron.models import FAMILIES, ModelConfig
+from megatron_ucp.engines.megatron.models import ModelConfig
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import find_family
 from megatron_ucp.families.pipe import TIED_KEY
 
 if TYPE_CHECKING:
@@ -109,6 +108,14 @@ def _build(
 ) -> "PipelineModule":
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+    described = config.model()
+    if not described.pipe:
+        raise UsageError(
+            "the family has no pipeline",
+            found=config.family,
+            fix=f"train without pipeline stages, or add the pipeline's names to "
+            f"{described.family.source}",
+        )
     transformer = models.transformer_config(config, tp)
     # (pipe, data, model) is megatron-core's default order of ranks: its tensor-parallel groups are
     # the topology's
@@ -121,12 +128,11 @@ def _build(
         contextlib.redirect_stdout(io.StringIO()),
     ):  # DeepSpeed prints the partition on rank 0
         model = _staged_model()(config, transformer, layers, topology, method)
-    family = find_family(config.family)
-    canonical = family.pipe(config.sizes()) if family.pipe else {}
-    for name, param in model.named_parameters():
-        if canonical[name].startswith("decoder.final_layernorm."):
+    for pipe, param in model.named_parameters():
+        name = described.pipe[pipe]
+        if name.startswith("decoder.final_layernorm."):
             param.sequence_parallel = transformer.sequence_parallel  # type: ignore[attr-defined]  (as models.TaggedNorm)
-        models.prepare(canonical[name], param, config)
+        models.prepare(name, param, described.find(name), config)
     return model
 
 
@@ -138,7 +144,7 @@ class Shared:
         self.transformer = transformer
         self.mask = lru_cache(maxsize=8)(models.not_attended)
         self.rotary: Any = None
-        if FAMILIES[config.family].position_embedding_type == "rope":
+        if config.builder.position_embedding_type == "rope":
             from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
             self.rotary = RotaryEmbedding(
@@ -160,15 +166,15 @@ def _specs(config: ModelConfig, transformer: "TransformerConfig") -> "list[Layer
     """All layers by position."""
     from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
-    family, shared = FAMILIES[config.family], Shared(config, transformer)
-    norm = torch.nn.RMSNorm if family.normalization == "RMSNorm" else torch.nn.LayerNorm
+    builder, shared = config.builder, Shared(config, transformer)
+    norm = torch.nn.RMSNorm if builder.normalization == "RMSNorm" else torch.nn.LayerNorm
     kind = _transformer_layer(shared)
     submodules = models.layer_specs(transformer).layer_specs[0].submodules  # type: ignore[index]
     embedding = {
         "config": transformer,
         "vocab_size": config.vocab,
         "max_sequence_length": config.positions,
-        "position_embedding_type": family.position_embedding_type,
+        "position_embedding_type": builder.position_embedding_type,
     }
     middle = [
         *(
@@ -321,7 +327,7 @@ def _staged_model() -> Any:
                 config.positions,
             )
             self.share_embeddings_and_output_weights = config.tied
-            self.position_embedding_type = FAMILIES[config.family].position_embedding_type
+            self.position_embedding_type = config.builder.position_embedding_type
 
         def _partition_layers(self, method: Any = "uniform") -> None:
             if isinstance(method, tuple):

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layout import Replicate
+from megatron_ucp.core.layers import TIED
+from megatron_ucp.core.layout import Replicate, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.rules import RuleSet, same_layout
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import RuleError, UcpError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -21,12 +22,12 @@ _NAMED = 5  # parameters that a note lists by name
 
 
 @dataclass
-class Declared:
+class LayoutSource:
     """The first that is given speaks: `specs` (of a manifest or a family), `rules`, `info` (stock
     DeepSpeed's `universal_checkpoint_info` in the model file `file`). `pipe` are a pipeline's names
     of canonical ones, which `info` uses."""
 
-    tp: int
+    mesh: Mesh
     file: str
     specs: Mapping[str, ParamSpec] | None = None
     rules: RuleSet | None = None
@@ -34,6 +35,11 @@ class Declared:
     pipe: Mapping[str, str] = field(default_factory=dict[str, str])
     _by_default: dict[str, None] = field(default_factory=dict[str, None], init=False)
     _overruled: dict[str, None] = field(default_factory=dict[str, None], init=False)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks have shares of one parameter."""
+        return any(size > 1 for size in self.mesh.dense_cut.values())
 
     @property
     def silent(self) -> bool:
@@ -48,13 +54,7 @@ class Declared:
             "matches": self._by_default,
             "the rules say another layout than universal_checkpoint_info": self._overruled,
         }
-        return [
-            f"{what}: "
-            + ", ".join(list(names)[:_NAMED])
-            + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-            for what, names in found.items()
-            if names
-        ]
+        return [f"{what}: {some_of(list(names))}" for what, names in found.items() if names]
 
     def find(self, name: str, local: Ints, kind: str) -> ParamSpec | None:
         """The whole parameter of which a rank holds `local`; None where nothing declares it. Raises
@@ -62,11 +62,11 @@ class Declared:
         if self.specs is not None:
             return self.specs.get(name)
         if self.rules is None or not self.rules.rules:
-            return self._by_stock(name, local) if self.tp > 1 and kind != "buffer" else None
+            return self._by_stock(name, local) if self.is_cut and kind != "buffer" else None
         if kind == "buffer" and not self.rules.matching(name):
             return None
-        spec = self.rules.declare(name, local, {"tp": self.tp})
-        if self.info and kind != "buffer" and self.tp > 1 and not self._agrees(spec, local):
+        spec = self.rules.declare(name, local, self.mesh.dense_cut)
+        if self.info and kind != "buffer" and self.is_cut and not self._agrees(spec, local):
             self._overruled[name] = None
         return spec
 
@@ -76,16 +76,22 @@ class Declared:
         pipe = self.pipe.get(name, name)
         if not stock_info.is_matched(self.info, pipe, self.file):
             self._by_default[name] = None
-        return replace(stock_info.declared(self.info, pipe, local, self.tp, self.file), name=name)
+        found = stock_info.declared(self.info, pipe, local, self.mesh.tp, self.file)
+        return replace(found, name=name)
 
     def _agrees(self, spec: ParamSpec, local: Ints) -> bool:
         try:
-            stock = stock_info.declared(
-                self.info or {}, self.pipe.get(spec.name, spec.name), local, self.tp, self.file
-            )
+            pipe = self.pipe.get(spec.name, spec.name)
+            stock = stock_info.declared(self.info or {}, pipe, local, self.mesh.tp, self.file)
         except UcpError:  # patterns that are no use to anybody
             return False
         return same_layout(stock.layout, spec.layout)
+
+
+def some_of(names: list[str]) -> str:
+    """The first names, and how many there are more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def compared(manifest: Manifest, rules: RuleSet, file: str) -> Manifest:
@@ -117,10 +123,8 @@ def compared_spec(spec: ParamSpec, manifest: Manifest, rules: RuleSet, file: str
     """One parameter of `compared`."""
     if not rules.rules or (spec.kind == "buffer" and not rules.matching(spec.name)):
         return spec
-    tp = manifest.mesh.tp
-    ruled = rules.declare(
-        spec.name, spec.layout.local_shape(spec.name, spec.shape, {"tp": (tp, 0)}), {"tp": tp}
-    )
+    local = manifest.local_shape(spec.name)
+    ruled = rules.declare(spec.name, local, manifest.mesh.dense_cut)
     if not says_layouts(manifest):
         return replace(spec, layout=ruled.layout, extent=ruled.extent or spec.extent)
     for what, ours, theirs in (

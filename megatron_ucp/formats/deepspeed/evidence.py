@@ -1,11 +1,12 @@
 """A recorded manifest against what the files say."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import ForeignFileError
 
 
@@ -27,32 +28,29 @@ def group_order(manifest: Manifest, stage: int = 0) -> list[list[str]] | None:
     it themselves."""
     if manifest.engine != "zero0":
         return None
-    here = [b for b in manifest.buffers if b.group is not None and dict(b.at).get("pp", 0) == stage]
-    numbers = (
-        range(len(manifest.groups))
-        if manifest.mesh.pp == 1
-        else sorted({b.group for b in here if b.group is not None})
-    )
-    return [[m.param for b in here if b.group == number for m in b.members] for number in numbers]
+    here = [b for b in manifest.buffers if b.stepped and b.stage == stage]
+    numbers = sorted({m.group for b in here for m in b.members if m.group is not None})
+    if manifest.mesh.pp == 1:
+        numbers = list(range(len(manifest.groups)))
+    return [[m.param for b in here for m in b.members if m.group == n] for n in numbers]
 
 
 def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
     """Raises ForeignFileError where the manifest describes another save than the files hold."""
-    count = len([b for b in derived.buffers if VALUE not in dict(b.states)])
-    pairs = {
+    both = recorded, derived
+    count = len([buffer for buffer in derived.buffers if buffer.stepped])
+    groups = [_plain([group.settings for group in m.groups]) for m in both]
+    if not any(group.settings for group in derived.groups):
+        groups[1] = groups[0]
+    pairs: dict[str, Any] = {
         "engine": (recorded.engine, derived.engine),
-        "mesh": tuple((m.mesh.tp, m.mesh.pp, m.mesh.partitions) for m in (recorded, derived)),
-        "optimizer buffers": (recorded.buffers[:count], derived.buffers[:count]),
+        "mesh": tuple((m.mesh.tp, m.mesh.pp, m.mesh.partitions) for m in both),
+        "scalars": tuple(_scalars(m.buffers[:count]) for m in both),
+        "optimizer buffers": tuple(m.buffers[:count] for m in both),
         # files say which layer holds a value, not which stage
-        "values": tuple(
-            {b.members: replace(b, at=()) for b in m.buffers[count:]} for m in (recorded, derived)
-        ),
-        "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in (recorded, derived)),
-        "groups": (
-            _plain(recorded.groups),
-            _plain(derived.groups if any(derived.groups) else recorded.groups),
-        ),
-        "scalars": (recorded.scalars[:count], derived.scalars[:count]),
+        "values": tuple({b.members: replace(b, at=()) for b in m.buffers[count:]} for m in both),
+        "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in both),
+        "groups": groups,
         **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
     }
     for what, (ours, theirs) in pairs.items():
@@ -62,13 +60,15 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
             )
 
 
+def _scalars(buffers: Sequence[FlatBuffer]) -> list[list[Scalars]]:
+    return [[member.scalars for member in buffer.members] for buffer in buffers]
+
+
 def _plain(value: Any) -> Any:
     """Lists as tuples, mappings as sorted items: JSON keeps neither tuples nor the order that a
     comparison needs."""
     if isinstance(value, list | tuple):
         return tuple(_plain(v) for v in value)
-    return (
-        tuple(sorted((k, _plain(v)) for k, v in value.items()))
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return tuple(sorted((k, _plain(v)) for k, v in value.items()))
+    return value

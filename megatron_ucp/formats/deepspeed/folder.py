@@ -6,14 +6,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.base import Extras, Record, Where
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
-from megatron_ucp.formats.pt.reader import PtFile, Record
-from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.values import storages_of
 from megatron_ucp.formats.recorded import Recorded
 
 # What Python raises where a foreign tree holds other types than its keys promise.
-STRUCTURE = (
+WRONG_STRUCTURE = (
     KeyError,
     TypeError,
     AttributeError,
@@ -26,7 +29,10 @@ _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "boo
 
 
 class TagFolder:
-    """Usable as a context manager; closes its files. `recorded` is the manifest beside them."""
+    """Usable as a context manager; closes its files. `evidence` is what the manifest beside them
+    lists."""
+
+    main_file: str  # whose tree the extras come from: a full path
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,9 +40,10 @@ class TagFolder:
         self._closing = ExitStack()
         self._open: dict[str, PtFile] = {}
         self._trees: dict[str, Any] = {}
-        self._beside: dict[tuple[str, str], Record] = {}
-        self.recorded = Recorded(folder, self.names.names)
-        self._closing.callback(self.recorded.close)
+        self._extras: Extras | None = None
+        self._read_apart: dict[tuple[str, str], Record] = {}
+        self.evidence = Recorded(folder, self.names.names)
+        self._closing.callback(self.evidence.close)
 
     def __enter__(self) -> Self:
         return self
@@ -58,17 +65,39 @@ class TagFolder:
             _allow_descriptors(len(self._open))
             file = self._closing.enter_context(PtFile(self.folder / name))
             self._open[name] = file
-            self.recorded.compare(name, file.size_bytes, file.directory_sha256)
+            self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]
 
     def opened(self, path: str) -> PtFile:
         """The open file for a full path."""
         return self.file(str(Path(path).relative_to(self.folder)))
 
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
+        file = self.file(name)
+        places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
+        return [(file.records[record], places.get(record, "")) for record in file.records]
+
+    @property
+    def recorded(self) -> Manifest | None:
+        """The manifest that lies beside the files."""
+        return self.evidence.manifest
+
     @property
     def file_names(self) -> list[str]:
         """Every file with state in it, relative to the folder."""
         return self.names.names
+
+    @property
+    def extras(self) -> Extras:
+        """What was saved besides element-wise states. Raises DamagedFileError."""
+        if self._extras is None:
+            self._extras = self.read_extras()
+        return self._extras
+
+    def read_extras(self) -> Extras:
+        """What `extras` gives."""
+        raise NotImplementedError
 
     def tree(self, name: str) -> Any:
         """The pickled tree of a file, a dict."""
@@ -85,16 +114,32 @@ class TagFolder:
 
     def use(self, file: str, ref: TensorRef) -> Record:
         """The record of a tensor that is read outside of a plan: a scalar state, client state. See
-        `check_used`."""
+        `check_read`."""
         record = self.opened(file).record(ref.storage)
-        self._beside[file, record.name] = record
+        self._read_apart[file, record.name] = record
         return record
 
-    def check_used(self) -> None:
+    def place_of(self, ref: TensorRef) -> Where:
+        """Place of a tensor that the extras refer to."""
+        file, dtype = self.opened(self.main_file), ref.storage.dtype
+        record = self.use(self.main_file, ref)
+        return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+
+    def check_read(self) -> None:
         """Compares these records with their CRC-32, which the executor does for all that a plan
         reads. Raises DamagedFileError."""
-        for (file, _), record in self._beside.items():
+        for (file, _), record in self._read_apart.items():
             self.opened(file).check(record)
+
+    def check_beside(self) -> None:
+        """Compares what the manifest lists besides state files. Raises ForeignFileError."""
+        for name in self.evidence.files.keys() - set(self.file_names):
+            self.evidence.read(name)
+
+    def beside(self, name: str) -> bytes | None:
+        """The bytes of a small file that the manifest lists; None where it lists none of that
+        name."""
+        return self.evidence.read(name)
 
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""

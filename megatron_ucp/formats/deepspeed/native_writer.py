@@ -13,11 +13,13 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
-from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.partition import Layers
+from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.deepspeed.paths import at_tp, model_name, optimizer_name, tp_of
 from megatron_ucp.formats.deepspeed.stock_info import patterns_of
 from megatron_ucp.formats.pt.output import Output, Weight, plain
 from megatron_ucp.formats.pt.values import Global, Stand, TensorRef
@@ -42,35 +44,33 @@ _DYNAMIC = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the files say besides the manifest. `meta` is the source's model file, `own` the keys in
-    it that are not the user's; `scaler` the loss scaler's canonical form; `int_steps` whether the
-    optimizer keeps `step` as an int; `stateless` are entries of the weights that hold nothing
-    (`_extra_state` of megatron-core), by canonical name."""
+class RunSettings:
+    """What written files say besides the manifest. `extras` are the source's; `config`, `version`
+    and `dtype` those of the run that the files are for; `scaler` is the loss scale's canonical
+    form; `int_steps` says whether the optimizer keeps `step` as an int; `scheduler` gives the
+    state of a stage's scheduler."""
 
-    meta: Mapping[str, Any]
-    own: frozenset[str]
+    extras: Extras
     config: Mapping[str, Any]
     version: str
     dtype: str
     scaler: Mapping[str, Any]
     clip_grad: float
     int_steps: bool
-    stateless: Mapping[str, Any]
-    scheduler: Callable[[int], Any]  # of a stage
+    scheduler: Callable[[int], Any]
 
 
 class NativeWriter:
     """The files of a manifest. `layers` are those of its pipeline."""
 
-    def __init__(self, manifest: Manifest, run: Run, layers: Layers | None) -> None:
+    def __init__(self, manifest: Manifest, run: RunSettings, layers: Layers | None) -> None:
         self.manifest, self.run, self.mesh = manifest, run, manifest.mesh
         self.layers = layers if manifest.mesh.pp > 1 else None
         self._pipe = {name: pipe for pipe, name in manifest.names.items()}
         self._number = {
-            (dict(buffer.at).get("pp", 0), buffer.members[0].param): b
+            (buffer.stage, buffer.members[0].param): b
             for b, buffer in enumerate(manifest.buffers)
-            if buffer.group is None
+            if not buffer.stepped
         }
         self._info = self._patterns()
 
@@ -93,15 +93,11 @@ class NativeWriter:
 
     def _buffers(self, stage: int) -> list[tuple[int, FlatBuffer]]:
         """The optimizer's buffers of a stage, with their numbers in the manifest."""
-        return [
-            (b, buffer)
-            for b, buffer in enumerate(self.manifest.buffers)
-            if buffer.group is not None and dict(buffer.at).get("pp", 0) == stage
-        ]
+        every = enumerate(self.manifest.buffers)
+        return [(b, buffer) for b, buffer in every if buffer.stepped and buffer.stage == stage]
 
-    def _groups(self, stage: int) -> list[tuple[Mapping[str, Any], list[int]]]:
-        """Each parameter group of a stage: settings, and the places of its buffers among the
-        stage's."""
+    def _groups(self, stage: int) -> list[tuple[ParamGroup, list[int]]]:
+        """Each parameter group of a stage, and the places of its buffers among the stage's."""
         out: dict[int, list[int]] = {}
         for at, (_, buffer) in enumerate(self._buffers(stage)):
             out.setdefault(buffer.group or 0, []).append(at)
@@ -109,17 +105,11 @@ class NativeWriter:
 
     def _values(self, stage: int, kind: str) -> list[tuple[int, str]]:
         """Frozen parameters or module buffers of a stage: buffer number and name."""
-        return [
-            (b, buffer.members[0].param)
-            for b, buffer in enumerate(self.manifest.buffers)
-            if buffer.group is None
-            and dict(buffer.at).get("pp", 0) == stage
-            and self.manifest.by_name[buffer.members[0].param].kind == kind
-        ]
+        held = [(b, name) for (at, name), b in self._number.items() if at == stage]
+        return [(b, name) for b, name in held if self.manifest.by_name[name].kind == kind]
 
     def _local(self, name: str) -> Ints:
-        spec = self.manifest.by_name[name]
-        return spec.layout.local_shape(name, spec.shape, {"tp": (self.mesh.tp, 0)})
+        return self.manifest.local_shape(name)
 
     def _named(self, name: str) -> str:
         """The name that the engine's module gives a parameter."""
@@ -130,54 +120,48 @@ class NativeWriter:
         source's mesh and names."""
         if any(spec.layout != Replicate() for spec in self.manifest.params):
             return patterns_of(self.manifest.params, self._named)
-        info = self.run.meta.get("universal_checkpoint_info")
-        return (
-            info if isinstance(info, dict) and {*info} != {"universal_checkpoint_version"} else None
-        )  # a universal folder's
+        info = self.run.extras.patterns
+        # a universal folder's says the version alone
+        return info if info and {*info} != {"universal_checkpoint_version"} else None
 
     def _mp(self, stage: int, tp: int) -> int:
         return stage * self.mesh.tp + tp
 
-    # ---------------------------------------------------------------- model files
+    # ------------------------------------------------ model files
 
     def _model(self, stage: int, tp: int, part: int) -> Output:
-        prefix = f"zero_pp_rank_{part}_" if self.mesh.zero == 3 else ""
-        output = Output(f"{prefix}mp_rank_{self._mp(stage, tp):02d}_model_states.pt")
-        run, mesh, meta = self.run, self.mesh, self.run.meta
-        frozen = self._values(stage, "frozen")
-        shapes = OrderedDict((self._named(name), _size(self._local(name))) for _, name in frozen)
+        mesh, extras = self.mesh, self.run.extras
+        output = Output(model_name(self._mp(stage, tp), part if mesh.zero == 3 else None))
         split = self.manifest.engine in ("zero12", "zero3", "bf16")
-        own: dict[str, Any] = {
+        shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
+        output.tree = {
             "module": None if self.layers else self._module(output, stage, tp, part),
             "buffer_names": [self._named(name) for _, name in self._values(stage, "buffer")],
             "optimizer": None if split else self._unpartitioned(output, stage, tp),
             "param_shapes": self._param_shapes(stage) if split and mesh.zero else None,
-            "frozen_param_shapes": shapes if mesh.zero > 1 else None,
-            "shared_params": {
-                alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases
-            }
-            if split
-            else None,
-            "frozen_param_fragments": self._fragments(output, frozen, tp, part)
-            if mesh.zero > 1
-            else None,
-            "lr_scheduler": output.adopt(run.scheduler(stage)),
-            "data_sampler": output.adopt(meta.get("data_sampler")),
-            "random_ltd": output.adopt(meta.get("random_ltd")),
-            "skipped_steps": meta.get("skipped_steps", 0),
-            "global_steps": meta.get("global_steps", 0),
-            **{key: meta[key] for key in ("global_samples",) if key in meta},
+            **self._frozen(output, stage, tp, part),
+            "shared_params": shared if split else None,
+            "lr_scheduler": output.adopt(self.run.scheduler(stage)),
+            **model_extras(output, extras),
             "dp_world_size": mesh.partitions,
             "mp_world_size": mesh.tp * mesh.pp,
             "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp, "tp_degree": mesh.tp},
-            "ds_config": output.adopt(run.config),
-            "ds_version": run.version,
+            "ds_config": output.adopt(self.run.config),
+            "ds_version": self.run.version,
+            **{key: output.adopt(value) for key, value in extras.client_state.items()},
         }
-        kept = {key: output.adopt(value) for key, value in meta.items() if key not in run.own}
         if self._info:
-            kept["universal_checkpoint_info"] = output.adopt(self._info)
-        output.tree = {**own, **kept}
+            output.tree["universal_checkpoint_info"] = output.adopt(self._info)
         return output
+
+    def _frozen(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
+        """What ZeRO-2 and 3 say of frozen parameters."""
+        if self.mesh.zero < 2:
+            return {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        frozen = self._values(stage, "frozen")
+        shapes = OrderedDict((self._named(name), _size(self._local(name))) for _, name in frozen)
+        fragments = self._fragments(output, frozen, tp, part)
+        return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}
 
     def _module(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
         """`state_dict` of the module: at ZeRO-3 parameters are empty."""
@@ -189,20 +173,20 @@ class NativeWriter:
                 out[spec.name] = output.tensor(b"", spec.dtype, (0,))
             else:
                 out[spec.name] = output.tensor(
-                    Weight(spec.name, tp), spec.dtype, self._local(spec.name)
+                    Weight(spec.name, at_tp(tp)), spec.dtype, self._local(spec.name)
                 )
         for tie in self.manifest.ties:
             out.update(dict.fromkeys(tie.aliases, out[tie.canonical]))
         return out | {
             name: _nothing(output, value)
-            for name, value in self.run.stateless.items()
+            for name, value in self.run.extras.stateless.items()
             if name not in out
         }
 
     def _value(self, output: Output, name: str, stage: int, tp: int) -> TensorRef:
         number = self._number[stage, name]
         dtype = self.manifest.buffers[number].states[0][1]
-        return output.tensor(Slot(number, (("tp", tp),), 0, VALUE), dtype, self._local(name))
+        return output.tensor(Slot(number, at_tp(tp), 0, VALUE), dtype, self._local(name))
 
     def _fragments(
         self, output: Output, frozen: Sequence[tuple[int, str]], tp: int, part: int
@@ -212,7 +196,7 @@ class NativeWriter:
         for number, name in frozen:
             buffer = self.manifest.buffers[number]
             cut = self.mesh.zero == 3
-            slot = Slot(number, (("tp", tp),), part if cut else 0, VALUE)
+            slot = Slot(number, at_tp(tp), part if cut else 0, VALUE)
             out[self._named(name)] = output.tensor(
                 slot, buffer.states[0][1], (buffer.length,) if cut else self._local(name)
             )
@@ -230,29 +214,22 @@ class NativeWriter:
         if layers is None or position not in layers.filed:
             return None
         output = Output(f"layer_{position:02d}-model_{tp:02d}-model_states.pt")
-        stage = next(
-            (
-                dict(b.at).get("pp", 0)
-                for b in self.manifest.buffers
-                for m in b.members
-                if m.param in layers.canonical[position]
-            ),
-            0,
-        )
+        here = {*layers.canonical[position]}
+        holding = (b for b in self.manifest.buffers if any(m.param in here for m in b.members))
+        stage = next((buffer.stage for buffer in holding), 0)
         tree: dict[str, Any] = OrderedDict()
         for key, name in zip(layers.held[position], layers.canonical[position], strict=True):
             spec = self.manifest.by_name[name]
-            tree[key] = (
-                output.tensor(Weight(name, tp), spec.dtype, self._local(name))
-                if spec.kind == "trainable"
-                else self._value(output, name, stage, tp)
-            )
+            if spec.kind == "trainable":
+                tree[key] = output.tensor(Weight(name, at_tp(tp)), spec.dtype, self._local(name))
+            else:
+                tree[key] = self._value(output, name, stage, tp)
         prefixes = {
             name.removesuffix(key)
             for key, name in zip(layers.held[position], layers.canonical[position], strict=True)
             if name.endswith(key)
         }
-        for name, value in self.run.stateless.items():
+        for name, value in self.run.extras.stateless.items():
             for prefix in prefixes:
                 if prefix and name.startswith(prefix):
                     tree[name.removeprefix(prefix)] = _nothing(output, value)
@@ -263,12 +240,9 @@ class NativeWriter:
 
     def _optimizer(self, stage: int, tp: int, part: int) -> Output:
         prefix = "bf16_" if self.run.dtype == "bfloat16" else ""
-        output = Output(
-            f"{prefix}zero_pp_rank_{part}_mp_rank_{self._mp(stage, tp):02d}_optim_states.pt"
-        )
-        build = {"zero12": self._zero12, "bf16": self._bf16, "zero3": self._zero3}[
-            self.manifest.engine
-        ]
+        output = Output(optimizer_name(part, self._mp(stage, tp), prefix))
+        wrappers = {"zero12": self._zero12, "bf16": self._bf16, "zero3": self._zero3}
+        build = wrappers[self.manifest.engine]
         output.tree = {
             "optimizer_state_dict": build(output, stage, tp, part),
             "ds_config": self.run.config,
@@ -281,7 +255,7 @@ class NativeWriter:
     ) -> TensorRef:
         buffer = self.manifest.buffers[number]
         return output.tensor(
-            Slot(number, (("tp", tp),), part, state),
+            Slot(number, at_tp(tp), part, state),
             dict(buffer.states)[state],
             (buffer.partition_elems,),
             None if used is None else (used,),
@@ -293,14 +267,14 @@ class NativeWriter:
         """torch's `state_dict` of the base optimizer, one entry for each buffer."""
         state: dict[int, Any] = {}
         for at, (number, buffer) in enumerate(self._buffers(stage)):
-            scalars = self.manifest.scalars[number] if self.manifest.scalars else {}
+            scalars = buffer.members[0].scalars if buffer.members else {}
             entry: dict[str, Any] = {
                 name: self._scalar(output, name, value) for name, value in scalars.items()
             }
             entry |= {name: element(number, name) for name, _ in buffer.states if name != MASTER}
             if entry:
                 state[at] = entry
-        groups = [{**plain(settings), "params": places} for settings, places in self._groups(stage)]
+        groups = [group_tree(output, group, places) for group, places in self._groups(stage)]
         return {"state": state, "param_groups": groups}
 
     def _scalar(self, output: Output, name: str, value: float) -> Any:
@@ -384,7 +358,7 @@ class NativeWriter:
                 return self._flat(output, number, tp, 0, state)
             buffer = self.manifest.buffers[number]
             return output.tensor(
-                Slot(number, (("tp", tp),), 0, state),
+                Slot(number, at_tp(tp), 0, state),
                 dict(buffer.states)[state],
                 self._local(buffer.members[0].param),
             )
@@ -421,7 +395,24 @@ class NativeWriter:
         }
 
 
-def scaler_of(run: Run) -> tuple[Stand, bool]:
+def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str, Any]:
+    """A parameter group as an optimizer's `state_dict` has it, with every key of its source."""
+    marks = {key: output.adopt(value) for key, value in group.marks.items()}
+    return {**plain(group.settings), **marks, "params": params}
+
+
+def model_extras(output: Output, extras: Extras) -> dict[str, Any]:
+    """Counters, and the states of DeepSpeed's own helpers, as a model file has them."""
+    return {
+        "data_sampler": output.adopt(extras.others.get("data_sampler")),
+        "random_ltd": output.adopt(extras.others.get("random_ltd")),
+        "skipped_steps": 0,
+        "global_steps": 0,
+        **extras.counters,
+    }
+
+
+def scaler_of(run: RunSettings) -> tuple[Stand, bool]:
     """The pickled loss scaler, and whether it is dynamic."""
     saved = dict(run.scaler)
     if run.dtype != "float16":
@@ -476,12 +467,7 @@ def _gaps(buffer: FlatBuffer) -> list[int]:
 def state_file(manifest: Manifest, slot: Slot) -> str:
     """The file in which DeepSpeed would keep a slot of a manifest that trains in bf16."""
     buffer, mesh = manifest.buffers[slot.buffer], manifest.mesh
-    stage = dict(buffer.at).get("pp", 0)
-    mp = stage * mesh.tp + dict(slot.cut).get("tp", 0)
-    if buffer.group is not None and manifest.engine != "zero0":
-        return f"bf16_zero_pp_rank_{slot.part}_mp_rank_{mp:02d}_optim_states.pt"
-    return (
-        f"zero_pp_rank_{slot.part}_mp_rank_{mp:02d}_model_states.pt"
-        if mesh.zero == 3
-        else f"mp_rank_{mp:02d}_model_states.pt"
-    )
+    mp = buffer.stage * mesh.tp + tp_of(slot.cut)
+    if buffer.stepped and manifest.engine != "zero0":
+        return optimizer_name(slot.part, mp, "bf16_")
+    return model_name(mp, slot.part if mesh.zero == 3 else None)

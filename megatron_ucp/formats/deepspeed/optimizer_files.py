@@ -15,15 +15,23 @@ from typing import Any, Protocol
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.states import ELEMENT, MASTER, check_known
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, StateMismatchError
+from megatron_ucp.core.manifest import ParamGroup
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    StateMismatchError,
+    UnsupportedError,
+)
+from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
 Tree = Mapping[str, Any]
 Scalar = Callable[[TensorRef], float]
 
 # Keys of a param group that say how an optimizer is built up, not how it steps.
-STRUCTURE = frozenset(
+GROUP_MARKS = frozenset(
     {"params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"}
 )
 _NUMPY = {
@@ -40,6 +48,7 @@ _NUMPY = {
     "u8": "Q",
     "b1": "?",
 }  # numpy's codes and those of struct
+OFFLOADED = "_offload_buffer"
 SCALER = (
     "dynamic",
     "cur_scale",
@@ -64,13 +73,17 @@ class Contents:
 
     engine: str
     buffers: tuple[FlatBuffer, ...]
-    groups: tuple[Mapping[str, Any], ...]
-    scalars: tuple[Mapping[str, float], ...]
+    groups: tuple[ParamGroup, ...]
     scaler: Mapping[str, Any]
     indices: tuple[int, ...]
 
+    @property
+    def scalars(self) -> tuple[Mapping[str, float], ...]:
+        """Scalar states of each buffer, which are those of its members."""
+        return tuple(b.members[0].scalars if b.members else {} for b in self.buffers)
 
-class OptimizerFiles(Protocol):
+
+class OptimizerFile(Protocol):
     """One wrapper's file format."""
 
     def contents(
@@ -88,19 +101,19 @@ class OptimizerFiles(Protocol):
         ...
 
 
-def reader_for(tree: Tree, file: str) -> OptimizerFiles:
+def reader_for(tree: Tree, file: str) -> OptimizerFile:
     """The format of an optimizer state dict. Raises DamagedFileError where no known key is
     present."""
     if "fp32_flat_groups" in tree:
-        return Zero3()
+        return Zero3File()
     if "single_partition_of_fp32_groups" in tree:
-        return Zero12()
+        return Zero12File()
     if "fp32_groups_flat" in tree:
-        return FusedFlat()
+        return FusedFlatFile()
     if "fp32_groups" in tree:
-        return Unfused()
+        return UnfusedFile()
     if "state" in tree and "param_groups" in tree:
-        return Plain()
+        return PlainFile()
     raise DamagedFileError(
         "this is no optimizer state of DeepSpeed",
         file=file,
@@ -109,9 +122,13 @@ def reader_for(tree: Tree, file: str) -> OptimizerFiles:
     )
 
 
-def hyper(groups: Sequence[Tree], scalar: Scalar) -> tuple[Mapping[str, Any], ...]:
-    """Hyper-parameters of each group without what is structure; lists become tuples, 0-d tensors
-    numbers."""
+def param_groups(groups: Sequence[Tree], scalar: Scalar, file: str) -> tuple[ParamGroup, ...]:
+    """Each group's hyper-parameters, apart from what marks the group; lists become tuples, 0-d
+    tensors numbers.
+
+    Raises UnsupportedError for groups of Muon, whose momentum lies in files as whole matrices that
+    touch a partition, and not as elements of it.
+    """
 
     def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, TensorRef):
@@ -120,7 +137,20 @@ def hyper(groups: Sequence[Tree], scalar: Scalar) -> tuple[Mapping[str, Any], ..
             return tuple(plain(v, depth + 1) for v in value)
         return number(value)
 
-    return tuple({str(k): plain(v) for k, v in g.items() if k not in STRUCTURE} for g in groups)
+    out: list[ParamGroup] = []
+    for group in groups:
+        if group.get("use_muon"):
+            raise UnsupportedError(
+                "the checkpoint was written with Muon, which is not supported",
+                file=file,
+                expected="states that are cut like their parameters",
+                found="a parameter group with use_muon",
+                fix="resume on the mesh that wrote it with DeepSpeed's own load",
+            )
+        settings = {str(k): plain(v) for k, v in group.items() if k not in GROUP_MARKS}
+        marks = {k: v for k, v in group.items() if k in GROUP_MARKS and k != "params"}
+        out.append(ParamGroup(settings, marks=marks))
+    return tuple(out)
 
 
 def number(value: Any) -> Any:
@@ -129,18 +159,15 @@ def number(value: Any) -> Any:
     Values of a hostile file can share parts so often that comparing or printing them never ends. A
     scalar of numpy, as a schedule that uses numpy leaves in `lr`, is the number that it holds.
     """
-    if (
-        isinstance(value, Stand)
-        and value.qualname == "numpy.scalar"
-        and str(value.get("dtype"))[1:] in _NUMPY
-    ):
+    if isinstance(value, Stand) and value.qualname == "numpy.scalar":
         kind = str(value.get("dtype"))
-        return struct.unpack(kind[0].replace("|", "=") + _NUMPY[kind[1:]], value.state["data"])[0]  # type: ignore[arg-type]
-    return (
-        value
-        if value is None or isinstance(value, bool | int | float | str)
-        else f"<{type(value).__name__}>"
-    )
+        if kind[1:] in _NUMPY:
+            order = kind[0].replace("|", "=")
+            data: Any = value.state["data"]
+            return struct.unpack(order + _NUMPY[kind[1:]], data)[0]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"<{type(value).__name__}>"
 
 
 def loss_scaler(value: Any) -> Mapping[str, Any]:
@@ -154,11 +181,23 @@ def split_states(
 ) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
     """Element-wise states (name, dtype) and scalar ones of one entry of an optimizer's `state`."""
     kept = {key: value for key, value in entry.items() if value is not None}
+    for key in [key for key in kept if str(key).endswith(OFFLOADED)]:
+        # what `engine.offload_states` leaves behind; the state itself is here unless it is
+        # offloaded
+        if str(key).removesuffix(OFFLOADED) not in kept:
+            raise UnsupportedError(
+                "an optimizer state was offloaded (engine.offload_states) when it was saved",
+                file=file,
+                expected=str(key).removesuffix(OFFLOADED),
+                found=key,
+                fix="call engine.reload_states() before saving; or load another tag",
+            )
+        del kept[key]
     check_known(kept, file)
     element: list[tuple[str, str]] = []
     scalars: dict[str, float] = {}
     for key, value in kept.items():
-        if key in ELEMENT:
+        if is_element(key):
             if not isinstance(value, TensorRef):
                 raise DamagedFileError(
                     f"the optimizer state {key} is no tensor", file=file, found=type(value).__name__
@@ -167,6 +206,30 @@ def split_states(
         else:
             scalars[key] = scalar(value) if isinstance(value, TensorRef) else float(value)
     return tuple(element), scalars
+
+
+def _members(
+    named: Mapping[str, Ints],
+    starts: Sequence[int],
+    group: int | None,
+    scalars: Mapping[str, float],
+) -> tuple[Member, ...]:
+    return tuple(
+        Member(name, start, math.prod(shape), group, scalars)
+        for (name, shape), start in zip(named.items(), starts, strict=True)
+    )
+
+
+def _required(tree: Tree, key: str, file: str) -> Any:
+    """A part of the file without which it holds no optimizer. Raises DamagedFileError."""
+    if key not in tree:
+        raise DamagedFileError(
+            "an optimizer file lacks its optimizer's states",
+            file=file,
+            expected=key,
+            found=", ".join(map(str, tree))[:200],
+        )
+    return tree[key]
 
 
 def _group_of(index: int, groups: Sequence[Tree]) -> int | None:
@@ -200,7 +263,7 @@ def _count(tree: Tree, partitions: int, file: str) -> None:
         )
 
 
-class Zero12:
+class Zero12File:
     """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks."""
 
     def contents(
@@ -220,41 +283,34 @@ class Zero12:
                 expected=len(shapes),
                 found=len(masters),
             )
-        base = tree.get("base_optimizer_state", {})
+        base = _required(tree, "base_optimizer_state", file)
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
         entries = dict(enumerate(base)) if elastic else base.get("state", {})
         gaps = tree.get("param_alignment_paddings") or [[0] * len(s) for s in shapes]
         buffers: list[FlatBuffer] = []
-        scalars: list[Mapping[str, float]] = []
         for index, named in enumerate(shapes):
             starts, at = [], 0
             for shape, gap in zip(named.values(), gaps[index], strict=True):
                 starts.append(at)
                 at += math.prod(shape) + gap
-            members = tuple(
-                Member(name, start, math.prod(shape))
-                for (name, shape), start in zip(named.items(), starts, strict=True)
-            )
             element, kept = split_states(entries.get(index, {}), file, scalar)
             if "base_optimizer_state_step" in tree:
                 kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
-            scalars.append(kept)
+            group = index if elastic else _group_of(index, groups)
             buffers.append(
                 FlatBuffer(
-                    members,
-                    flat.whole_length(at, partitions),
+                    _members(named, starts, group, kept),
+                    formulas.whole_length(at, partitions),
                     partitions,
                     "whole",
                     ((MASTER, masters[index].storage.dtype), *element),
-                    index if elastic else _group_of(index, groups),
                 )
             )
         return Contents(
             "zero12" if "zero_stage" in tree else "bf16",
             tuple(buffers),
-            ({},) * len(shapes) if elastic else hyper(groups, scalar),
-            tuple(scalars),
+            (ParamGroup({}),) * len(shapes) if elastic else param_groups(groups, scalar, file),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
@@ -266,7 +322,7 @@ class Zero12:
         return (base[index] if isinstance(base, list) else base["state"].get(index, {})).get(state)
 
 
-class Zero3:
+class Zero3File:
     """ZeRO-3: one flat buffer per sub-group, every member cut for itself."""
 
     def contents(
@@ -286,31 +342,26 @@ class Zero3:
                 expected=len(shapes),
                 found=len(masters),
             )
-        base = tree.get("optimizer_state_dict", {})
+        base = _required(tree, "optimizer_state_dict", file)
         groups = base.get("param_groups", [])
         buffers: list[FlatBuffer] = []
-        scalars: list[Mapping[str, float]] = []
         for index, named in enumerate(shapes):
             sizes = [math.prod(shape) for shape in named.values()]
             starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
-            members = tuple(Member(*m) for m in zip(named, starts, sizes, strict=True))
             element, kept = split_states(base.get("state", {}).get(index, {}), file, scalar)
-            scalars.append(kept)
             buffers.append(
                 FlatBuffer(
-                    members,
+                    _members(named, starts, _group_of(index, groups), kept),
                     used,
                     partitions,
                     "each",
                     ((MASTER, masters[index].storage.dtype), *element),
-                    _group_of(index, groups),
                 )
             )
         return Contents(
             "zero3",
             tuple(buffers),
-            hyper(groups, scalar),
-            tuple(scalars),
+            param_groups(groups, scalar, file),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
@@ -346,40 +397,19 @@ class _Unpartitioned:
         groups = base["param_groups"]
         indices = _stepped(groups, base["state"], [len(named) for named in shapes], file)
         buffers: list[FlatBuffer] = []
-        scalars: list[Mapping[str, float]] = []
         for number, named in enumerate(shapes):
             for (name, shape), index in zip(named.items(), indices[number], strict=True):
                 entry = base["state"].get(index, {})
                 element, kept = split_states(entry, file, scalar)
                 refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
-                if any(tuple(ref.shape) != tuple(shape) for ref in refs):
-                    raise ForeignFileError(
-                        "the optimizer's parameters come in another order than the model's groups",
-                        file=file,
-                        parameter=name,
-                        expected=shape,
-                        found=refs[0].shape,
-                        fix="build the optimizer's groups as the run that saved it did, or save "
-                        "with "
-                        "a manifest (megatron_ucp.attach)",
-                    )
-                scalars.append(kept)
+                _check_shapes(refs, name, shape, file)
                 dtype = masters[index].storage.dtype if masters else "float32"
-                buffers.append(
-                    FlatBuffer(
-                        (Member(name, 0, math.prod(shape)),),
-                        math.prod(shape),
-                        1,
-                        "whole",
-                        ((MASTER, dtype), *element),
-                        number,
-                    )
-                )
+                states = ((MASTER, dtype), *element)
+                buffers.append(flat.alone(name, math.prod(shape), states, number, kept))
         return Contents(
             self.engine,
             tuple(buffers),
-            hyper(groups, scalar),
-            tuple(scalars),
+            param_groups(groups, scalar, file),
             _flat_scaler(tree),
             tuple(index for chosen in indices for index in chosen),
         )
@@ -391,21 +421,36 @@ class _Unpartitioned:
         return self.base(tree)["state"].get(index, {}).get(state)
 
 
-class Unfused(_Unpartitioned):
+def _check_shapes(refs: Sequence[TensorRef], name: str, shape: Ints, file: str) -> None:
+    """Raises ForeignFileError where states at a parameter's position are not of its shape."""
+    for ref in refs:
+        if tuple(ref.shape) != tuple(shape):
+            raise ForeignFileError(
+                "the optimizer's parameters come in another order than the model's groups",
+                file=file,
+                parameter=name,
+                expected=shape,
+                found=ref.shape,
+                fix="build the optimizer's groups as the run that saved it did, or save with a "
+                "manifest (megatron_ucp.attach)",
+            )
+
+
+class UnfusedFile(_Unpartitioned):
     """FP16_UnfusedOptimizer (bf16 and fp16 at stage 0): shaped masters and moments."""
 
     def masters(self, tree: Tree) -> list[TensorRef]:
         return [ref for group in tree["fp32_groups"] for ref in group]
 
 
-class Plain(_Unpartitioned):
+class PlainFile(_Unpartitioned):
     """The user's own optimizer (fp32 at stage 0): the model's weights are the masters."""
 
     def base(self, tree: Tree) -> Tree:
         return tree
 
 
-class FusedFlat:
+class FusedFlatFile:
     """FP16_Optimizer (FusedAdam at stage 0): one flat, unpadded buffer per group, one partition."""
 
     def contents(
@@ -419,10 +464,8 @@ class FusedFlat:
         masters = _listed(tree, "fp32_groups_flat", file)
         base = tree["optimizer_state_dict"]
         buffers: list[FlatBuffer] = []
-        scalars: list[Mapping[str, float]] = []
         for index, named in enumerate(shapes):
-            sizes = [math.prod(shape) for shape in named.values()]
-            starts, used = flat.aligned_starts(sizes)
+            starts, used = flat.aligned_starts([math.prod(shape) for shape in named.values()])
             if index >= len(masters) or masters[index].numel != used:
                 raise ForeignFileError(
                     "the optimizer's groups differ from the model's",
@@ -431,22 +474,14 @@ class FusedFlat:
                     found=[ref.numel for ref in masters],
                 )
             element, kept = split_states(base["state"].get(index, {}), file, scalar)
-            scalars.append(kept)
-            buffers.append(
-                FlatBuffer(
-                    tuple(Member(*m) for m in zip(named, starts, sizes, strict=True)),
-                    used,
-                    1,
-                    "whole",
-                    ((MASTER, masters[index].storage.dtype), *element),
-                    _group_of(index, base["param_groups"]),
-                )
-            )
+            group = _group_of(index, base["param_groups"])
+            states = ((MASTER, masters[index].storage.dtype), *element)
+            members = _members(named, starts, group, kept)
+            buffers.append(FlatBuffer(members, used, 1, "whole", states))
         return Contents(
             "zero0",
             tuple(buffers),
-            hyper(base["param_groups"], scalar),
-            tuple(scalars),
+            param_groups(base["param_groups"], scalar, file),
             _flat_scaler(tree),
             tuple(range(len(buffers))),
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError, UsageError
 
 MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -21,6 +22,28 @@ REFUSED = {
     r"offloaded_tensors": "tensors that were offloaded to NVMe",
 }
 _MAX_NAME_CHARS = 255
+_TENSOR_PARALLEL = "tp"
+
+
+def tp_of(cut: Coords) -> int:
+    """The tensor-parallel rank of a place."""
+    return index_on(cut, _TENSOR_PARALLEL)
+
+
+def at_tp(rank: int) -> Coords:
+    """The place of a tensor-parallel rank."""
+    return ((_TENSOR_PARALLEL, rank),)
+
+
+def optimizer_name(part: int, mp: int, prefix: str = "") -> str:
+    """The optimizer file of a partition of a model-parallel rank."""
+    return f"{prefix}zero_pp_rank_{part}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def model_name(mp: int, part: int | None = None) -> str:
+    """The model file of a model-parallel rank; at ZeRO-3 each partition has one."""
+    prefix = "" if part is None else f"zero_pp_rank_{part}_"
+    return f"{prefix}mp_rank_{mp:02d}_model_states.pt"
 
 
 @dataclass(frozen=True)
@@ -39,7 +62,7 @@ class TagFiles:
         return sorted([*self.model.values(), *self.optimizer.values(), *self.layers.values()])
 
 
-def resolve(path: str | Path, tag: str | None = None) -> Path:
+def tag_folder(path: str | Path, tag: str | None = None) -> Path:
     """The tag folder for a path that is a tag folder or the folder above it. `latest` is always
     followed.
 

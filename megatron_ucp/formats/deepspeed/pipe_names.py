@@ -6,13 +6,15 @@ of a module that several stages hold. Layer files hold the part after the positi
 of the tied module.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.errors import ModelMismatchError
 
-TIED = "tied_modules"
+_PIPE = re.compile(rf"([0-9]{{1,6}}|{TIED}\.[^.]+)\..+")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,11 @@ class PipeNames:
     """`canonical` maps the name of every parameter in the pipeline to its canonical one."""
 
     canonical: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for pipe in self.canonical:
+            if not _PIPE.fullmatch(pipe):
+                raise ValueError(f"{pipe!r} is no name in a pipeline")
 
     @cached_property
     def tied(self) -> frozenset[str]:

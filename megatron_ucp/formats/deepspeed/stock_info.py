@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed.pipe_names import TIED
 from megatron_ucp.formats.patterns import problem_of
 from megatron_ucp.formats.pt.unpickler import Stand
 
@@ -81,7 +81,7 @@ def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict
     that `named` gives them; empty where its patterns can't say how one of them is cut, so that it
     stops and does not cut that one on dim 0."""
     cut = [
-        (named(spec.name), spec, _kind(spec.layout))
+        (named(spec.name), spec, kind_of(spec.layout))
         for spec in sorted(specs, key=lambda spec: spec.name)
         if spec.kind != "buffer"
     ]
@@ -95,12 +95,9 @@ def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict
     for name, spec, kind in cut:
         pattern = (_of_layers(name) if alike and kind != SUB_PARAMS else re.escape(name)) + "$"
         if kind == SUB_PARAMS and isinstance(spec.layout, ShardNC):
-            shape = tuple(
-                spec.layout.parts if dim == spec.layout.dim else n
-                for dim, n in enumerate(spec.shape)
-            )
+            shape, dim = sub_shape(spec.layout, spec.shape)
             out.setdefault(SUB_PARAMS, []).append(
-                {"patterns": [pattern], "shape": shape, "partition_dim": spec.layout.dim}
+                {"patterns": [pattern], "shape": shape, "partition_dim": dim}
             )
         elif kind and pattern not in out.setdefault(kind, []):
             out[kind].append(pattern)
@@ -114,7 +111,14 @@ def _of_layers(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
 
 
-def _kind(layout: Layout) -> str | None:
+def sub_shape(layout: ShardNC, shape: Ints) -> tuple[tuple[Any, ...], int]:
+    """`shape` and `partition_dim` of a fused parameter in stock's words: the dim that is cut is a
+    tuple of its parts."""
+    parts = tuple(layout.parts if dim == layout.dim else n for dim, n in enumerate(shape))
+    return parts, layout.dim
+
+
+def kind_of(layout: Layout) -> str | None:
     """Which list a parameter stands in; "" for stock's default, dim 0, None where it has no list
     for it."""
     if isinstance(layout, Replicate | Partial):

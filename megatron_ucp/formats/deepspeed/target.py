@@ -4,17 +4,18 @@ Formulas of the buffers: see `core/zero`. Which optimizer wrapper DeepSpeed choo
 `_do_optimizer_sanity_check` and `_configure_zero_optimizer` of DeepSpeed 0.19.8's engine.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_ucp.core import flat
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.deepspeed import formulas
 
-DTYPES = ("float32", "bfloat16", "float16")
+TRAINING_DTYPES = ("float32", "bfloat16", "float16")
 # DeepSpeed keeps its states in one flat buffer per group even without ZeRO
 FLAT_AT_STAGE_0 = "deepspeed.FusedAdam"
 SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's default, in elements of one rank
@@ -24,6 +25,28 @@ _ZERO = {
     "round_robin": "round_robin_gradients",
 }
 _SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class GroupOnRank:
+    """A parameter group as a rank has it: `sizes` are names and rank-local elements in the
+    optimizer's order, `states` (name, dtype) with the masters first, `scalars` gives the scalar
+    states of a parameter."""
+
+    number: int
+    optimizer: str
+    sizes: Sequence[tuple[str, int]]
+    states: States
+    scalars: Callable[[str], Scalars]
+
+    def members(
+        self, sizes: Sequence[tuple[str, int]], starts: Sequence[int]
+    ) -> tuple[Member, ...]:
+        """Some of its parameters at their places in a buffer."""
+        return tuple(
+            Member(name, start, size, self.number, self.scalars(name))
+            for (name, size), start in zip(sizes, starts, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -47,12 +70,12 @@ class Target:
     grad_accum_fp32: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, *DTYPES) or (
+        if self.dtype not in (None, *TRAINING_DTYPES) or (
             self.sub_group_size is not None and self.sub_group_size < 1
         ):
             raise UsageError(
                 "this is no target",
-                expected=f"dtype {' or '.join(DTYPES)}, sub_group_size of at least 1",
+                expected=f"dtype {' or '.join(TRAINING_DTYPES)}, sub_group_size of at least 1",
                 found=f"{self.dtype}, {self.sub_group_size}",
             )
         if self.mesh.pp > 1 and self.mesh.zero > 1:
@@ -97,79 +120,61 @@ class Target:
         stage = self.mesh.zero
         if stage == 3:
             return "zero3"
-        if dtype == "bfloat16" and (
-            (stage == 0 and self.mesh.pp > 1) or (stage == 1 and self.grad_accum_fp32)
-        ):
+        staged = stage == 0 and self.mesh.pp > 1
+        if dtype == "bfloat16" and (staged or (stage == 1 and self.grad_accum_fp32)):
             return "bf16"
         return "zero0" if stage == 0 else "zero12"
 
-    def buffers(
-        self,
-        engine: str,
-        dtype: str,
-        optimizer: str,
-        group: Sequence[tuple[str, int]],
-        number: int,
-        states: Sequence[tuple[str, str]],
-    ) -> Iterator[FlatBuffer]:
-        """The flat buffers of one parameter group: `group` has names and rank-local elements in the
-        optimizer's order, `states` are (name, dtype) with the masters first."""
-        parts = self.mesh.partitions
-        kept = tuple(states)
+    def buffers(self, group: GroupOnRank, engine: str, dtype: str) -> Iterator[FlatBuffer]:
+        """The flat buffers of one parameter group under a wrapper; `dtype` is that of training."""
         if engine == "zero3":
-            sizes = [size for _, size in group]
-            for chosen in flat.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
-                starts, used = flat.aligned_starts([-(-sizes[i] // parts) for i in chosen])
-                members = tuple(
-                    Member(group[i][0], start, sizes[i])
-                    for i, start in zip(chosen, starts, strict=True)
-                )
-                yield FlatBuffer(members, used, parts, "each", kept, number)
-        elif engine == "zero0" and not (optimizer == FLAT_AT_STAGE_0 and dtype != "float32"):
-            for name, size in group:
-                yield FlatBuffer((Member(name, 0, size),), size, 1, "whole", kept, number)
+            yield from self._sub_groups(group)
+        elif engine == "zero0" and not (group.optimizer == FLAT_AT_STAGE_0 and dtype != "float32"):
+            for name, size in group.sizes:
+                kept = group.scalars(name)
+                yield flat.alone(name, size, group.states, group.number, kept)
         else:
-            if engine == "zero12" and self.round_robin and parts > 1:
-                group = [group[i] for i in flat.round_robin(len(group), parts)]
-            alignment = (
-                flat.parameter_alignment({"float32": 4}.get(dtype, 2))
-                if engine == "zero12" and self.alignment
-                else 1
-            )
-            starts, used = flat.aligned_starts([size for _, size in group], alignment)
-            members = tuple(
-                Member(name, start, size) for (name, size), start in zip(group, starts, strict=True)
-            )
-            if engine == "zero0":
-                yield FlatBuffer(members, used, 1, "whole", kept, number)
-            else:
-                yield FlatBuffer(
-                    members, flat.whole_length(used, parts), parts, "whole", kept, number
-                )
+            yield self._flattened(group, engine, dtype)
+
+    def _sub_groups(self, group: GroupOnRank) -> Iterator[FlatBuffer]:
+        """ZeRO-3: every member is cut for itself."""
+        parts, sizes = self.mesh.partitions, [size for _, size in group.sizes]
+        for chosen in formulas.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
+            starts, used = flat.aligned_starts([-(-sizes[i] // parts) for i in chosen])
+            members = group.members([group.sizes[i] for i in chosen], starts)
+            yield FlatBuffer(members, used, parts, "each", group.states)
+
+    def _flattened(self, group: GroupOnRank, engine: str, dtype: str) -> FlatBuffer:
+        """One buffer for the whole group."""
+        parts, sizes = self.mesh.partitions, group.sizes
+        if engine == "zero12" and self.round_robin and parts > 1:
+            sizes = [sizes[i] for i in formulas.round_robin(len(sizes), parts)]
+        alignment = 1
+        if engine == "zero12" and self.alignment:
+            alignment = formulas.parameter_alignment({"float32": 4}.get(dtype, 2))
+        starts, used = flat.aligned_starts([size for _, size in sizes], alignment)
+        if engine == "zero0":
+            parts, length = 1, used
+        else:
+            length = formulas.whole_length(used, parts)
+        return FlatBuffer(group.members(sizes, starts), length, parts, "whole", group.states)
 
 
 def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A DeepSpeed config changed to what the target is, so that the files say how they are laid
     out; what else it says stays."""
     out, said = dict(config), Target(target.mesh, dtype).completed(config)
-    changed = {
-        key: value
-        for name, key in _ZERO.items()
-        if (value := getattr(target, name)) not in (None, getattr(said, name))
-    }
-    out["zero_optimization"] = {
-        **_section(config, "zero_optimization"),
-        **changed,
-        "stage": target.mesh.zero,
-    }
+    settings = {**_section(config, "zero_optimization"), "stage": target.mesh.zero}
+    for name, key in _ZERO.items():
+        if (value := getattr(target, name)) not in (None, getattr(said, name)):
+            settings[key] = value
+    out["zero_optimization"] = settings
     if target.grad_accum_fp32 not in (None, said.grad_accum_fp32):
-        out["data_types"] = {
-            **_section(config, "data_types"),
-            "grad_accum_dtype": "fp32" if target.grad_accum_fp32 else None,
-        }
-    for key in _SECTIONS:
-        if key in out or _SECTIONS[key] == dtype and key != "bfloat16":
-            out[key] = {**_section(config, key), "enabled": _SECTIONS[key] == dtype}
+        wanted = "fp32" if target.grad_accum_fp32 else None
+        out["data_types"] = {**_section(config, "data_types"), "grad_accum_dtype": wanted}
+    for key, trained in _SECTIONS.items():
+        if key in out or (trained == dtype and key != "bfloat16"):
+            out[key] = {**_section(config, key), "enabled": trained == dtype}
     return out
 
 

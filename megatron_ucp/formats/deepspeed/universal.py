@@ -8,43 +8,46 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.core.states import ELEMENT, MASTER, VALUE
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
-from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.deepspeed.declared import Declared, compared
-from megatron_ucp.formats.deepspeed.folder import STRUCTURE, TagFolder
+from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
+from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
+from megatron_ucp.formats.deepspeed.extras import from_meta
+from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
-from megatron_ucp.formats.deepspeed.optimizer_files import Contents, hyper, loss_scaler, number
-from megatron_ucp.formats.deepspeed.pipe_names import TIED, PipeNames
+from megatron_ucp.formats.deepspeed.optimizer_files import loss_scaler, number, param_groups
+from megatron_ucp.formats.deepspeed.paths import is_universal
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
+from megatron_ucp.formats.optimizers import ELEMENT
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 _PARAM = "param"
 
 
 class UniversalCheckpoint(TagFolder):
-    """One opened universal folder, with the attributes of NativeCheckpoint. `specs` or `rules`
+    """One opened universal folder. `specs` or `rules`
     declare layouts, which stock's folders do not hold; `names` or `rules` those of a pipeline's
     parameters.
 
     Raises a UcpError for anything that its directories and pickles can show. Tensor bytes are not
     read.
     """
-
-    pipeline, pipeline_stages, tensor_parallel, partitions = False, 1, 1, 1
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class UniversalCheckpoint(TagFolder):
             undo.callback(self.close)
             try:
                 self._read(specs, names, rules)
-            except STRUCTURE as error:
+            except WRONG_STRUCTURE as error:
                 raise DamagedFileError(
                     "the checkpoint has another structure than its keys promise",
                     file=self.folder,
@@ -72,49 +75,46 @@ class UniversalCheckpoint(TagFolder):
         names: Mapping[str, str] | None,
         rules: RuleSet | None,
     ) -> None:
-        recorded = self.recorded.manifest
-        self.model_name = self._first_of_ranks()[0]
-        self.meta: Mapping[str, Any] = self.tree(self.model_name)
-        self.declared = Declared(
-            1,
-            self.full_path(self.model_name),
-            specs if recorded is None else recorded.by_name,
-            rules,
-        )
+        recorded = self.recorded
+        self.main_file = self.full_path(self._first_of_ranks()[0])
+        self.meta: Mapping[str, Any] = self.tree(self._first_of_ranks()[0])
+        known = specs if recorded is None else recorded.by_name
+        self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
         canonical = names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None
-        self._global = (
-            self.tree(f"{ATOMS}/{GLOBAL}")
-            if (self.folder / ATOMS / GLOBAL).is_file()
-            else self._lost(GLOBAL)
-        )
+        if not (self.folder / ATOMS / GLOBAL).is_file():
+            raise self._lost(GLOBAL)
+        self._global = self.tree(f"{ATOMS}/{GLOBAL}")
         self._atoms: dict[str, str] = {}  # canonical name -> folder
         for path in sorted((self.folder / ATOMS).iterdir()):
             if path.is_dir():
                 self._atoms.setdefault(self._name(path.name), path.name)
-        groups = self._groups()
-        self.manifest = self._manifest(groups, recorded)
-        self.contents = Contents(
-            "universal",
-            self.manifest.buffers,
-            self.manifest.groups,
-            self.manifest.scalars,
-            loss_scaler(self._global.get("loss_scaler")),
-            (),
-        )
-        self.stages = [self.contents]
+        self._check_listed()
+        self.manifest = self._manifest(self._groups(), recorded)
         if recorded is not None:
             self._compare(recorded)
             if rules is not None:
                 self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
+
+    def _check_listed(self) -> None:
+        """Raises ForeignFileError for an atom that the manifest does not list. Earlier manifests
+        list none of them."""
+        listed = [name for name in self.evidence.files if name.startswith(f"{ATOMS}/")]
+        extra = sorted(set(self.file_names) - set(self.evidence.files)) if listed else []
+        if extra:
+            raise ForeignFileError(
+                "a state file is not part of the folder that the manifest describes",
+                file=self.folder / extra[0],
+                found=f"{len(extra)} such files",
+            )
 
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how parameters are cut."""
         return self.declared.notes
 
-    def _lost(self, name: str) -> Any:
-        raise NotFoundError(
+    def _lost(self, name: str) -> NotFoundError:
+        return NotFoundError(
             "a file of the universal folder is missing",
             file=self.folder / ATOMS / name,
             expected=name,
@@ -123,9 +123,8 @@ class UniversalCheckpoint(TagFolder):
         )
 
     def _name(self, folder: str) -> str:
-        plain = (
-            self.recorded.manifest is not None and self._pipe is None
-        )  # an nn.Sequential has such names too
+        # an nn.Sequential has such names too
+        plain = self.recorded is not None and self._pipe is None
         if plain or not re.match(rf"[0-9]+\.|{TIED}\.", folder):
             return folder
         if self._pipe is not None:
@@ -202,77 +201,62 @@ class UniversalCheckpoint(TagFolder):
         return groups
 
     def _manifest(self, groups: list[dict[str, Ints]], recorded: Manifest | None) -> Manifest:
-        dtype = next(
-            (spec.dtype for spec in recorded.params if spec.kind == "trainable")
-            if recorded
-            else iter(()),
-            training_dtype(self.meta, {}, ()),
-        )
-        params: list[ParamSpec] = []
-        buffers: list[FlatBuffer] = []
-        scalars: list[Mapping[str, float]] = []
-        for group, named in enumerate(groups):
-            for name, shape in named.items():
-                states, kept = self._states(name)
-                whole = self._shape(name, MASTER, shape)
-                params.append(self._spec(name, whole, dtype, "trainable"))
-                size = math.prod(whole)
-                buffers.append(
-                    FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, group, axes=())
-                )
-                scalars.append(kept)
-        flat, buffer_names = (
-            {spec.name for spec in params},
-            {self._name(name) for name in self.meta.get("buffer_names") or []},
-        )
-        aliases = {self._name(name) for name in (self.meta.get("shared_params") or {})}
-        for name in self._atoms:
-            if name in flat or name in aliases:
-                continue
-            value = self._atom(name, MASTER)
-            if no_extra_state(name, value):
-                continue
-            size = value.numel
-            kind = "buffer" if name in buffer_names else "frozen"
-            params.append(self._spec(name, value.shape, value.storage.dtype, kind))
-            buffers.append(
-                FlatBuffer(
-                    (Member(name, 0, size),),
-                    size,
-                    1,
-                    "whole",
-                    ((VALUE, value.storage.dtype),),
-                    axes=(),
-                )
-            )
-            scalars.append({})
-        found = hyper(
-            self._param_groups(), lambda ref: self.scalar(self.full_path(f"{ATOMS}/{GLOBAL}"), ref)
+        found = list(self._trainable(groups, recorded))
+        found += self._values({spec.name for spec, _ in found})
+        said = param_groups(
+            self._param_groups(),
+            lambda ref: self.scalar(self.full_path(f"{ATOMS}/{GLOBAL}"), ref),
+            self.full_path(f"{ATOMS}/{GLOBAL}"),
         )
         run = {
             key: number(self.meta.get(key))
             for key in ("global_steps", "skipped_steps", "ds_version")
         }
-        base = Manifest(
-            "universal", Mesh(), tuple(params), tuple(buffers), found, tuple(scalars), run=run
-        )
+        params, buffers = tuple(spec for spec, _ in found), tuple(buffer for _, buffer in found)
         if recorded is None:
-            return base
-        return Manifest(
-            "universal",
-            Mesh(),
-            base.params,
-            base.buffers,
-            found,
-            base.scalars,
-            recorded.ties,
-            recorded.files,
-            recorded.optimizer,
-            recorded.family,
-            recorded.save_id,
-            {**recorded.run, **run},
-            recorded.names,
+            return Manifest("universal", Mesh(), params, buffers, said, run=run)
+        if len(recorded.groups) == len(said):
+            said = tuple(
+                replace(group, optimizer=other.optimizer)
+                for group, other in zip(said, recorded.groups, strict=True)
+            )
+        return replace(
+            recorded,
+            engine="universal",
+            mesh=Mesh(),
+            params=params,
+            buffers=buffers,
+            groups=said,
+            run={**recorded.run, **run},
         )
+
+    def _trainable(
+        self, groups: list[dict[str, Ints]], recorded: Manifest | None
+    ) -> Iterator[tuple[ParamSpec, FlatBuffer]]:
+        """Parameters of the optimizer, each in a buffer of its own."""
+        trained = (
+            [spec.dtype for spec in recorded.params if spec.kind == "trainable"] if recorded else []
+        )
+        dtype = trained[0] if trained else training_dtype(self.meta, {}, ())
+        for group, named in enumerate(groups):
+            for name, shape in named.items():
+                states, kept = self._states(name)
+                whole = self._shape(name, MASTER, shape)
+                spec = self._spec(name, whole, dtype, "trainable")
+                yield spec, alone(name, math.prod(whole), states, group, kept, axes=())
+
+    def _values(self, flat: set[str]) -> Iterator[tuple[ParamSpec, FlatBuffer]]:
+        """What no optimizer steps."""
+        buffer_names = {self._name(name) for name in self.meta.get("buffer_names") or []}
+        aliases = {self._name(name) for name in (self.meta.get("shared_params") or {})}
+        for name in [name for name in self._atoms if name not in flat and name not in aliases]:
+            value = self._atom(name, MASTER)
+            if no_extra_state(name, value):
+                continue
+            dtype = value.storage.dtype
+            kind = "buffer" if name in buffer_names else "frozen"
+            spec = self._spec(name, value.shape, dtype, kind)
+            yield spec, alone(name, value.numel, ((VALUE, dtype),), axes=())
 
     def _spec(self, name: str, shape: Ints, dtype: str, kind: str) -> ParamSpec:
         declared = self.declared.find(name, shape, kind)
@@ -401,8 +385,12 @@ class UniversalCheckpoint(TagFolder):
         theirs = {spec.name: (spec.shape, spec.kind) for spec in recorded.params}
         held = [
             {
-                b.members[0].param: (dict(b.states), b.group, dict(kept))
-                for b, kept in zip(manifest.buffers, manifest.scalars, strict=True)
+                buffer.members[0].param: (
+                    dict(buffer.states),
+                    buffer.group,
+                    dict(buffer.members[0].scalars),
+                )
+                for buffer in manifest.buffers
             }
             for manifest in (self.manifest, recorded)
         ]
@@ -451,10 +439,24 @@ class UniversalCheckpoint(TagFolder):
         ]
         return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
 
-    def model_of(self, mp: int, part: int = 0) -> str:
-        """Name of the model file; all of them say the same."""
-        return self.model_name
+    def check(self, name: str, stale: bool = False) -> None:
+        """Opens one file; what its atoms say was compared when the folder was."""
+        self.file(name)
 
-    def optimizer_tree(self) -> Mapping[str, Any]:
-        """What is not per parameter: loss scaler, clipping, groups."""
-        return self._global
+    def read_extras(self) -> Extras:
+        scaler = loss_scaler(self._global.get("loss_scaler"))
+        scheduler = self.meta.get("lr_scheduler")
+        return from_meta(self, self.meta, self._global, scheduler, scaler, {})
+
+    def layers(self) -> Layers | None:
+        return None
+
+
+class UniversalFormat:
+    """DeepSpeed's universal folders."""
+
+    def recognises(self, folder: Path) -> bool:
+        return is_universal(folder)
+
+    def open(self, folder: Path, told: Told) -> Checkpoint:
+        return UniversalCheckpoint(folder, told.specs, told.names, told.rules)

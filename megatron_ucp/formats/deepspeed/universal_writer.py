@@ -14,12 +14,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.core.layout import ShardNC
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.deepspeed.native_writer import Run, scalar_tensor, scaler_of
-from megatron_ucp.formats.pt.output import Output, plain
+from megatron_ucp.formats.deepspeed.native_writer import (
+    RunSettings,
+    group_tree,
+    model_extras,
+    scalar_tensor,
+    scaler_of,
+)
+from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import Stand
 
 VERSION = 0.4
@@ -34,7 +40,7 @@ class UniversalWriter:
     Groups are those of an optimizer without pipeline. `pipe` gives other names (of a pipeline) to
     parameters. Raises UnsupportedError for a name that can't be a folder's."""
 
-    def __init__(self, manifest: Manifest, run: Run, pipe: Mapping[str, str]) -> None:
+    def __init__(self, manifest: Manifest, run: RunSettings, pipe: Mapping[str, str]) -> None:
         self.manifest, self.run = manifest, run
         self._names = {spec.name: pipe.get(spec.name, spec.name) for spec in manifest.params}
         for name in self._names.values():
@@ -61,9 +67,8 @@ class UniversalWriter:
                     "param": output.tensor(Slot(number, (), 0, state), dtype, spec.shape),
                 }
                 yield output
-            if (
-                scalars := self.manifest.scalars[number] if self.manifest.scalars else {}
-            ) and STEP in scalars:
+            scalars = buffer.members[0].scalars
+            if STEP in scalars:
                 output = Output(f"{folder}/{STEP}.pt")
                 output.tree = self._step(output, scalars[STEP])
                 yield output
@@ -71,12 +76,13 @@ class UniversalWriter:
     def _step(self, output: Output, step: float) -> Any:
         return int(step) if self.run.int_steps else scalar_tensor(output, step)
 
-    def _groups(self) -> list[tuple[Mapping[str, Any], list[str]]]:
-        """Settings and names of each parameter group, in its order."""
+    def _groups(self) -> list[tuple[ParamGroup, list[str]]]:
+        """Each parameter group, and the names in its order."""
         out: list[list[str]] = [[] for _ in self.manifest.groups]
         for buffer in self.manifest.buffers:
-            if buffer.group is not None:
-                out[buffer.group] += [member.param for member in buffer.members]
+            for member in buffer.members:
+                if member.group is not None:
+                    out[member.group].append(member.param)
         return list(zip(self.manifest.groups, out, strict=True))
 
     def _of_kind(self, kind: str) -> list[ParamSpec]:
@@ -85,51 +91,43 @@ class UniversalWriter:
     def _model(self, name: str) -> Output:
         """What a load takes besides atoms: counters, scheduler, client state, and which parameters
         belong together."""
-        output, run, meta = Output(name), self.run, self.run.meta
-        kept = {key: output.adopt(value) for key, value in meta.items() if key not in run.own}
+        output, run, extras = Output(name), self.run, self.run.extras
+        shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
+        frozen = [spec.name for spec in self._of_kind("frozen")]
         output.tree = {
             "module": OrderedDict(),
             "optimizer": None,
             "buffer_names": [self._names[spec.name] for spec in self._of_kind("buffer")],
-            "param_shapes": [
-                OrderedDict(
-                    (self._names[n], Stand("torch.Size", (self.manifest.by_name[n].shape,)))
-                    for n in names
-                )
-                for _, names in self._groups()
-            ],
-            "frozen_param_shapes": OrderedDict(
-                (self._names[s.name], Stand("torch.Size", (s.shape,)))
-                for s in self._of_kind("frozen")
-            ),
+            "param_shapes": [self._shapes(names) for _, names in self._groups()],
+            "frozen_param_shapes": self._shapes(frozen),
             "frozen_param_fragments": None,
-            "shared_params": {
-                alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases
-            },
+            "shared_params": shared,
             "lr_scheduler": output.adopt(run.scheduler(0)),
-            "data_sampler": output.adopt(meta.get("data_sampler")),
-            "random_ltd": output.adopt(meta.get("random_ltd")),
-            "skipped_steps": meta.get("skipped_steps", 0),
-            "global_steps": meta.get("global_steps", 0),
-            **{key: meta[key] for key in ("global_samples",) if key in meta},
+            **model_extras(output, extras),
             "dp_world_size": 1,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": output.adopt(run.config),
             "ds_version": run.version,
             "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
-            **kept,
+            **{key: output.adopt(value) for key, value in extras.client_state.items()},
         }
         return output
+
+    def _shapes(self, names: list[str]) -> dict[str, Stand]:
+        """Whole shapes under the names of the folder."""
+        by_name = self.manifest.by_name
+        return OrderedDict(
+            (self._names[name], Stand("torch.Size", (by_name[name].shape,))) for name in names
+        )
 
     def _global(self) -> Output:
         """What is not per parameter, at the places where each stage's loader looks."""
         output = Output(f"{ATOMS}/{GLOBAL}")
         scaler, dynamic = scaler_of(self.run)
-        steps = [scalars[STEP] for scalars in self.manifest.scalars if STEP in scalars]
-        groups = [
-            {**plain(settings), "params": [at]} for at, (settings, _) in enumerate(self._groups())
-        ]
+        members = [member for buffer in self.manifest.buffers for member in buffer.members]
+        steps = [member.scalars[STEP] for member in members if STEP in member.scalars]
+        groups = [group_tree(output, group, [at]) for at, (group, _) in enumerate(self._groups())]
         state = {0: {STEP: self._step(output, steps[0])}} if steps else {}
         output.tree = {
             "loss_scaler": scaler,
@@ -148,7 +146,7 @@ class UniversalWriter:
 def _cut(spec: ParamSpec) -> dict[str, Any]:
     """How stock cuts the atom for a tensor-parallel target: along which dim, and which
     sub-parameters each for itself."""
-    cuts = [cut for cut in spec.layout.cuts() if cut.axis == "tp"]
+    cuts = spec.layout.cuts()
     if not cuts:
         return {"cat_dim": 0}
     if isinstance(spec.layout, ShardNC):

@@ -1,47 +1,33 @@
 """Whether the files of a tag folder belong together: one run, one step, one mesh."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError
+from megatron_ucp.formats.base import ByteFile, Record
 from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizer_files import number
-from megatron_ucp.formats.pt.reader import PtFile, Record
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.registry import Checkpoint
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 
 
-def check_file(checkpoint: Checkpoint, name: str, stale: bool = False) -> None:
+def check_file(checkpoint: "NativeCheckpoint", name: str, stale: bool = False) -> None:
     """Compares one file with the structure. Raises ForeignFileError for a file of another run, step
-    or mesh.
-
-    `stale` lets masters differ from the weights in the model file. Those of a universal folder were
-    compared when it was opened.
-    """
-    if not isinstance(checkpoint, NativeCheckpoint):
-        checkpoint.file(name)
-        return
+    or mesh. `stale` lets masters differ from the weights in the model file."""
     if name in checkpoint.names.optimizer.values():
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
-        stage = mp // checkpoint.tensor_parallel
-        found = checkpoint.read_contents(
-            checkpoint.optimizer_tree(part, mp), checkpoint.full_path(name), None, mp
-        )
-        for what in ("engine", "buffers", "groups", "scalars", "scaler"):
-            ours, theirs = getattr(checkpoint.stages[stage], what), getattr(found, what)
-            if ours != theirs:
-                raise ForeignFileError(
-                    f"an optimizer file differs from the first one in its {what}",
-                    file=checkpoint.full_path(name),
-                    **difference(ours, theirs),
-                )
-        if not stale and found.engine in ("zero12", "bf16"):
-            _check_weights(checkpoint, stage, part, mp)
+        _check_optimizer_file(checkpoint, name, part, mp)
+        if not stale and checkpoint.contents.engine in ("zero12", "bf16"):
+            _check_weights(checkpoint, part, mp)
     elif name in checkpoint.names.model.values():
         _check_model_file(checkpoint, name)
     else:
@@ -50,16 +36,28 @@ def check_file(checkpoint: Checkpoint, name: str, stale: bool = False) -> None:
             checkpoint.weights.check(name)
 
 
-def _check_model_file(checkpoint: NativeCheckpoint, name: str) -> None:
+def _check_optimizer_file(checkpoint: "NativeCheckpoint", name: str, part: int, mp: int) -> None:
+    file = checkpoint.full_path(name)
+    found = checkpoint.read_contents(checkpoint.optimizer_tree(part, mp), file, None, mp)
+    first = checkpoint.stages[mp // checkpoint.counts.tp]
+    for what in ("engine", "groups", "scalars", "buffers", "scaler"):
+        ours, theirs = getattr(first, what), getattr(found, what)
+        if ours != theirs:
+            raise ForeignFileError(
+                f"an optimizer file differs from the first one in its {what}",
+                file=file,
+                **difference(ours, theirs),
+            )
+
+
+def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> None:
     """Against the first one of the run, and what is flattened against the first one of its
     stage."""
     tree = checkpoint.tree(name)
     mp = next(mp for (_, mp), n in checkpoint.names.model.items() if n == name)
-    first = checkpoint.tree(checkpoint.model_of(mp - mp % checkpoint.tensor_parallel))
-    pairs = {
-        key: (number(checkpoint.meta.get(key)), number(tree.get(key)))
-        for key in ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
-    }
+    first = checkpoint.tree(checkpoint.model_of(mp - mp % checkpoint.counts.tp))
+    keys = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
+    pairs = {key: (number(checkpoint.meta.get(key)), number(tree.get(key))) for key in keys}
     pairs["param_shapes"] = shapes_by_group(first), shapes_by_group(tree)
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
@@ -70,14 +68,43 @@ def _check_model_file(checkpoint: NativeCheckpoint, name: str) -> None:
             )
 
 
-def _check_weights(checkpoint: NativeCheckpoint, stage: int, part: int, mp: int) -> None:
+def _check_weights(checkpoint: "NativeCheckpoint", part: int, mp: int) -> None:
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run."""
     import torch  # inspecting a checkpoint must not need it
 
-    tp, first = mp % checkpoint.tensor_parallel, checkpoint.first_buffer[stage]
-    module = checkpoint.weights.module(tp)
-    for index, buffer in enumerate(checkpoint.stages[stage].buffers, first):
+    tp = mp % checkpoint.counts.tp
+    for index, fragment, name, weight in _sampled(checkpoint, part, mp):
+        where = checkpoint.where(Slot(index, at_tp(tp), part, MASTER))
+        middle = (fragment.high - fragment.low) // 2
+        first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
+        ours = _element(where.file, where.record, where.dtype, first + middle)
+        beside = checkpoint.weights.file_of(name, tp)
+        model = checkpoint.file(beside)
+        at = weight.offset_elems + fragment.low + middle
+        theirs = _element(model, model.record(weight.storage), weight.storage.dtype, at)
+        if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
+            raise ForeignFileError(
+                "the master weights are not those of the model file",
+                file=where.file.path,
+                parameter=name,
+                expected=f"{theirs.item()} as in {beside}",
+                found=f"{ours.item()}",
+                fix="put the files of one save into the folder; if masters were changed on "
+                'purpose, load with allow={"stale"}',
+            )
+
+
+def _sampled(
+    checkpoint: "NativeCheckpoint", part: int, mp: int
+) -> Iterator[tuple[int, Fragment, str, TensorRef]]:
+    """Some fragments of a partition whose weights are in a file beside it: number of the buffer,
+    fragment, name, weight."""
+    stage, tp = divmod(mp, checkpoint.counts.tp)
+    manifest, module = checkpoint.manifest, checkpoint.weights.module(tp)
+    for index, buffer in enumerate(manifest.buffers):
+        if not buffer.stepped or buffer.stage != stage:
+            continue
         fragments = list(buffer.fragments(part))
         for fragment in fragments[:: max(1, len(fragments) // SAMPLES)]:
             name = buffer.members[fragment.member].param
@@ -85,42 +112,12 @@ def _check_weights(checkpoint: NativeCheckpoint, stage: int, part: int, mp: int)
             # Of a tied parameter only the first stage's copy is in a layer file, and the others
             # need not be equal: what a stage has of a tied module without using it stays as it was
             # initialised.
-            if (
-                not isinstance(weight, TensorRef)
-                or not weight.is_contiguous
-                or checkpoint.manifest.holders[name][0][0] != index
-            ):
-                continue
-            where = checkpoint.where(Slot(index, (("tp", tp),), part, MASTER))
-            middle = (fragment.high - fragment.low) // 2
-            ours = _element(
-                where.file,
-                where.record,
-                where.dtype,
-                where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + middle,
-            )
-            beside = checkpoint.weights.file_of(name, tp)
-            model = checkpoint.file(beside)
-            theirs = _element(
-                model,
-                model.record(weight.storage),
-                weight.storage.dtype,
-                weight.offset_elems + fragment.low + middle,
-            )
-            if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
-                raise ForeignFileError(
-                    "the master weights are not those of the model file",
-                    file=where.file.path,
-                    parameter=name,
-                    expected=f"{theirs.item()} as in {beside}",
-                    found=f"{ours.item()}",
-                    fix="put the files of one save into the folder; if masters were changed on "
-                    "purpose, load with "
-                    'allow={"stale"}',
-                )
+            first = manifest.holders[name][0][0] == index
+            if first and isinstance(weight, TensorRef) and weight.is_contiguous:
+                yield index, fragment, name, weight
 
 
-def _element(file: PtFile, record: Record, dtype: str, index: int) -> Any:
+def _element(file: ByteFile, record: Record, dtype: str, index: int) -> Any:
     import torch
 
     data = bytearray(ITEMSIZE[dtype])

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.pt.unpickler import resolve
+from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.pt.writer import contiguous
 
@@ -17,7 +18,7 @@ class Weight:
     dtype."""
 
     param: str
-    tp: int
+    cut: Coords
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Output:
 
     def adopt(self, value: Any) -> Any:
         """A value of the source's model file, with the tensors in it, for this file."""
-        return resolve(value, lambda ref: self.tensor(Stored(ref), ref.storage.dtype, ref.shape))
+        return with_tensors(
+            value, lambda ref: self.tensor(Stored(ref), ref.storage.dtype, ref.shape)
+        )
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:

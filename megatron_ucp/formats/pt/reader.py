@@ -14,12 +14,12 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
+from megatron_ucp.formats.base import Record
 from megatron_ucp.formats.pt.unpickler import (
     ITEMSIZE,
     MAX_PICKLE_BYTES,
@@ -38,21 +38,9 @@ _END64_LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_LEGACY_TORCH = (
-    b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how a torch file of before 1.6 begins
-)
+# how a torch file of before 1.6 begins
+_LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _REFUSED_FLAGS = 0x0001 | 0x0020 | 0x0040 | 0x2000  # encrypted, patched, strongly encrypted, masked
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One stored record: `size_bytes` bytes from byte `offset_bytes` of the file, with the CRC-32
-    of its directory."""
-
-    name: str
-    offset_bytes: int
-    size_bytes: int
-    crc32: int
 
 
 class _Entry(NamedTuple):

@@ -37,7 +37,7 @@ __all__ = [
     "StorageRef",
     "TensorRef",
     "loads",
-    "resolve",
+    "with_tensors",
 ]
 
 MAX_PICKLE_BYTES = 256 * 2**20
@@ -164,7 +164,7 @@ _HOLDERS = frozenset(
 )  # all that the machine makes
 
 
-def resolve(
+def with_tensors(
     value: object,
     convert: Callable[[TensorRef], object],
     *,

@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.layout import Replicate
-from megatron_ucp.core.manifest import Manifest, ParamSpec, to_json
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families import find_family
 from megatron_ucp.formats import durable
-from megatron_ucp.formats.deepspeed.native import OWN_KEYS
-from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, Run
+from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.output import Output, Weight
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.target import Wanted, target_manifest
 from tests.reshard.paper.model import Model
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -31,7 +32,7 @@ COUNTERS = {"global_steps": 7, "skipped_steps": 1, "ds_version": "0.19.8"}
 def write(model: Model, folder: Path, **meta: Any) -> Path:
     """A tag folder of one rank at ZeRO-1."""
     target = Target(Mesh(zero=1), model.dtype).completed({})
-    manifest = target_manifest(_on_paper(model), target, None, "paper")
+    manifest = target_manifest(Wanted(_on_paper(model), target, "paper"))
     writer = NativeWriter(manifest, _run(model, meta), None)
     folder.mkdir(parents=True)
     outputs = list(writer.outputs())
@@ -50,22 +51,18 @@ def write(model: Model, folder: Path, **meta: Any) -> Path:
 def _on_paper(model: Model) -> Manifest:
     """Each tensor in a buffer of its own."""
     states = ((MASTER, "float32"), *((state, "float32") for state in model.states))
-    buffers, scalars = [], []
+    buffers = []
     for number, (_, step, names) in enumerate(model.groups):
         for name in names:
-            buffers.append(_buffer(model, name, states, number))
-            scalars.append(dict(step))
+            buffers.append(_buffer(model, name, states, number, dict(step)))
     for name in model.extra:
-        buffers.append(_buffer(model, name, ((VALUE, model.dtypes[name]),), None))
-        scalars.append({})
+        buffers.append(_buffer(model, name, ((VALUE, model.dtypes[name]),), None, {}))
     return Manifest(
         "zero0",
         Mesh(),
         _specs(model),
         tuple(buffers),
-        tuple(settings for settings, _, _ in model.groups),
-        tuple(scalars),
-        optimizer=model.optimizer,
+        tuple(ParamGroup(settings, model.optimizer) for settings, _, _ in model.groups),
         family=model.family,
         run=COUNTERS,
     )
@@ -80,13 +77,13 @@ def _specs(model: Model) -> tuple[ParamSpec, ...]:
     return tuple(specs)
 
 
-def _buffer(model: Model, name: str, states: Any, group: int | None) -> FlatBuffer:
-    size = math.prod(model.shapes[name])
-    grouped = () if group is None else (group,)
-    return FlatBuffer((Member(name, 0, size),), size, 1, "whole", states, *grouped)
+def _buffer(
+    model: Model, name: str, states: Any, group: int | None, scalars: dict[str, float]
+) -> FlatBuffer:
+    return alone(name, math.prod(model.shapes[name]), states, group, scalars)
 
 
-def _run(model: Model, meta: dict[str, Any]) -> Run:
+def _run(model: Model, meta: dict[str, Any]) -> RunSettings:
     """What the files say beside tensors."""
     config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.5}
     if model.dtype in SHORT:
@@ -95,17 +92,12 @@ def _run(model: Model, meta: dict[str, Any]) -> Run:
     rates = [settings["lr"] for settings, _, _ in model.groups]
     scheduler = {"base_lrs": rates, "last_epoch": 7, "_last_lr": rates[::-1]}
     flat = "FusedAdam" in model.optimizer
-    return Run(
-        said,
-        OWN_KEYS,
-        config,
-        "0.19.8",
-        model.dtype,
-        {},
-        1.5,
-        flat,
-        {},
-        lambda stage: scheduler,
+    patterns = said.pop("universal_checkpoint_info", {})
+    counters = {key: said.pop(key) for key in ("global_steps", "skipped_steps", "global_samples")}
+    said.pop("ds_version")
+    extras = Extras(counters, scheduler, {}, config, said, patterns=patterns)
+    return RunSettings(
+        extras, config, "0.19.8", model.dtype, {}, 1.5, flat, lambda stage: scheduler
     )
 
 

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from megatron_ucp.core.partition import Layers, balanced, uniform
+from megatron_ucp.core.layers import Layers
 from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.deepspeed.partition import balanced, divide, uniform
 
 LAYERS = Layers(
     (
@@ -45,12 +46,12 @@ def test_stages() -> None:
     assert LAYERS.canonical[1] == ("a1", "b1") and LAYERS.canonical[0] == LAYERS.canonical[6] == (
         "embed",
     )
-    assert LAYERS.stages("uniform", 2, {}) == [range(0, 4), range(4, 7)]
-    assert LAYERS.stages((1, 5, 1), 3, {}) == [range(0, 1), range(1, 6), range(6, 7)]
-    halves = LAYERS.stages("layers", 2, {})
+    assert divide(LAYERS, "uniform", 2, {}) == [range(0, 4), range(4, 7)]
+    assert divide(LAYERS, (1, 5, 1), 3, {}) == [range(0, 1), range(1, 6), range(6, 7)]
+    halves = divide(LAYERS, "layers", 2, {})
     assert [len([i for i in stage if 1 <= i <= 4]) for stage in halves] == [2, 2]
     assert (
-        LAYERS.stages("parameters", 2, {"embed": 100, **{f"a{i}": 1 for i in range(1, 5)}})[1].stop
+        divide(LAYERS, "parameters", 2, {"embed": 100, **{f"a{i}": 1 for i in range(1, 5)}})[1].stop
         == 7
     )
 
@@ -60,4 +61,4 @@ def test_stages() -> None:
 )
 def test_refusals(method: str | tuple[int, ...], stages: int) -> None:
     with pytest.raises(UsageError):
-        LAYERS.stages(method, stages, {})
+        divide(LAYERS, method, stages, {})

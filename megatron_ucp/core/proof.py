@@ -1,0 +1,156 @@
+"""The proof that a plan produces every target element exactly once."""
+
+from collections.abc import Iterable
+
+from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
+from megatron_ucp.core.flat import Fragment
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Fill, Mean, Op, Plan, Slot
+from megatron_ucp.errors import PlanError
+
+
+def one_state(plan: Plan) -> Plan:
+    """The part of a plan that fills one state of each place. The states of a buffer are cut alike,
+    and `make_plan` makes their copies from one address: what is proved of one holds for all."""
+    first: dict[tuple[int, Coords, int], Slot] = {}
+    for slot, _ in plan.wants:
+        first.setdefault((slot.buffer, slot.cut, slot.part), slot)
+    kept = frozenset(first.values())
+    return Plan(
+        tuple(want for want in plan.wants if want[0] in kept),
+        tuple(op for op in plan.ops if op.target.slot in kept),
+        tuple(fill for fill in plan.fills if fill.slot in kept),
+    )
+
+
+def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
+    """Checks that every element of every wanted slot is produced exactly once, and from inside a
+    source slot.
+
+    Target regions are subtracted from what the slot's members own, box by box in sorted order;
+    padding and members must tile the slot. It does not use the arithmetic that made the plan's
+    offsets: they are compared with it. Raises PlanError.
+    """
+    by_slot: dict[Slot, dict[int, list[Op]]] = {slot: {} for slot, _ in plan.wants}
+    for op in plan.ops:
+        if op.target.slot not in by_slot:
+            raise PlanError(
+                "the plan writes into a slot that nobody asked for", found=op.target.slot
+            )
+        by_slot[op.target.slot].setdefault(op.member, []).append(op)
+        for side in op.sources if isinstance(op, Mean) else (op.source,):
+            last = side.offset + sum(
+                (n - 1) * s for n, s in zip(op.shape, side.strides, strict=True)
+            )
+            if side.offset < 0 or last >= source.buffers[side.slot.buffer].partition_elems:
+                raise PlanError("the plan reads past a source slot", found=side)
+    fills: dict[Slot, list[Fill]] = {}
+    for fill in plan.fills:
+        fills.setdefault(fill.slot, []).append(fill)
+    for slot, members in by_slot.items():
+        _prove_slot(slot, members, fills.get(slot, []), target)
+
+
+def _prove_slot(
+    slot: Slot, members: dict[int, list[Op]], fills: Iterable[Fill], target: Manifest
+) -> None:
+    buffer = target.buffers[slot.buffer]
+    runs = [(fill.start, fill.stop) for fill in fills]
+    for fragment in buffer.fragments(slot.part):
+        stop = fragment.offset + fragment.high - fragment.low
+        inside = [run for run in runs if fragment.offset <= run[0] < stop]
+        runs = [run for run in runs if run not in inside]
+        _prove_fragment(slot, fragment, members.pop(fragment.member, []), inside, target)
+        runs.append((fragment.offset, stop))
+    if members:
+        raise PlanError("the plan writes into a parameter that the slot does not own", found=slot)
+    _prove_tiled(runs, buffer.partition_elems)
+
+
+def _prove_fragment(
+    slot: Slot, fragment: Fragment, ops: list[Op], fills: list[tuple[int, int]], target: Manifest
+) -> None:
+    """Every element that a slot owns of one parameter is copied or filled, once, and at the address
+    that its box says."""
+    member = target.member(slot.buffer, fragment.member)
+    view = target.pieces(member, slot.cut)[0].view
+    left = flat_boxes(view, fragment.low, fragment.high)
+    first = fragment.low - fragment.offset
+    for start, stop in fills:
+        for box in flat_boxes(view, start + first, stop + first):
+            left = _subtract(left, box, member.param, slot)
+    for op in sorted(ops, key=lambda op: op.box.start):
+        if len(op.box.start) != len(view):
+            raise PlanError(
+                "a box of the plan has other dims than the parameter",
+                parameter=member.param,
+                found=op.target,
+            )
+        left = _subtract(left, op.box, member.param, slot)
+        if not _is_addressed(op, view, flat_index(op.box.start, view) - first):
+            raise PlanError(
+                "an address of the plan disagrees with its box",
+                parameter=member.param,
+                found=op.target,
+            )
+    if left:
+        raise PlanError(
+            "an element of the target has no source",
+            parameter=member.param,
+            found=f"{left[0]} of {slot}",
+        )
+
+
+def _is_addressed(op: Op, view: Ints, start: int) -> bool:
+    """Whether offset and strides of an operation's target are those of its box, which begins at
+    `start` of the slot."""
+    extents = [(n, s) for n, s in zip(op.box.shape, strides(view), strict=True) if n != 1]
+    found = list(zip(op.shape, op.target.strides, strict=True))
+    return start == op.target.offset and sorted(_runs(extents)) == sorted(_runs(found))
+
+
+def _prove_tiled(runs: list[tuple[int, int]], elems: int) -> None:
+    """Parameters and padding follow each other without a gap."""
+    at = 0
+    for start, stop in sorted(runs):
+        if start != at:
+            raise PlanError("padding and parameters do not tile a slot", expected=at, found=start)
+        at = stop
+    if at != elems:
+        raise PlanError("padding and parameters do not tile a slot", expected=elems, found=at)
+
+
+def _subtract(left: list[Box], box: Box, param: str, slot: Slot) -> list[Box]:
+    """`left` without `box`, which must lie inside. Boxes come sorted, so what begins behind `box`
+    is not touched."""
+    out: list[Box] = []
+    taken = 0
+    for at, have in enumerate(left):
+        if box.start and have.start[0] >= box.stop[0]:
+            out += left[at:]
+            break
+        common = have.meet(box)
+        taken += common.numel if common else 0
+        out += have.minus(box) if common else [have]
+    if taken != box.numel:
+        raise PlanError(
+            "an element of the target is produced twice, or is not wanted",
+            parameter=param,
+            found=f"{box} of {slot}",
+        )
+    return sorted(out, key=lambda b: b.start)
+
+
+def _runs(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Extents and strides with adjacent dims joined, for a comparison that does not depend on how
+    dims were merged."""
+    out: list[tuple[int, int]] = []
+    for n, s in sorted(extents, key=lambda e: -e[1]):
+        if n == 1:
+            continue
+        if out and out[-1][1] == n * s:
+            out[-1] = (out[-1][0] * n, s)
+        else:
+            out.append((n, s))
+    return out

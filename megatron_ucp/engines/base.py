@@ -1,0 +1,91 @@
+"""What a live engine gives to a load, whatever trains in it. `reshard/resume` fills any of
+these."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.formats.base import Checkpoint, Told
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Extras(Protocol):
+    """What was read for an engine besides element-wise states, and fits it."""
+
+    @property
+    def client_state(self) -> Mapping[str, Any]: ...
+
+
+class Engine(Protocol):
+    """A live engine on this rank, and what the ranks together hold.
+
+    `manifest` describes the whole engine: of its optimizer's states the masters alone, as the
+    others come with a checkpoint. Describing it changed nothing in the engine.
+    """
+
+    manifest: Manifest
+    has_optimizer: bool
+
+    def told(self) -> Told:
+        """What the engine knows of checkpoints of its own model."""
+        ...
+
+    def parts(self) -> list[tuple[int, Coords, int]]:
+        """What this rank fills: number of the buffer, place along the axes that cut it,
+        partition."""
+        ...
+
+    def state_dtype(self, buffer: int) -> str:
+        """The dtype that the optimizer gives a new element-wise state of a buffer."""
+        ...
+
+    def tensor(self, slot: Slot) -> "torch.Tensor":
+        """The memory of one of this rank's slots, flat, detached."""
+        ...
+
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """Raises a UcpError where the engine can't take the states of a checkpoint; `optimizer`
+        says whether those of the optimizer are asked for."""
+        ...
+
+    def take_extras(
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: Any
+    ) -> Extras:
+        """Reads scheduler, counters, client state, random states and data position. `groups` are
+        the checkpoint's for each group of the manifest. Raises a UcpError before anything is
+        set."""
+        ...
+
+    def mark_unusable(self) -> None:
+        """From now on the engine refuses to step and to save."""
+        ...
+
+    def mark_usable(self) -> None:
+        """Takes the mark away."""
+        ...
+
+    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
+        """Makes room for exactly these states of each buffer of this rank; the first write. States
+        that exist with the right size are kept."""
+        ...
+
+    def refresh(self) -> None:
+        """Makes the training copies of all ranks equal to the masters. Collective."""
+        ...
+
+    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
+        """Sets the scalar states of a buffer's members."""
+        ...
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Sets the hyper-parameters of each group of the manifest; returns notes."""
+        ...
+
+    def restore(self, extras: Any, optimizer: bool) -> list[str]:
+        """Sets what `take_extras` gave; returns notes."""
+        ...

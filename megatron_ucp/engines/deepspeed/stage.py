@@ -1,0 +1,293 @@
+"""What this rank holds of a live DeepSpeed engine: its own pipeline stage. No collectives."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
+from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.stages import Stage
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
+from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.families.base import Model
+from megatron_ucp.formats.deepspeed.optimizer_files import GROUP_MARKS
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.optimizers import is_element, name_in_table
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value that no optimizer steps: `tensor` is what this rank has of it, partition `part` of
+    `partitions`."""
+
+    kind: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    partitions: int = 1
+    part: int = 0
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one pipeline stage tells the others: all that it holds, and the order of each group's
+    parameters in the client's optimizer."""
+
+    number: int
+    holds: Stage
+    order: tuple[tuple[str, ...], ...]
+    ties: tuple[Tie, ...]
+
+
+class OwnStage:
+    """A rank's stage: names, buffers, values. Nothing in the engine is changed."""
+
+    def __init__(self, engine: Any, model: Model | None) -> None:
+        self.engine, self.model = engine, model
+        (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
+        self.wrapper = wrapper_of(engine)
+        dp = int(engine.seq_dp_world_size)
+        self.mesh = Mesh(tp=tp, pp=pp, dp=dp, zero=self.wrapper.zero)
+        staged = model is not None and is_pipeline(engine)
+        self.pipe = PipeNames(model.pipe) if staged and model is not None else None
+        self.buffers = self.wrapper.buffers()
+        self.names = {param: self._name(name) for param, name in engine.param_names.items()}
+
+    def _name(self, name: str) -> str:
+        """The canonical name of a parameter or buffer. Raises ModelMismatchError for one that the
+        pipeline's family lacks."""
+        return self.pipe.find(name) if self.pipe else name
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that share its dense buffers."""
+        return rank_in(self.engine.seq_data_parallel_group)
+
+    # ------------------------------------------------ values
+
+    @cached_property
+    def values(self) -> dict[str, LiveValue]:
+        """Frozen parameters and persistent module buffers; without an optimizer all parameters."""
+        stepped = {id(param) for buffer in self.buffers for param in buffer.params}
+        params = dict(self.engine.module.named_parameters())
+        kept = set(self.engine._get_buffer_names())
+        buffers = {n: b for n, b in self.engine.module.named_buffers() if n in kept}
+        found: dict[str, Any] = {**params, **buffers}
+        if self.wrapper.zero < 3:
+            listed = list(self.engine.module.state_dict(keep_vars=True))
+        else:
+            listed = list(found)
+        out: dict[str, LiveValue] = {}
+        for name in listed:
+            tensor = found.get(name)
+            if tensor is not None and id(tensor) not in stepped:
+                out[self._name(name)] = self._value(tensor, name in params)
+        return out
+
+    def _value(self, tensor: Any, is_param: bool) -> LiveValue:
+        if not is_param:
+            return LiveValue("buffer", tuple(tensor.shape), tensor.data)
+        # an engine without an optimizer holds the weights of a model that others train
+        idle = self.wrapper.base is None and tensor.requires_grad
+        kind = "trainable" if idle else "frozen"
+        if not hasattr(tensor, "ds_tensor"):
+            return LiveValue(kind, tuple(tensor.shape), tensor.data)
+        group = getattr(tensor, "ds_process_group", None)
+        count = torch.distributed.get_world_size(group=group)
+        shape, own = tuple(tensor.ds_shape), tensor.ds_tensor.data
+        return LiveValue(kind, shape, own, count, rank_in(group), True)
+
+    def ties(self) -> tuple[Tie, ...]:
+        """Names of one parameter beside the first one."""
+        first: dict[int, str] = {}
+        aliases: dict[str, list[str]] = {}
+        for pipe, param in self.engine.module.named_parameters(remove_duplicate=False):
+            name = self._name(pipe)
+            if first.setdefault(id(param), name) != name:
+                aliases.setdefault(first[id(param)], []).append(name)
+        return tuple(Tie(name, tuple(found)) for name, found in aliases.items())
+
+    # ------------------------------------------------ the optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return getattr(self.wrapper.base, "param_groups", [])
+
+    def groups(self) -> tuple[ParamGroup, ...]:
+        name = self.optimizer_name()
+        return tuple(
+            ParamGroup({k: _number(v) for k, v in group.items() if k not in GROUP_MARKS}, name)
+            for group in self.param_groups
+        )
+
+    def optimizer_name(self) -> str:
+        """Such as "torch.AdamW"; "" without an optimizer. A subclass is taken as the class that is
+        known."""
+        base = self.wrapper.base
+        return "" if base is None else name_in_table(type(base))
+
+    def order(self) -> tuple[tuple[str, ...], ...]:
+        """Names of each group's trainable parameters in the order of the client's optimizer."""
+        listed = getattr(self.wrapper.opt, "bit16_groups", None)
+        if listed is None:
+            numbered = [(buffer.group, buffer.params) for buffer in self.buffers]
+        else:
+            numbered = list(enumerate(listed))
+        out: list[list[str]] = [[] for _ in self.param_groups]
+        for number, params in numbered:
+            if number is not None and number < len(out):
+                out[number] += [self.names[param] for param in params]
+        return tuple(map(tuple, out))
+
+    def state(self, live: LiveBuffer) -> dict[str, Any]:
+        """The optimizer's state of a buffer's master; empty before the first step."""
+        return dict(self.wrapper.base.state.get(live.master, {}))
+
+    def present_states(self, live: LiveBuffer) -> States:
+        """Element-wise states that exist now."""
+        held = self.state(live).items()
+        return tuple(
+            (key, dtype_name(value.dtype))
+            for key, value in held
+            if is_element(key) and isinstance(value, torch.Tensor)
+        )
+
+    def scalars(self, live: LiveBuffer) -> Scalars:
+        held = self.state(live).items()
+        return {k: float(v) for k, v in held if not is_element(k) and v is not None}
+
+    # ------------------------------------------------ as a manifest
+
+    def part(self, present: bool) -> Part:
+        """This stage; with the element-wise states that are `present`, or with masters alone.
+
+        Raises LayoutError where a parameter contradicts its family.
+        """
+        params: list[ParamSpec] = []
+        buffers: list[FlatBuffer] = []
+        for live in self.buffers:
+            states = self.present_states(live) if present else ()
+            params += [self._spec_of(param) for param in live.params]
+            buffers.append(self._buffer(live, states))
+        values: list[FlatBuffer] = []
+        for name, value in self.values.items():
+            params.append(self._spec(name, value.shape, value.tensor, value.kind))
+            values.append(_value_buffer(name, value))
+        holds = Stage(tuple(params), tuple(buffers), self.groups(), tuple(values))
+        return Part(self.number, holds, self.order(), self.ties())
+
+    def _buffer(self, live: LiveBuffer, states: States) -> FlatBuffer:
+        scalars = self.scalars(live)
+        members: list[Member] = []
+        for param, start in zip(live.params, live.starts, strict=True):
+            size = int(torch.Size(_shape(param)).numel())
+            members.append(Member(self.names[param], start, size, live.group, scalars))
+        kept = ((MASTER, dtype_name(live.master.dtype)), *states)
+        return FlatBuffer(tuple(members), live.length, live.partitions, live.rule, kept)
+
+    def _spec_of(self, param: Any) -> ParamSpec:
+        return self._spec(self.names[param], _shape(param), param, "trainable")
+
+    def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
+        """A parameter as its family declares it, after the live one was compared with the
+        declaration."""
+        dtype = dtype_name(tensor.dtype)
+        if self.model is None or kind == "buffer":
+            return ParamSpec(name, local, dtype, kind)
+        declared = self.model.find(name)
+        share = declared.layout.local_shape(name, declared.shape, self.mesh.shares())
+        if share != local:
+            raise LayoutError(
+                "a live parameter has another shape than its family declares",
+                parameter=name,
+                found=local,
+                expected=f"{share} of {declared.shape} at tp={self.mesh.tp}",
+                fix=f"check that the model is a {self.model.family.name} with the sizes of its "
+                "config",
+            )
+        for attribute, value in declared.attributes.items():
+            # absent where the layer spec sets none: the shape was checked
+            found = getattr(tensor, attribute, value)
+            if found != value:
+                raise LayoutError(
+                    f"a live parameter's attribute {attribute} contradicts its family",
+                    parameter=name,
+                    expected=value,
+                    found=found,
+                    fix=f"check {self.model.family.source}",
+                )
+        return declared.spec(name, dtype, kind)
+
+
+def _shape(param: Any) -> tuple[int, ...]:
+    """Rank-local, before ZeRO-3 cuts it."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _value_buffer(name: str, value: LiveValue) -> FlatBuffer:
+    size = int(torch.Size(value.shape).numel())
+    states = ((VALUE, dtype_name(value.tensor.dtype)),)
+    if not value.split:
+        return alone(name, size, states)
+    length = -(-size // value.partitions)
+    return FlatBuffer((Member(name, 0, size),), length, value.partitions, "each", states)
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Whether the engine is DeepSpeed's PipelineEngine."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return isinstance(engine, PipelineEngine)
+
+
+def parallel_of(engine: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((tensor-parallel size, rank), (pipeline stages, this rank's)). DeepSpeed's "model parallel"
+    ranks are both together."""
+    if is_pipeline(engine):
+        grid = engine.grid
+        tensor = (
+            int(grid.get_slice_parallel_world_size()),
+            int(grid.get_slice_parallel_rank()),
+        )
+        return tensor, (int(engine.num_stages), int(engine.stage_id))
+    size = int(engine.mp_world_size)
+    return (size, int(engine.mpu.get_model_parallel_rank()) if size > 1 else 0), (1, 0)
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor. Raises UnsupportedError for one with gaps."""
+    if not tensor.is_contiguous():
+        raise UnsupportedError(
+            "a live tensor is not contiguous",
+            found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            fix="make it contiguous when the model is built",
+        )
+    return tensor.view(-1)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(_number(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def one_order(parts: list[Part]) -> list[list[str]]:
+    """The groups of all stages as an optimizer without a pipeline has them: a stage may lack a
+    group, so where the stages count differently groups are one that have the same settings."""
+    alike = len({len(part.order) for part in parts}) == 1
+    out: dict[Any, dict[str, None]] = {}
+    for part in parts:
+        for number, (names, group) in enumerate(zip(part.order, part.holds.groups, strict=True)):
+            settings = {k: v for k, v in group.settings.items() if k not in ("lr", "initial_lr")}
+            key = number if alike else repr(sorted(settings.items()))
+            out.setdefault(key, {}).update(dict.fromkeys(names))
+    return [list(names) for names in out.values()]

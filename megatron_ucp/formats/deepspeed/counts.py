@@ -1,0 +1,114 @@
+"""How many ranks of which kind wrote the files of a tag folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats.deepspeed.folder import TagFolder
+from megatron_ucp.formats.deepspeed.optimizer_files import number
+from megatron_ucp.formats.deepspeed.paths import optimizer_name
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Ranks of the run. `dp` is the model file's word, `partitions` the optimizer files of one
+    model-parallel rank (1 without any)."""
+
+    dp: int
+    partitions: int
+    stages: int
+    tp: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh without its ZeRO stage."""
+        return Mesh(tp=self.tp, pp=self.stages, dp=self.dp)
+
+
+def count_ranks(folder: TagFolder, model_name: str, pipeline: bool) -> Counts:
+    """As the model file says, and as many files must be there. Raises NotFoundError for one that is
+    missing, ForeignFileError for one too many, DamagedFileError for what is no number of ranks."""
+    meta: Mapping[str, Any] = folder.tree(model_name)
+    file = folder.full_path(model_name)
+    dp, ranks = (_count(meta, key, file) for key in ("dp_world_size", "mp_world_size"))
+    partitions = _partitions(folder, dp, ranks)
+    stages, tp = _degrees(folder, meta, ranks, file, pipeline)
+    return Counts(dp, partitions, stages, tp)
+
+
+def _count(meta: Mapping[str, Any], key: str, file: str) -> int:
+    """A number of ranks in the model file; 1 where it says nothing."""
+    value = meta.get(key)
+    if value is not None and (type(value) is not int or not 1 <= value <= 2**24):
+        raise DamagedFileError(
+            f"the model file says no number of ranks in {key}",
+            file=file,
+            expected="a whole number from 1",
+            found=repr(number(value))[:80],
+        )
+    return value or 1
+
+
+def _partitions(folder: TagFolder, dp: int, ranks: int) -> int:
+    """Optimizer files of one model-parallel rank."""
+    names = folder.names
+    prefixes = names.prefixes
+    if not names.optimizer or not prefixes:
+        return 1
+    if len(names.prefixes) > 1:
+        raise ForeignFileError(
+            "optimizer files of two precisions lie in one folder",
+            file=folder.folder,
+            expected="one prefix",
+            found=" and ".join(repr(prefix) for prefix in names.prefixes),
+        )
+    wanted = ((part, rank) for part in range(dp) for rank in range(ranks))
+    missing = next((place for place in wanted if place not in names.optimizer), None)
+    if missing is not None:
+        raise NotFoundError(
+            "an optimizer file is missing",
+            file=folder.folder / optimizer_name(*missing, prefixes[0]),
+            expected=f"{dp} partitions of {ranks} model-parallel ranks",
+            found=f"no file of partition {missing[0]}, model-parallel rank {missing[1]}",
+            fix="restore it, or load another tag",
+        )
+    if len(names.optimizer) != dp * ranks:
+        raise ForeignFileError(
+            "there are more optimizer files than the run had partitions",
+            file=folder.folder,
+            expected=dp * ranks,
+            found=len(names.optimizer),
+        )
+    return dp
+
+
+def _degrees(
+    folder: TagFolder, meta: Mapping[str, Any], ranks: int, file: str, pipeline: bool
+) -> tuple[int, int]:
+    """Pipeline stages and tensor-parallel ranks."""
+    have = {mp for _, mp in folder.names.model}
+    if len(have) != ranks or max(have) >= ranks:
+        raise NotFoundError(
+            "a model file is missing, or there is one too many",
+            file=folder.folder,
+            expected=f"model-parallel ranks 0 to {ranks - 1}",
+            found=", ".join(map(str, sorted(have))),
+            fix="restore the files of one save, or load another tag",
+        )
+    if not pipeline:
+        return 1, ranks
+    degrees = meta.get("checkpoint_parallel_dimensions")
+    tp: Any = degrees.get("tp_degree") if isinstance(degrees, dict) else None
+    if tp is None:  # older files: there is a layer file for every tensor-parallel rank
+        tp = 1 + max((rank for _, rank in folder.names.layers), default=0)
+    if type(tp) is not int or tp < 1 or ranks % tp:
+        raise DamagedFileError(
+            "the model file does not say how its ranks divide into stages and tensor-parallel "
+            "ranks",
+            file=file,
+            expected=f"a divisor of {ranks}",
+            found=repr(number(tp))[:80],
+        )
+    return ranks // tp, tp

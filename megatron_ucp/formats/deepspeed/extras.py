@@ -1,0 +1,179 @@
+"""What DeepSpeed saves besides element-wise states, from a tag folder's model files."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.base import PER_GROUP, Extras
+from megatron_ucp.formats.pt.values import TensorRef
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.deepspeed.folder import TagFolder
+    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+
+# What DeepSpeed itself puts into the model file; every other key is the user's client state.
+OWN_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "ds_autoep_layers",
+        "universal_checkpoint_info",
+        "folding",
+        "sparse_tensor_module_names",
+    }
+)
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+HELPERS = ("random_ltd", "data_sampler")
+
+
+def extras_of(source: "NativeCheckpoint") -> Extras:
+    """Of native files."""
+    tree = source.optimizer_of(0)[0]
+    optimizer = tree if isinstance(tree, dict) else {}
+    scheduler = _joined_scheduler(source)
+    return from_meta(
+        source,
+        source.meta,
+        optimizer,
+        scheduler,
+        source.contents.scaler,
+        source.weights.stateless(),
+    )
+
+
+def from_meta(
+    folder: "TagFolder",
+    meta: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    scheduler: Any,
+    scaler: Mapping[str, Any],
+    stateless: Mapping[str, Any],
+) -> Extras:
+    """`meta` is the tree of a model file, `optimizer` that of an optimizer file. Raises
+    DamagedFileError for counters that are no numbers and a scheduler that is no dict."""
+    for key in COUNTERS:
+        value = meta.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+            raise DamagedFileError(
+                f"the model file says no number in {key}",
+                file=folder.main_file,
+                expected="a whole number from 0",
+                found=type(value).__name__,
+            )
+    if not isinstance(scheduler, dict | None):
+        raise DamagedFileError(
+            "the scheduler's state is no dictionary",
+            file=folder.main_file,
+            expected="what its state_dict() gave",
+            found=type(scheduler).__name__,
+        )
+    config, patterns = meta.get("ds_config"), meta.get("universal_checkpoint_info")
+    recorded, clip = folder.recorded, optimizer.get("clip_grad")
+    return Extras(
+        {key: meta[key] for key in COUNTERS if meta.get(key) is not None},
+        scheduler,
+        scaler,
+        config if isinstance(config, dict) else None,
+        {key: value for key, value in meta.items() if key not in OWN_KEYS},
+        {key: meta[key] for key in HELPERS if meta.get(key) is not None},
+        recorded.run.get("data") if recorded is not None else None,
+        str(meta.get("ds_version") or ""),
+        float(clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else None,
+        _int_steps(optimizer),
+        stateless,
+        patterns if isinstance(patterns, dict) else {},
+    )
+
+
+def _int_steps(optimizer: Mapping[str, Any]) -> bool:
+    """Whether the optimizer of a file keeps its step as an int."""
+    base: Any = (
+        optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
+    )
+    entries: Any = base.get("state", {}) if isinstance(base, dict) else dict(enumerate(base))
+    values = entries.values() if isinstance(entries, dict) else ()
+    return any(isinstance(entry, dict) and type(entry.get("step")) is int for entry in values)
+
+
+def _joined_scheduler(source: "NativeCheckpoint") -> Any:
+    """The scheduler's state with what it keeps per group for the groups of all stages, one stage
+    after the other: each stage of a pipeline wrote its own."""
+    found = source.meta.get("lr_scheduler")
+    if source.counts.stages == 1 or not isinstance(found, dict):
+        return found
+    files = source.first_of_stages
+    saved = [source.tree(file).get("lr_scheduler") or {} for file in files]
+    out = dict(found)
+    for key in PER_GROUP & found.keys():
+        lists = [state.get(key) if isinstance(state, dict) else None for state in saved]
+        counts = [len(values) if isinstance(values, list) else -1 for values in lists]
+        if counts == [len(contents.groups) for contents in source.stages]:
+            out[key] = [
+                _as_number(source, file, value)
+                for file, values in zip(files, lists, strict=True)
+                for value in values or []
+            ]
+    return out
+
+
+def _as_number(source: "NativeCheckpoint", file: str, value: Any) -> Any:
+    """A rate that is a tensor as a number: only the first stage's file is read later."""
+    return source.scalar(source.full_path(file), value) if isinstance(value, TensorRef) else value
+
+
+# ------------------------------------------------ a pipeline's layers
+
+
+def layers_of(source: "NativeCheckpoint") -> Layers:
+    """A pipeline's layers as its files show them. What later stages hold of a tied module without a
+    file of its own stands at a position behind the last one."""
+    names = source.manifest.names
+    own, tied = _by_position(names)
+    filed = {layer for layer, _ in source.names.layers}
+    count = 1 + max({*own, *filed}, default=-1)
+    at: list[dict[str, str]] = [dict(own.get(position, {})) for position in range(count)]
+    for position in sorted(filed - own.keys()):
+        keys = set(source.tree(source.names.layers[position, 0]))
+        at[position] = next((module for module in tied.values() if module.keys() <= keys), {})
+    held = source.manifest.holders
+    shared = {pipe for pipe, name in names.items() if len(held.get(name, ())) > 1}
+    placed = [pipe for layer in at for pipe in layer.values()]
+    if shared - {pipe for pipe in placed if placed.count(pipe) > 1}:
+        modules = [module.items() for module in tied.values()]
+        at.append({rest: pipe for module in modules for rest, pipe in module if pipe in shared})
+    return Layers(tuple(at), names, frozenset(position for position in filed if position < len(at)))
+
+
+def _by_position(
+    names: Mapping[str, str],
+) -> tuple[dict[int, dict[str, str]], dict[str, dict[str, str]]]:
+    """Parameters of each position, and of each tied module: rest of the name -> name in the
+    pipeline."""
+    own: dict[int, dict[str, str]] = {}
+    tied: dict[str, dict[str, str]] = {}
+    for pipe in names:
+        head, _, rest = pipe.partition(".")
+        if head == TIED:
+            key, _, rest = rest.partition(".")
+            tied.setdefault(key, {})[rest] = pipe
+        else:
+            own.setdefault(int(head), {})[rest] = pipe
+    return own, tied

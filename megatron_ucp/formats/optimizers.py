@@ -1,0 +1,180 @@
+"""What optimizers keep, known by optimizer and by key and never by size. An optimizer is one row.
+
+Sources: `torch.optim` of torch 2.13 and `deepspeed/ops` of DeepSpeed 0.19.8, each optimizer's
+`step` or `_init_group`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
+
+# names of element-wise and of scalar states that some optimizer keeps; registered ones come in too
+ELEMENT = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "sum",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "prev",
+    "step_size",
+    "ax",
+}
+SCALAR = {"step", "mu_product", "eta", "mu"}
+REFUSED = {
+    "state1": "8-bit block-wise states",
+    "state2": "8-bit block-wise states",
+    "qmap1": "8-bit block-wise states",
+    "absmax1": "8-bit block-wise states",
+    "worker_error": "error feedback of a 1-bit optimizer",
+    "server_error": "error feedback of a 1-bit optimizer",
+    "exp_avg_sq_row": "factored moments",
+    "exp_avg_sq_col": "factored moments",
+    "scaling_coeff": "per-tensor coefficients of LAMB",
+    "lamb_coeff_freeze": "per-tensor coefficients of LAMB",
+    "momentum": "states of an optimizer that is not known",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one optimizer keeps: element-wise states, per-parameter scalars, and how it stores
+    `step`."""
+
+    element: tuple[str, ...]
+    scalar: tuple[str, ...] = ("step",)
+    step: str = "tensor"  # "tensor": 0-d float32, "int": Python int
+
+
+def _adam(group: Mapping[str, Any]) -> Kept:
+    return Kept(
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        if group.get("amsgrad")
+        else ("exp_avg", "exp_avg_sq")
+    )
+
+
+def _sgd(group: Mapping[str, Any]) -> Kept:
+    return Kept(("momentum_buffer",) if group.get("momentum") else (), ())
+
+
+def _rmsprop(group: Mapping[str, Any]) -> Kept:
+    more = (("momentum_buffer",) if group.get("momentum") else ()) + (
+        ("grad_avg",) if group.get("centered") else ()
+    )
+    return Kept(("square_avg", *more))
+
+
+_TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
+    "torch.Adam": _adam,
+    "torch.AdamW": _adam,
+    "torch.NAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), ("step", "mu_product")),
+    "torch.RAdam": lambda _: Kept(("exp_avg", "exp_avg_sq")),
+    "torch.Adamax": lambda _: Kept(("exp_avg", "exp_inf")),
+    "torch.Adagrad": lambda _: Kept(("sum",)),
+    "torch.SGD": _sgd,
+    "torch.RMSprop": _rmsprop,
+    "torch.Adadelta": lambda _: Kept(("square_avg", "acc_delta")),
+    "deepspeed.FusedAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
+    "deepspeed.DeepSpeedCPUAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
+    "deepspeed.FusedLion": lambda _: Kept(("exp_avg",), step="int"),
+    "deepspeed.DeepSpeedCPULion": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
+    "deepspeed.DeepSpeedCPUAdagrad": lambda _: Kept(("exp_avg_sq",), step="int"),
+}
+
+
+def register_optimizer(
+    name: str, element: Iterable[str], scalar: Iterable[str] = ("step",), step: str = "tensor"
+) -> None:
+    """Says what an optimizer keeps that is not in the table, so that its states can be cut.
+
+    `name` is the first part of its module and its class ("my_package.Lion"). `element` are states
+    of the parameter's shape, one number for each element and independent of the others; `scalar`
+    are single numbers; `step` says how the step is kept, as a 0-d "tensor" or as an "int". A second
+    call for a name replaces the first. Raises UsageError for names that can't be states.
+    """
+    kept = Kept(tuple(element), tuple(scalar), step)
+    names = (*kept.element, *kept.scalar)
+    wrong = [one for one in names if not one.isidentifier() or one in (MASTER, VALUE)]
+    both = set(kept.element) & (SCALAR | set(kept.scalar)) or ELEMENT & set(kept.scalar)
+    if wrong or both or "." not in name or step not in ("tensor", "int"):
+        raise UsageError(
+            "this is no optimizer that can be registered",
+            expected="a name with a module, states with plain names, step tensor or int",
+            found=f"{name}: {', '.join(wrong or both or names)}, step {step}",
+        )
+    ELEMENT.update(kept.element)
+    SCALAR.update(kept.scalar)
+    _TABLE[name] = lambda _: kept
+
+
+def is_element(key: object) -> bool:
+    """Whether a state of that name is element-wise."""
+    return key in ELEMENT
+
+
+def name_in_table(kind: type) -> str:
+    """How the table calls an optimizer's class; a subclass is the class that it is known by."""
+    names = [f"{one.__module__.partition('.')[0]}.{one.__qualname__}" for one in kind.__mro__]
+    return next((name for name in names if name in _TABLE), names[0])
+
+
+def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
+    """What `optimizer` ("torch.AdamW", "deepspeed.FusedAdam") keeps for a group with these
+    hyper-parameters.
+
+    Raises UnsupportedError for an optimizer that is not in the table.
+    """
+    if optimizer not in _TABLE:
+        raise UnsupportedError(
+            "the states of this optimizer are not known",
+            expected=" ".join(sorted(_TABLE)),
+            found=optimizer,
+            fix="use one of these, say what it keeps with ucp.register_optimizer, or load with "
+            "load_optimizer_states=False",
+        )
+    return _TABLE[optimizer](group)
+
+
+def check_known(keys: Iterable[str], where: str) -> None:
+    """Raises UnsupportedError for a saved state that is refused by name or not known."""
+    for key in keys:
+        if key not in ELEMENT and key not in SCALAR:
+            raise UnsupportedError(
+                "the checkpoint holds an optimizer state that can't be cut",
+                file=where,
+                expected=" ".join(sorted(ELEMENT | SCALAR)),
+                found=f"{key} ({REFUSED.get(key, 'a name that is not known')})",
+                fix="load with load_optimizer_states=False, or on the mesh that wrote it with "
+                "DeepSpeed's own load",
+            )
+
+
+def require_equal(wanted: Iterable[str], found: Iterable[str], parameter: str, where: str) -> None:
+    """Raises StateMismatchError where the optimizer's states and the saved ones differ."""
+    want, have = sorted(wanted), sorted(found)
+    if want != have:
+        raise StateMismatchError(
+            "the optimizer keeps other states than the checkpoint holds",
+            file=where,
+            parameter=parameter,
+            expected=" ".join(want) or "no states",
+            found=" ".join(have) or "no states",
+            fix="use the optimizer (and its options) that wrote the checkpoint, or load with "
+            "load_optimizer_states=False",
+        )
+
+
+def keeps_states(optimizer: str, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has states after its first step. Of one that is not known its group's
+    hyper-parameters speak: betas or a momentum."""
+    if optimizer in _TABLE:
+        kept = kept_by(optimizer, group)
+        return bool(kept.element or kept.scalar)
+    return bool("betas" in group or group.get("momentum"))

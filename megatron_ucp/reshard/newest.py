@@ -1,0 +1,92 @@
+"""The tag of a folder to resume from: the newest one that is whole."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.errors import NotFoundError, UcpError
+from megatron_ucp.formats.base import Told
+from megatron_ucp.formats.deepspeed.paths import has_state_files, is_unfinished, read_pointer
+from megatron_ucp.formats.durable import LATEST, manifest_of
+from megatron_ucp.formats.registry import open_checkpoint
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The tag to resume from, and what was passed over on the way to it, with the reason."""
+
+    folder: Path
+    passed_over: tuple[str, ...]
+
+
+def newest_whole(
+    path: str | Path,
+    specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None,
+    names: Mapping[str, str] | None = None,
+) -> Newest:
+    """The tag that `latest` names, if it is whole; else the newest one that is, by the time of its
+    save.
+
+    Whole: every file is there, with the size, directory, step and mesh that belong to it; tensor
+    bytes are not read. `specs` gives those of Told for a tag folder, and `names` are its
+    `names`. Raises NotFoundError that names every tag and what is wrong with it.
+    """
+    path = Path(path)
+    passed: list[str] = []
+    named = ""
+    if (path / LATEST).is_file():
+        named = read_pointer(path / LATEST)
+    tags = {p.name: _saved_at(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
+    if named and named not in tags:
+        passed.append(f"{named}: `latest` names it, and it is not there")
+    for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
+        try:
+            check_whole(path / tag, specs(path / tag), names)
+        except UcpError as error:
+            passed.append(
+                f"{tag}: {error.problem}" + (f" ({Path(error.file).name})" if error.file else "")
+            )
+            continue
+        newer = [
+            f"{other}: newer, but `latest` names {tag}"
+            for other in tags
+            if tag == named and tags[other] > tags[tag]
+        ]
+        unfinished = [
+            f"{p.name}: a save that was not finished"
+            for p in path.iterdir()
+            if is_unfinished(p.name)
+        ]
+        return Newest(path / tag, (*passed, *sorted(newer), *sorted(unfinished)))
+    raise NotFoundError(
+        "no tag in this folder is whole",
+        file=path,
+        expected="a tag with all its files",
+        found="; ".join(passed) or "no tag",
+        fix="restore the files of one of them",
+    )
+
+
+def check_whole(
+    folder: Path,
+    specs: Mapping[str, ParamSpec] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Raises a UcpError for a tag folder that lacks a file, or holds one that is damaged or of
+    another save."""
+    with open_checkpoint(folder, told=Told(specs=specs, names=names)) as checkpoint:
+        for name in checkpoint.file_names:
+            checkpoint.check(name)
+        checkpoint.check_beside()
+
+
+def _saved_at(folder: Path) -> float:
+    """Seconds since the epoch: as the manifest says; for a folder without one the time of its
+    newest state file."""
+    with contextlib.suppress(UcpError, OSError, KeyError):
+        return float(manifest_of(folder).run["saved_at"])
+    return max(
+        path.stat().st_mtime for path in folder.iterdir() if path.name.endswith("_states.pt")
+    )

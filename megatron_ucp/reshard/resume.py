@@ -1,0 +1,342 @@
+"""Fills a live engine from a checkpoint of any mesh: what every engine's load does.
+
+Order: everything that metadata can show is found on all ranks first; then the engine is marked
+unusable, filled, refreshed and marked usable again. No collective stands inside the arithmetic.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.flat import FlatBuffer, Scalars
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Cast, Plan, Slot, Want, make_plan
+from megatron_ucp.core.proof import prove
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.base import Engine
+from megatron_ucp.errors import StateMismatchError, UsageError
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.optimizers import kept_by, require_equal
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import Counts, check_runs, execute
+from megatron_ucp.reshard.match import (
+    ALLOWANCES,
+    Fit,
+    check_not_lost,
+    group_values,
+    has_masters,
+    match_params,
+    match_ties,
+    one_value,
+    source_states,
+)
+
+_NAMED = 5  # parameters that a note lists by name
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a load did, on this rank. `notes` name everything that was not carried over bit for bit,
+    or not at all."""
+
+    path: str
+    source: str
+    target: str
+    read_bytes: int
+    checked_bytes: int
+    unchecked_bytes: int
+    seconds: float
+    client_state: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    global_steps: int = 0
+
+
+@dataclass(frozen=True)
+class How:
+    """What a load is asked for; see `load`. `loader` is the data loader whose position is
+    restored."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    hyper: str = "checkpoint"
+    checksums: bool = True
+    allow: frozenset[str] = frozenset()
+    rng: bool = True
+    loader: Any = None
+
+
+def check_options(
+    hyper: str = "checkpoint",
+    checksums: bool = True,
+    allow: Collection[str] = (),
+    rng: bool = True,
+    **unknown: Any,
+) -> None:
+    """Raises UsageError for an option of `load` that is not known, before anybody trains for hours
+    with it."""
+    if unknown:
+        raise UsageError(
+            "an option is not known",
+            expected="hyper, checksums, allow, rng",
+            found=", ".join(sorted(unknown)),
+        )
+    if hyper not in ("checkpoint", "config"):
+        raise UsageError(
+            "hyper says where hyper-parameters come from",
+            expected="checkpoint or config",
+            found=hyper,
+        )
+    wrong = [allow] if isinstance(allow, str) else sorted(set(allow) - set(ALLOWANCES))
+    if wrong:
+        raise UsageError(
+            "allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(wrong)
+        )
+
+
+def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Report:
+    """Fills an engine. Collective. Raises a UcpError on every rank; the engine is unchanged where
+    metadata could show the reason, and refuses to step and to save where it could not."""
+    started = time.perf_counter()
+    with ExitStack() as opened:
+        with agree.together():
+            source = opened.enter_context(open_checkpoint(path, tag, told=engine.told()))
+            job = _Job.prepare(engine, source, how)
+        engine.mark_unusable()
+        filled = agree.collect(job.fill)
+        sums = _checksums(filled, source)
+        engine.refresh()
+        notes = job.finish()
+        engine.mark_usable()
+    steps = source.extras.counters.get("global_steps", 0)
+    return Report(
+        str(source.folder),
+        str(source.manifest.mesh),
+        str(engine.manifest.mesh),
+        *sums,
+        time.perf_counter() - started,
+        job.extras.client_state,
+        tuple(notes),
+        steps,
+    )
+
+
+@dataclass
+class _Job:
+    """One load on its way: what to read into where, and what to set. `states` and `scalars` are for
+    each buffer of the manifest that this rank fills, `groups` for each of its groups."""
+
+    engine: Engine
+    source: Checkpoint
+    how: How
+    plan: Plan
+    extras: Any
+    states: dict[int, tuple[str, ...]]
+    scalars: dict[int, list[Scalars]]
+    groups: list[Mapping[str, Any]]
+    notes: list[str] = field(default_factory=list[str])
+
+    @classmethod
+    def prepare(cls, engine: Engine, source: Checkpoint, how: How) -> "_Job":
+        """Everything that needs no tensor byte; raises before anything is written. Every rank looks
+        at the whole engine, and plans for its own part."""
+        _check_files(source, "stale" in how.allow)
+        file, bare = str(source.folder), engine.manifest
+        optimizer = how.optimizer and engine.has_optimizer
+        engine.check(source, optimizer)
+        fit = match_params(source.manifest, bare, how.allow, file)
+        _match_masters(source.manifest, bare, fit, optimizer, file)
+        replicas = match_ties(source.manifest, optimizer, file)
+        states = _states(bare, source.manifest, optimizer, file)
+        target = _with_states(engine, states)
+        groups = group_values(target, source.manifest.group_of, file) if optimizer else []
+        allow = how.allow if engine.has_optimizer else how.allow | {"narrow"}
+        plan = make_plan(source.manifest, target, _wants(engine, target, fit), allow)
+        prove(plan, source.manifest, target)
+        for slot in plan.sources:
+            source.where(slot)
+        scheduler = how.scheduler and not how.module_only
+        extras = engine.take_extras(source, scheduler, _origins(bare, source.manifest), how)
+        if how.checksums:
+            source.check_read()
+        own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
+        scalars = {
+            number: [source.manifest.scalars_of(m.param) for m in bare.buffers[number].members]
+            for number in own
+        }
+        notes = [*source.notes, *(f"replicas not compared: {name}" for name in replicas)]
+        notes += _described(fit, plan, target)
+        return cls(
+            engine,
+            source,
+            replace(how, optimizer=optimizer),
+            plan,
+            extras,
+            {number: states[number] for number in own},
+            scalars,
+            groups,
+            notes,
+        )
+
+    def fill(self) -> Counts:
+        """Moves the bytes. From here on a failure leaves the engine unusable."""
+        if self.how.optimizer:
+            self.engine.allocate(self.states)
+        return execute(
+            self.plan, self.source.where, self.engine.tensor, checksums=self.how.checksums
+        )
+
+    def finish(self) -> list[str]:
+        """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""
+        if self.how.optimizer:
+            for number, scalars in self.scalars.items():
+                self.engine.set_scalars(number, scalars)
+            self.notes += self._set_groups()
+        if not self.how.module_only:
+            self.notes += self.engine.restore(self.extras, self.how.optimizer)
+        return self.notes
+
+    def _set_groups(self) -> list[str]:
+        if self.how.hyper == "config":
+            return ["hyper-parameters kept from the engine's configuration, as asked"]
+        if not any(self.groups):
+            return [
+                "hyper-parameters kept from the engine: the checkpoint holds none (elastic format)"
+            ]
+        return self.engine.set_groups(self.groups)
+
+
+def _check_files(source: Checkpoint, stale: bool) -> None:
+    """Compares the files with each other; the ranks share the work."""
+    rank, world = agree.world()
+    for name in source.file_names[rank::world]:
+        source.check(name, stale)
+
+
+def _match_masters(source: Manifest, bare: Manifest, fit: Fit, optimizer: bool, file: str) -> None:
+    """Weights come from the masters, where the checkpoint has them. Raises StateMismatchError for
+    one without an optimizer whose states are asked for."""
+    trainable = [spec.name for spec in bare.params if spec.kind == "trainable"]
+    if has_masters(source, trainable):
+        return
+    if optimizer:
+        raise StateMismatchError(
+            "the checkpoint holds no optimizer",
+            file=file,
+            fix="load with load_optimizer_states=False",
+        )
+    fit.master = VALUE
+
+
+def _states(bare: Manifest, source: Manifest, optimizer: bool, file: str) -> list[tuple[str, ...]]:
+    """For each buffer of the engine the element-wise states that it gets besides the masters.
+    Raises StateMismatchError where members disagree, or the engine's optimizer keeps others."""
+    out: list[tuple[str, ...]] = []
+    for buffer in bare.buffers:
+        if not optimizer or not buffer.stepped or not buffer.members:
+            out.append(())
+            continue
+        out.append(_states_of(buffer, bare, source, file))
+    return out
+
+
+def _states_of(buffer: FlatBuffer, bare: Manifest, source: Manifest, file: str) -> tuple[str, ...]:
+    def names_of(param: str) -> Mapping[str, bool]:
+        return dict.fromkeys(source_states(source, param), True)
+
+    found = one_value(buffer.members, names_of, "states", file)
+    scalars = one_value(buffer.members, source.scalars_of, "steps", file)
+    first = buffer.members[0]
+    group = bare.groups[first.group] if first.group is not None else None
+    keeps = kept_by(group.optimizer if group else "", group.settings if group else {})
+    if found or scalars:
+        require_equal(keeps.element, found, first.param, file)
+        require_equal(keeps.scalar, scalars, first.param, file)
+    elif keeps.element or keeps.scalar:  # from before the first step, or never saved
+        settings = source.group_of(first.param)
+        check_not_lost(source, settings, group.optimizer if group else "", file)
+    return tuple(found)
+
+
+def _with_states(engine: Engine, states: list[tuple[str, ...]]) -> Manifest:
+    """The engine with the states that it will have."""
+    buffers: list[FlatBuffer] = []
+    for number, (buffer, found) in enumerate(zip(engine.manifest.buffers, states, strict=True)):
+        if found:
+            dtype = engine.state_dtype(number)
+            added = tuple((state, dtype) for state in found)
+            buffer = replace(buffer, states=(*buffer.states, *added))
+        buffers.append(buffer)
+    return replace(engine.manifest, buffers=tuple(buffers))
+
+
+def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
+    """Every slot of this rank, and the source state that fills it."""
+    wants: list[Want] = []
+    for number, cut, part in engine.parts():
+        buffer = target.buffers[number]
+        first = buffer.members[0].param if buffer.members else ""
+        if not buffer.stepped and first in fit.skipped:
+            continue
+        trained = first in target.by_name and target.by_name[first].kind == "trainable"
+        for state, _ in buffer.states:
+            weights = state == MASTER or (state == VALUE and trained)
+            wants.append((Slot(number, cut, part, state), fit.master if weights else state))
+    return wants
+
+
+def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
+    """For each group of the engine the group of the checkpoint that its first parameter comes
+    from."""
+    firsts: dict[int, str] = {}
+    for buffer in bare.buffers:
+        for member in buffer.members:
+            if member.group is not None:
+                firsts.setdefault(member.group, member.param)
+    return [
+        source.group_number(firsts[number]) if number in firsts else None
+        for number in range(len(bare.groups))
+    ]
+
+
+def _described(fit: Fit, plan: Plan, target: Manifest) -> list[str]:
+    """Notes for what metadata already shows to be not exact or not carried over."""
+    rounded: set[str] = set()
+    for op in plan.ops:
+        if isinstance(op, Cast) and not op.lossless:
+            rounded.add(target.member(op.target.slot.buffer, op.member).param)
+    found: dict[str, Sequence[str]] = {
+        "rounded to a narrower dtype": sorted(rounded),
+        "kept from the engine: not in the checkpoint": fit.skipped,
+        "dropped: not in the model": fit.dropped,
+        "vocabulary resized": fit.resized,
+    }
+    return [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[int, int, int]:
+    """Compares the sums of all ranks' runs, each rank a share of the records. Collective.
+
+    Returns bytes: read by this rank; checked and not checked, summed over all ranks.
+    """
+    rank, world = agree.world()
+    runs = [run for counts in filled for run in counts.runs]
+    records = {key: record for counts in filled for key, record in counts.records.items()}
+    unsummed = sum(counts.unsummed_bytes for counts in filled)
+    if not runs:
+        return filled[rank].read_bytes, 0, unsummed
+    sums = agree.collect(lambda: check_runs(runs, records, source.opened, rank=rank, world=world))
+    return (
+        filled[rank].read_bytes + sums[rank][2],
+        sum(checked for checked, _, _ in sums),
+        unsummed + sum(unchecked for _, unchecked, _ in sums),
+    )
