@@ -4,13 +4,12 @@ UsageError that names flags."""
 import argparse
 import difflib
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
+from pretrain.config_file import merge_config
 from pretrain.family import USUAL, check_fixed, fixed_by
 from pretrain.flags import FLAGS, IGNORED, MODEL, REFUSED, Flag
 
@@ -143,7 +142,7 @@ def complete(
     given = dict(given)
     if saved is not None:
         given |= {name: saved[name] for name in MODEL_ARGUMENTS if saved.get(name) is not None}
-    given["ds_config"] = _merge_config(given)
+    given["ds_config"] = merge_config(given)
     values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
     family = find_family(given.get("model_family", USUAL))
     args = argparse.Namespace(**{**values, **family.defaults, **fixed_by(family), **given})
@@ -415,72 +414,3 @@ def _samples(args: argparse.Namespace, name: str, batch: int) -> int | None:
     _exclusive("a length of the schedule is given once", args, f"{name}_iters", f"{name}_samples")
     iterations, samples = getattr(args, f"{name}_iters"), getattr(args, f"{name}_samples")
     return samples if iterations is None else iterations * batch
-
-
-def _merge_config(given: Given) -> dict[str, Any]:
-    """The DeepSpeed config without what flags say too: that goes into `given`. Raises UsageError
-    where the two differ."""
-    path = given.get("deepspeed_config")
-    if path is None:
-        return {}
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            "--deepspeed_config is no JSON file",
-            file=path,
-            found=f"{type(error).__name__}: {error}",
-        ) from None
-    if not isinstance(config, dict):
-        raise UsageError(
-            "--deepspeed_config holds no section",
-            file=path,
-            expected="{...}",
-            found=type(config).__name__,
-        )
-    for section, why in (
-        ("optimizer", "the optimizer is AdamW, with --lr, --weight-decay and --adam-*"),
-        ("scheduler", "the schedule is made by --lr-*"),
-    ):
-        if section in config:
-            raise UsageError(
-                f'"{section}" of the DeepSpeed config contradicts the flags',
-                file=path,
-                expected="no such section",
-                found=section,
-                fix=why,
-            )
-    zero = config.setdefault("zero_optimization", {})
-    said = [
-        ("train_micro_batch_size_per_gpu", "micro_batch_size", config),
-        ("train_batch_size", "global_batch_size", config),
-        ("gradient_clipping", "clip_grad", config),
-        ("stage", "zero_stage", zero),
-    ]
-    for key, name, section in said:
-        value = section.pop(key, "auto")
-        if value == "auto":
-            continue
-        if given.setdefault(name, value) != value:
-            raise UsageError(
-                f"--{name.replace('_', '-')} contradicts the DeepSpeed config",
-                file=path,
-                expected=f"{key}: {value}",
-                found=given[name],
-                fix="leave one of them out",
-            )
-    for name in ("bf16", "fp16"):
-        enabled = config.get(name, {}).pop("enabled", "auto") if name in config else "auto"
-        if enabled is True:
-            given[name] = True
-        elif enabled is False and given.get(name):
-            raise UsageError(
-                f"--{name} contradicts the DeepSpeed config",
-                file=path,
-                expected=f"{name}: enabled",
-                found="false",
-            )
-    steps = config.pop("gradient_accumulation_steps", "auto")
-    if steps != "auto":
-        config["gradient_accumulation_steps"] = steps  # compared once the number of ranks is known
-    return config

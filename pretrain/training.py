@@ -60,54 +60,47 @@ class Run:
         given = parse(argv)
         self.started = time.monotonic()
         setup.start_distributed(given.get("distributed_timeout_minutes", 30))
+        saved = self._find(given)
         with agree.together():
-            # What finds the checkpoint is known before the model's sizes, which may come from the
-            # checkpoint.
-            early = argparse.Namespace(
-                **{
-                    flag.attribute: given.get(flag.attribute, flag.default)
-                    for flag in reversed(FLAGS)
-                }
-            )
-        saved = checkpoint.peek(
-            early,
-            lambda padded: setup.model_config(
-                complete(given, dist.get_world_size()), padded, padded
-            ).sizes(),
-        )
-        with agree.together():
-            self.args = complete(
-                given,
-                dist.get_world_size(),
-                saved.args if saved and early.use_checkpoint_args else None,
-            )
             if saved is not None:
                 checkpoint.check_saved(saved, self.args)
             tokenizer = make_tokenizer(self.args)
             padded = checkpoint.padded_vocab(tokenizer.vocab_size, self.args, saved)
             checkpoint.prepare_folder(self.args)
             setup.schedule(self.args)  # refuses impossible settings before the model is built
-        models.start(
-            self.args.tensor_model_parallel_size,
-            self.args.seed,
-            self.args.pipeline_model_parallel_size,
-        )
+        args = self.args
+        models.start(args.tensor_model_parallel_size, args.seed, args.pipeline_model_parallel_size)
         self._mesh = models.mpu()
-        checkpoint.seed_random(self.args.seed)
+        checkpoint.seed_random(args.seed)
         with agree.together():
             self._data = [self._batches(tokenizer, split) for split in (0, 1)]
-        self.engine = setup.make_engine(self.args, tokenizer.vocab_size, padded)
+        self.engine = setup.make_engine(args, tokenizer.vocab_size, padded)
         self._device = setup.device()
-        self._steps = make_steps(self.engine, self.args, self._device)
+        self._steps = make_steps(self.engine, args, self._device)
         position = Position()
         if saved is not None:
             position = self.load(saved)
-        elif self.args.load is not None:
-            say(f"no checkpoint in {self.args.load}, starting from the beginning")
+        elif args.load is not None:
+            say(f"no checkpoint in {args.load}, starting from the beginning")
         self.result = Result(position.iteration, position)
-        self._saved_at = (
-            position.iteration if saved is not None and self.args.load == self.args.save else -1
+        goes_on = saved is not None and args.load == args.save
+        self._saved_at = position.iteration if goes_on else -1
+
+    def _find(self, given: dict[str, Any]) -> checkpoint.Saved | None:
+        """The checkpoint to go on from, and `args`: the model's sizes may come from it."""
+        world = dist.get_world_size()
+        with agree.together():
+            # what finds the checkpoint is known before the model's sizes
+            values = {flag.attribute: flag.default for flag in reversed(FLAGS)}
+            early = argparse.Namespace(**{n: given.get(n, value) for n, value in values.items()})
+        saved = checkpoint.peek(
+            early,
+            lambda padded: setup.model_config(complete(given, world), padded, padded).sizes(),
         )
+        with agree.together():
+            of_run = saved.args if saved and early.use_checkpoint_args else None
+            self.args = complete(given, world, of_run)
+        return saved
 
     def _batches(self, tokenizer: Any, split: int) -> Batches | None:
         args = self.args

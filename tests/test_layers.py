@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_ucp"
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_FUNCTION_NODES = 350  # an idea per line: short functions of dense lines are not short
 ENGINE_LIBRARIES = {"deepspeed", "megatron"}
 TENSORS = {"numpy", "safetensors", "torch"}
 
@@ -32,8 +33,10 @@ LAYERS = {
     "core": Layer(frozenset({"errors"}), frozenset()),
     "families": Layer(frozenset({"errors", "core"}), frozenset()),
     "formats": Layer(frozenset({"errors", "core"}), frozenset({*TENSORS, "isal"})),
-    "reshard": Layer(frozenset({"errors", "core", "families", "formats"})),
-    "engines": Layer(BELOW_ENGINES | {"patches"}),
+    # what an engine gives to a load, known to both sides
+    "protocol": Layer(frozenset({"errors", "core", "formats"}), frozenset({"torch"})),
+    "reshard": Layer(frozenset({"errors", "core", "families", "formats", "protocol"})),
+    "engines": Layer(BELOW_ENGINES | {"patches", "protocol"}),
     "cli": Layer(BELOW_ENGINES),
     "patches": Layer(frozenset({"errors"})),
     "top": Layer(
@@ -42,6 +45,31 @@ LAYERS = {
     "programs": Layer(BELOW_ENGINES | {"engines", "cli", "top", "patches", "programs"}),
 }
 PROGRAMS = {"pretrain", "examples", "benchmarks"}
+PROTOCOL = (PACKAGE, "engines", "base")
+# Only these may spell a mesh axis; everybody else asks the mesh and the manifest. The last two know
+# what DeepSpeed's files and patterns are called.
+AXES = {"tp", "pp", "vpp", "ep", "etp", "edp", "cp", "sp", "dp"}
+SPELL_AXES = (
+    "megatron_ucp/families/",
+    "megatron_ucp/core/mesh.py",
+    "megatron_ucp/formats/deepspeed/paths.py",
+    "megatron_ucp/formats/deepspeed/stock_info.py",
+)
+# Functions of the package that are still to be split. To be emptied; nothing is added.
+OPEN = {
+    "megatron_ucp/engines/attach.py:attach",
+    "megatron_ucp/engines/deepspeed/save.py:_save",
+    "megatron_ucp/formats/deepspeed/optimizer_files.py:contents",
+    "megatron_ucp/formats/pt/reader.py:_directory",
+    "megatron_ucp/formats/pt/unpickler.py:with_tensors",
+    "megatron_ucp/formats/rule_file.py:_layout",
+    "megatron_ucp/formats/rule_file.py:_rule_set",
+    "megatron_ucp/reshard/diff.py:_parameter",
+    "megatron_ucp/reshard/match.py:match_params",
+    "megatron_ucp/reshard/resume.py:prepare",
+    "megatron_ucp/reshard/target.py:_stage",
+    "megatron_ucp/reshard/verify.py:_check_records",
+}
 
 
 def layer_of(parts: tuple[str, ...]) -> str | None:
@@ -52,6 +80,8 @@ def layer_of(parts: tuple[str, ...]) -> str | None:
         return "patches"
     if parts[0] != PACKAGE:
         return None
+    if parts[:3] == PROTOCOL:
+        return "protocol"
     return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "top"
 
 
@@ -114,17 +144,46 @@ def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
             yield line, f"{layer} imports {name[0]}"
 
 
-def style_faults(tree: ast.Module, layer: str) -> Iterator[tuple[int, str]]:
+def syntax_nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many nodes a function has, docstrings and annotations apart."""
+    left_out: list[ast.AST] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            left_out += [node.body[0]] if ast.get_docstring(node, clean=False) is not None else []
+        notes = getattr(node, "annotation", None), getattr(node, "returns", None)
+        left_out += [note for note in notes if note is not None]
+    inside = {id(node) for part in left_out for node in ast.walk(part)}
+    # `Load()` and its like are one object for all places
+    return sum(
+        isinstance(node, ast.expr_context) or id(node) not in inside for node in ast.walk(function)
+    )
+
+
+def function_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 yield node.lineno, f"function {node.name} has {lines} lines"
-        if layer == "programs":
-            continue
+            nodes = syntax_nodes(node)
+            if nodes > MAX_FUNCTION_NODES and f"{path}:{node.name}" not in OPEN:
+                yield node.lineno, f"function {node.name} has {nodes} syntax nodes"
+
+
+def axis_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    """Names of mesh axes as literals, where nobody but the mesh should know them."""
+    if str(path).startswith(SPELL_AXES):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in AXES:
+            yield node.lineno, f"the axis {node.value} is spelled out: ask the mesh"
+
+
+def style_faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             yield node.lineno, "assert: raise a named error"
-        elif isinstance(node, ast.Call) and called(node) == "print" and layer != "cli":
+        elif isinstance(node, ast.Call) and called(node) == "print":
             yield node.lineno, "print outside the cli"
         elif isinstance(node, ast.ExceptHandler):
             caught = (
@@ -137,14 +196,21 @@ def style_faults(tree: ast.Module, layer: str) -> Iterator[tuple[int, str]]:
 
 
 def faults(root: Path) -> list[str]:
-    """Every broken rule below `root` as "file:line: what", for the package, the patches and the
-    programs."""
+    """Every broken rule below `root` as "file:line: what"; of tests, only their size counts."""
     found: list[str] = []
-    for folder in (PACKAGE, "patches", *sorted(PROGRAMS)):
+    for folder in (PACKAGE, "patches", "tests", *sorted(PROGRAMS)):
         for file in sorted((root / folder).rglob("*.py")):
             text, path = file.read_text(), file.relative_to(root)
-            tree, layer = ast.parse(text), layer_of(path.with_suffix("").parts) or ""
-            rows = [*import_faults(tree, path), *style_faults(tree, layer)]
+            tree = ast.parse(text)
+            rows = list(function_faults(tree, path))
+            if folder != "tests":
+                rows += import_faults(tree, path)
+            if folder == PACKAGE:
+                rows += axis_faults(tree, path)
+            if folder in (PACKAGE, "patches"):
+                printing = layer_of(path.with_suffix("").parts) == "cli"
+                style = style_faults(tree)
+                rows += [row for row in style if not (printing and row[1].startswith("print"))]
             count = len(text.splitlines())
             if count > MAX_MODULE_LINES:
                 rows.append((count, f"module has {count} lines"))
@@ -157,6 +223,27 @@ def test_layers_and_style() -> None:
     assert not faults(ROOT), "\n" + "\n".join(faults(ROOT))
 
 
+def test_no_name_has_two_meanings() -> None:
+    """Public classes, constants and aliases of types, over the whole package."""
+    homes: dict[str, list[str]] = {}
+    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            for name in names:
+                if name[0].isupper() and name not in SAID_BY_EACH:
+                    homes.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+SAID_BY_EACH = {"FAMILY", "HELP", "PATCHES"}  # what each file of a kind says of itself
+
+
+DENSE = '    """Docstrings and annotations do not count."""\n    x: list[int] = ['
+# beside the numbers: 13 nodes
+DENSE_FUNCTION = f"def dense(a: int) -> int:\n{DENSE}{'1, ' * (MAX_FUNCTION_NODES - 12)}]\n"
 LONG_FUNCTION = "def long():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 PLANTED = [
     ("megatron_ucp/core/box.py", "import torch", "core imports torch"),
@@ -201,6 +288,13 @@ PLANTED = [
     ),
     ("megatron_ucp/errors.py", "from megatron_ucp.core import box", "errors imports core"),
     ("patches/some.py", "from megatron_ucp.engines import live", "patches imports engines"),
+    (
+        "megatron_ucp/engines/base.py",
+        "import megatron_ucp.reshard.resume",
+        "protocol imports reshard",
+    ),
+    ("megatron_ucp/reshard/diff.py", 'x = {"tp": 1}', "the axis tp is spelled out"),
+    ("megatron_ucp/engines/deepspeed/live.py", 'at.get("pp", 0)', "the axis pp is spelled out"),
     ("megatron_ucp/core/box.py", "print(1)", "print outside the cli"),
     ("megatron_ucp/core/box.py", "assert 1", "assert"),
     ("megatron_ucp/engines/live.py", "try:\n    f()\nexcept Exception:\n    pass", "broad except"),
@@ -211,13 +305,16 @@ PLANTED = [
     ),
     ("megatron_ucp/engines/live.py", "try:\n    f()\nexcept:\n    pass", "broad except"),
     ("pretrain/data.py", LONG_FUNCTION, "function long has 81 lines"),
-    (
-        "megatron_ucp/core/box.py",
-        "x = 1\n" * (MAX_MODULE_LINES + 1),
-        f"module has {MAX_MODULE_LINES + 1} lines",
-    ),
+    ("tests/core/jobs.py", LONG_FUNCTION, "function long has 81 lines"),
+    ("megatron_ucp/core/box.py", DENSE_FUNCTION, "function dense has 351 syntax nodes"),
+    ("tests/core/test_box.py", DENSE_FUNCTION, "function dense has 351 syntax nodes"),
+    ("benchmarks/load.py", DENSE_FUNCTION, "function dense has 351 syntax nodes"),
+    ("megatron_ucp/core/box.py", "x = 1\n" * (MAX_MODULE_LINES + 1), "module has 501 lines"),
+    ("tests/core/test_box.py", "x = 1\n" * (MAX_MODULE_LINES + 1), "module has 501 lines"),
 ]
 ALLOWED = [
+    ("megatron_ucp/reshard/resume.py", "from megatron_ucp.engines.base import Engine"),
+    ("megatron_ucp/families/gpt.py", 'x = "tp"'),
     (
         "megatron_ucp/core/box.py",
         "import math\nfrom . import layout\nfrom ..errors import UcpError",
@@ -234,6 +331,8 @@ ALLOWED = [
     ("megatron_ucp/__init__.py", "from megatron_ucp.engines.deepspeed.live import load"),
     ("megatron_ucp/cli.py", "import tqdm\nfrom megatron_ucp.reshard import convert\nprint(1)"),
     ("pretrain/data.py", "import deepspeed\nimport megatron_ucp as ucp\nassert print(1)"),
+    ("tests/core/test_box.py", "import deepspeed\nassert print(1)"),
+    ("megatron_ucp/core/box.py", DENSE_FUNCTION.replace("1, ", "", 1)),
 ]
 
 

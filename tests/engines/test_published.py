@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.test_pipeline import JOBS, check
+from tests.engines.stages import JOBS, check
 from tests.ranks import ROOT
 
 sys.path.append(str(ROOT / "examples"))

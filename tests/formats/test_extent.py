@@ -14,7 +14,7 @@ from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.unpickler import MAX_DEPTH, loads
 from megatron_ucp.formats.recorded import Recorded, open_regular
 from tests.formats.craft import number, pickle_of, storage, tensor, text, tuple_of
-from tests.formats.hostile import doubled, doubled_lists
+from tests.formats.hostile_pickles import doubled, doubled_lists
 
 
 def levels(count: int, leaf: bytes = b")") -> bytes:

@@ -35,9 +35,7 @@ def staged(draw: st.DrawFn):
     stages = draw(st.integers(1, layers + 2))
     cuts = [0, *sorted(draw(st.permutations(range(1, layers + 2)))[: stages - 1]), layers + 3]
     every = list(names.canonical.items())
-    decays = [c for _, c in every if c.endswith(".weight") and "norm" not in c]
-    order = [decays, [c for _, c in every if c not in decays]]
-
+    order = two_groups([c for _, c in every])
     layer = {c: int(p.split(".")[0]) for p, c in every if p.split(".")[0].isdigit()}
     groups: list[list[list[str]]] = []
     for stage in range(stages):
@@ -46,6 +44,12 @@ def staged(draw: st.DrawFn):
         held |= {"embedding.word_embeddings.weight"} if tied and stage == stages - 1 else set()
         groups.append([[c for c in group if c in held] for group in order])
     return names, order, without_empty(groups)
+
+
+def two_groups(names: list[str]) -> list[list[str]]:
+    """With and without weight decay."""
+    decays = [name for name in names if name.endswith(".weight") and "norm" not in name]
+    return [decays, [name for name in names if name not in decays]]
 
 
 def without_empty(groups: list[list[list[str]]]) -> list[list[list[str]]]:

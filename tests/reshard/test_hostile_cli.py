@@ -13,17 +13,9 @@ import torch
 from megatron_ucp.cli import main
 from tests.engines.sources import PLAIN, Sources
 from tests.formats.craft import watch
-from tests.formats.hostile import (
-    MODEL,
-    ROWS,
-    RUNS,
-    VERBS,
-    bounded,
-    make,
-    pickled,
-    plant,
-    records_of,
-)
+from tests.formats.hostile import ROWS, bounded, make
+from tests.formats.hostile_changes import MODEL, VERBS, pickled, plant, records_of
+from tests.formats.hostile_pickles import RUNS
 
 pytestmark = pytest.mark.ranks
 MEMORY_BYTES, TIME_S = 2**30, 10.0

@@ -1,0 +1,256 @@
+"""Conversions into odd places, what happens meanwhile, and how stock's own converter cuts."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardNC
+from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.errors import InexactError, SaveError, UsageError
+from megatron_ucp.families.base import Sizes
+from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.reshard import convert as module
+from tests.reshard import paper
+from tests.reshard.plain import PLAIN, SHAPES, family_model, target, whole
+
+# ------------------------------------------------ how stock's own converter cuts
+
+
+def test_stocks_patterns_are_those_of_the_target(tmp_path: Path) -> None:
+    """The source's are for its own mesh and names; without the right ones stock's converter cuts
+    everything on dim 0."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    model = family_model(
+        "llama",
+        Sizes(2, 8, 4, 2, 2, 8, 12, 12, biases=False, norm_biases=False, gated=True, tied=True),
+    )
+    stale = {"universal_checkpoint_version": 0.2, "affine_map": {"version": 1, "params": {}}}
+    source = paper.write(model, tmp_path / "source" / "step7", universal_checkpoint_info=stale)
+    for pp in (1, 2):
+        native, output = tmp_path / f"native{pp}", tmp_path / f"stock{pp}"
+        to = Target(
+            ucp.Mesh(tp=2, pp=pp, dp=2, zero=1), **{**PLAIN, "stages": (2, 3) if pp == 2 else None}
+        )
+        ucp.convert(source, native, target=to)
+        command = [
+            "x",
+            "--input_folder",
+            str(native),
+            "--output_folder",
+            str(output),
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+        ]
+        with mock.patch.object(sys, "argv", command):
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+        for name in model.shapes:
+            for state in ("fp32", "exp_avg", "exp_avg_sq"):
+                found = torch.load(
+                    output / "zero" / paper.named(model, name, pp == 2) / f"{state}.pt",
+                    weights_only=False,
+                )
+                assert paper.same(
+                    found["param"] if isinstance(found, dict) else found, model.truth(name, state)
+                ), (name, state)
+
+
+def test_patterns_say_what_they_are_read_as() -> None:
+    layouts = {
+        "h.0.row.weight": Shard("tp", 1),
+        "h.0.rows.weight": Shard("tp", 0),
+        "h.1.halves": ShardNC("tp", 0, (4, 4)),
+        "h.1.uneven": ShardNC("tp", 0, (8, 4, 4)),
+        "norm": Replicate(),
+        "mine": Partial("tp"),
+        "h.1.row.weight": Shard("tp", 0),
+    }
+    specs = [
+        ParamSpec(name, (16 if "uneven" in name else 8, 4), "float32", layout=layout)
+        for name, layout in layouts.items()
+    ]
+    for chosen in (
+        specs,
+        specs[:-1],
+    ):  # the last one is cut in another way than the same one of another layer
+        info = stock_info.patterns_of(chosen, lambda name: name)
+        for spec in chosen:
+            local = spec.layout.local_shape(spec.name, spec.shape, {"tp": (2, 0)})
+            found = stock_info.declared(info, spec.name, local, 2, "file")
+            assert (found.shape, found.layout) == (spec.shape, spec.layout)
+    assert (
+        stock_info.patterns_of(
+            [ParamSpec("deep", (2, 2, 2), "float32", layout=Shard("tp", 2))], str
+        )
+        == {}
+    )
+
+
+# ------------------------------------------------ places
+
+
+def test_an_output_inside_of_a_checkpoint(source: Path, tmp_path: Path) -> None:
+    """Its `latest` would lead every later load of that tag into it."""
+    ucp.convert(source, tmp_path / "universal", "universal")
+    (tmp_path / "link").symlink_to(source)
+    for place in (
+        source / "out",
+        source / "deep" / "out",
+        tmp_path / "link" / "out",
+        tmp_path / "universal" / "out",
+    ):
+        with pytest.raises(UsageError, match="inside of a checkpoint"):
+            ucp.convert(source, place, target=target())
+    with pytest.raises(UsageError, match="inside of a checkpoint"):
+        ucp.convert(
+            tmp_path / "universal", tmp_path / "universal" / "zero" / "out", target=target()
+        )
+    assert sorted(p.name for p in source.iterdir()) == [
+        "mp_rank_00_model_states.pt",
+        "ucp_manifest.json",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ]
+    with pytest.raises(UsageError, match="exists"):
+        ucp.convert(source, source, target=target())
+
+
+def test_relative_paths(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    ucp.convert("source/step7/", "link/out/", target=target())
+    ucp.convert("source/step7", "link/../other", target=target())
+    assert paper.differences(tmp_path / "real" / "out", tmp_path / "other") == []
+    assert (tmp_path / "real" / "latest").read_text() == "out" and (
+        tmp_path / "latest"
+    ).read_text() == "other"
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="exists"):
+        ucp.convert("source/step7", "dangling", target=target())
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def test_two_conversions_into_one_folder(model: paper.Model, source: Path, tmp_path: Path) -> None:
+    aside = tmp_path / ".out.saving"
+    with held(aside):
+        (aside / "file").touch()
+        with pytest.raises(UsageError, match="another conversion"):
+            ucp.convert(source, tmp_path / "out", target=target())
+        assert (aside / "file").exists(), "the other one's files are gone"
+    ucp.convert(source, tmp_path / "out", target=target())  # what a killed one has left
+    whole(model, source, tmp_path / "out", target())
+    assert not aside.exists()
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Something that happens when all files are written."""
+    original = module._sync
+
+    def sync(folder: Path) -> None:
+        original(folder)
+        happens()
+
+    monkeypatch.setattr(module, "_sync", sync)
+
+
+def test_a_save_takes_the_name_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save() -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mp_rank_00_model_states.pt").write_text("of a run")
+
+    meanwhile(monkeypatch, save)
+    with pytest.raises(UsageError, match="exists"):
+        ucp.convert(source, tmp_path / "out", target=target())
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mp_rank_00_model_states.pt"]
+    assert not (tmp_path / ".out.saving").exists()
+
+
+@pytest.mark.parametrize("to", ["native", "universal"])
+def test_the_folder_is_removed_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """As a run does that begins a save beside it."""
+    monkeypatch.setattr(
+        module,
+        "write_pt",
+        lambda *a, **k: (
+            shutil.rmtree(tmp_path / ".out.saving", ignore_errors=True),
+            WRITE(*a, **k),
+        ),
+    )
+    with pytest.raises(SaveError, match="could not be written"):
+        ucp.convert(source, tmp_path / "out", to, target())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+WRITE = module.write_pt
+
+
+def test_pointers(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    (note,) = ucp.convert(source, tmp_path / "v1.2-rc.3", target=target()).notes
+    assert (
+        note.endswith("load with tag=v1.2-rc.3")
+        and (tmp_path / "latest").read_bytes() == b"\xff\xfe"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "latest_universal").mkdir()  # can't be replaced by a file
+    (note,) = ucp.convert(source, tmp_path / "other" / "out", "universal").notes
+    assert "could not be written" in note and ucp.diff(source, tmp_path / "other" / "out") == []
+
+
+def test_the_kept_tags_of_a_run_do_not_count_a_conversion(source: Path, tmp_path: Path) -> None:
+    """`latest` never named it: retention must not remove it."""
+    path = source / "ucp_manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["run"]["moved_latest"] = True
+    path.write_text(json.dumps(manifest))
+    ucp.convert(source, tmp_path / "out", target=target())
+    assert ucp.describe(tmp_path / "out").run["moved_latest"] is False
+
+
+def test_many_frozen_parameters_take_no_longer_each(tmp_path: Path) -> None:
+    """An adapter on a large model: the place of each is looked up and not searched for."""
+    from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
+
+    odd = {f"base.{number}.weight": (1,) for number in range(100)}
+    model = paper.plain_model({**SHAPES, **odd}, kinds=dict.fromkeys(odd, "frozen"))
+    source = paper.write(model, tmp_path / "source" / "step7")
+    with mock.patch.object(
+        NativeWriter, "_values", autospec=True, side_effect=NativeWriter._values
+    ) as called:
+        ucp.convert(source, tmp_path / "out", target=target())
+    assert 0 < called.call_count < 10
+    whole(model, source, tmp_path / "out", target())
+
+
+def test_a_rounded_frozen_parameter_needs_a_word(tmp_path: Path) -> None:
+    model = paper.plain_model({**SHAPES, "table": (3,)}, kinds={"table": "frozen"})
+    source = paper.write(model, tmp_path / "source" / "step7")
+    with pytest.raises(InexactError, match="would be rounded"):
+        ucp.convert(source, tmp_path / "out", target=target(dtype="bfloat16"))
