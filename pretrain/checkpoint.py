@@ -21,6 +21,7 @@ from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model, Sizes
+from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import (
     TagFiles,
@@ -90,9 +91,10 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         return None
     names = _stage_names(args, sizes)
     folder, passed_over = _folder(args, tag, lambda folder: _declared(folder, args, sizes), names)
-    with open_checkpoint(folder, specs=_declared(folder, args, sizes), names=names) as checkpoint:
-        manifest, meta = checkpoint.manifest, checkpoint.meta
-        schedule = meta.get("lr_scheduler")
+    told = Told(specs=_declared(folder, args, sizes), names=names)
+    with open_checkpoint(folder, told=told) as checkpoint:
+        manifest, extras = checkpoint.manifest, checkpoint.extras
+        client, counters, schedule = extras.client_state, extras.counters, extras.scheduler
         spec = manifest.by_name.get(EMBEDDING)
         if spec is None:
             raise ModelMismatchError(
@@ -107,9 +109,9 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             passed_over,
             manifest.mesh,
             spec.extent.stored if spec.extent else spec.shape[0],
-            dict(meta.get("args") or {}),
-            int(meta.get("iteration") or meta.get("global_steps") or 0),
-            int(meta.get("consumed_train_samples") or meta.get("global_samples") or 0),
+            dict(client.get("args") or {}),
+            int(client.get("iteration") or counters.get("global_steps") or 0),
+            int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
 

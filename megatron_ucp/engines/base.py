@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Extras(Protocol):
+class TakenExtras(Protocol):
     """What was read for an engine besides element-wise states, and fits it."""
 
     @property
@@ -55,7 +55,7 @@ class Engine(Protocol):
 
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: Any
-    ) -> Extras:
+    ) -> TakenExtras:
         """Reads scheduler, counters, client state, random states and data position. `groups` are
         the checkpoint's for each group of the manifest. Raises a UcpError before anything is
         set."""

@@ -27,7 +27,7 @@ ELEMENT = {
     "ax",
 }
 SCALAR = {"step", "mu_product", "eta", "mu"}
-REFUSED = {
+REFUSED_STATES = {
     "state1": "8-bit block-wise states",
     "state2": "8-bit block-wise states",
     "qmap1": "8-bit block-wise states",
@@ -150,7 +150,7 @@ def check_known(keys: Iterable[str], where: str) -> None:
                 "the checkpoint holds an optimizer state that can't be cut",
                 file=where,
                 expected=" ".join(sorted(ELEMENT | SCALAR)),
-                found=f"{key} ({REFUSED.get(key, 'a name that is not known')})",
+                found=f"{key} ({REFUSED_STATES.get(key, 'a name that is not known')})",
                 fix="load with load_optimizer_states=False, or on the mesh that wrote it with "
                 "DeepSpeed's own load",
             )

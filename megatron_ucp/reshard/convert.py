@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -40,13 +40,13 @@ from megatron_ucp.formats.pt.values import StorageRef
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.execute import bytes_of, tensor_at
+from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import Wanted, no_layers, target_manifest, universal_manifest
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 ALLOWED = NARROW | {"mean", "stale"}
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 PATCHES = ("pipeline_clip", "pipeline_group_norms", "pipeline_empty_norm")
-METHODS = "uniform, parameters, type:REGEX, or the number of layers of each stage"
+STAGE_METHODS = "uniform, parameters, type:REGEX, or the number of layers of each stage"
 PARTITION = (
     "type:transformer"  # the same number of transformer layers for each stage, as Megatron does
 )
@@ -88,7 +88,7 @@ def stage_method(partition: str | Sequence[int], layers: int, pp: int) -> str | 
         if partition in ("uniform", "parameters") or re.fullmatch("type:.+", partition):
             return partition
         raise UsageError(
-            "there is no such partition of a pipeline", expected=METHODS, found=partition
+            "there is no such partition of a pipeline", expected=STAGE_METHODS, found=partition
         )
     counts = tuple(
         int(count) for count in (partition.split(",") if isinstance(partition, str) else partition)

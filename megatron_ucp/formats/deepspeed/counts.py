@@ -12,7 +12,7 @@ from megatron_ucp.formats.deepspeed.plain_values import number
 
 
 @dataclass(frozen=True)
-class Counts:
+class RankCounts:
     """Ranks of the run. `dp` is the model file's word, `partitions` the optimizer files of one
     model-parallel rank (1 without any)."""
 
@@ -27,7 +27,7 @@ class Counts:
         return Mesh(tp=self.tp, pp=self.stages, dp=self.dp)
 
 
-def count_ranks(folder: TagFolder, model_name: str, pipeline: bool) -> Counts:
+def count_ranks(folder: TagFolder, model_name: str, pipeline: bool) -> RankCounts:
     """As the model file says, and as many files must be there. Raises NotFoundError for one that is
     missing, ForeignFileError for one too many, DamagedFileError for what is no number of ranks."""
     meta: Mapping[str, Any] = folder.tree(model_name)
@@ -35,7 +35,7 @@ def count_ranks(folder: TagFolder, model_name: str, pipeline: bool) -> Counts:
     dp, ranks = (_count(meta, key, file) for key in ("dp_world_size", "mp_world_size"))
     partitions = _partitions(folder, dp, ranks)
     stages, tp = _degrees(folder, meta, ranks, file, pipeline)
-    return Counts(dp, partitions, stages, tp)
+    return RankCounts(dp, partitions, stages, tp)
 
 
 def _count(meta: Mapping[str, Any], key: str, file: str) -> int:

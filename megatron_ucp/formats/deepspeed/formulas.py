@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 # `nccl_start_alignment_factor`: a partition starts at a multiple of this many elements
-ALIGNMENT = 2
+PARTITION_ALIGNMENT = 2
 
 
 def parameter_alignment(itemsize: int) -> int:
@@ -18,7 +18,7 @@ def parameter_alignment(itemsize: int) -> int:
 
 def whole_length(used: int, partitions: int) -> int:
     """Length of a ZeRO-1/2 or BF16_Optimizer buffer."""
-    unit = ALIGNMENT * partitions
+    unit = PARTITION_ALIGNMENT * partitions
     return -(-used // unit) * unit
 
 

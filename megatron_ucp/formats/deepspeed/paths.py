@@ -14,7 +14,7 @@ OPTIMIZER = re.compile(
     r"(?P<pre>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
 LAYER = re.compile(r"layer_(?P<layer>\d+)(-model_(?P<tp>\d+))?-model_states\.pt")
-REFUSED = {
+REFUSED_FILES = {
     r"layer_\d+-(?!(model_\d+-)?model_states\.pt).*model_states\.pt": "layer files of a pipeline "
     "with other axes",
     r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of DeepSpeed-MoE",
@@ -187,7 +187,7 @@ def scan(folder: Path) -> TagFiles:
     layers: dict[tuple[int, int], str] = {}
     prefixes: set[str] = set()
     for name in sorted(p.name for p in folder.iterdir()):
-        for pattern, what in REFUSED.items():
+        for pattern, what in REFUSED_FILES.items():
             if re.fullmatch(pattern, name):
                 raise UnsupportedError(
                     f"the checkpoint holds {what}, which this version does not read",

@@ -6,9 +6,9 @@ from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
-Tree = Mapping[str, Any]
 Scalar = Callable[[TensorRef], float]
 
 # Keys of a param group that say how an optimizer is built up, not how it steps.

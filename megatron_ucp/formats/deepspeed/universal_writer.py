@@ -28,7 +28,7 @@ from megatron_ucp.formats.deepspeed.native_writer import (
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import Stand
 
-VERSION = 0.4
+UNIVERSAL_VERSION = 0.4
 STEP, ATOMS, GLOBAL = "step", "zero", "optimizer_state.pt"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _SUB_PARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
@@ -109,7 +109,7 @@ class UniversalWriter:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": output.adopt(run.config),
             "ds_version": run.version,
-            "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
+            "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
             **{key: output.adopt(value) for key, value in extras.client_state.items()},
         }
         return output

@@ -18,7 +18,7 @@ from megatron_ucp.errors import PlanError
 from megatron_ucp.formats.pt.pickler import dumps
 from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef, storages_of
 
-ALIGNMENT = 64
+RECORD_ALIGNMENT = 64
 LIMIT = 0xFFFFFFFF  # from here on a number stands in the ZIP64 field
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -28,7 +28,7 @@ _END = struct.Struct("<4s4H2LH")
 _VERSION, _FLAGS, _DATE = 45, 0x0800, 0x21  # ZIP64, names in UTF-8, the first day of 1980
 _ZIP64, _FILL = 0x0001, 0x4246  # ids of extra fields; the second one is torch's own, "FB"
 
-Chunks = Iterable[bytes | bytearray | memoryview]
+BytesOf = Iterable[bytes | bytearray | memoryview]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Written:
 
 
 def write_pt(
-    path: str | Path, tree: object, payload: Callable[[StorageRef], Chunks], durable: bool = True
+    path: str | Path, tree: object, payload: Callable[[StorageRef], BytesOf], durable: bool = True
 ) -> None:
     """Writes a tree with TensorRefs; `payload` gives the bytes of each storage, in as many chunks
     as it likes.
@@ -52,7 +52,7 @@ def write_pt(
         archive = _Archive(file, Path(path).stem)
         archive.add("data.pkl", [dumps(tree)])
         archive.add(".format_version", [b"1"])
-        archive.add(".storage_alignment", [str(ALIGNMENT).encode()])
+        archive.add(".storage_alignment", [str(RECORD_ALIGNMENT).encode()])
         archive.add("byteorder", [b"little"])
         for storage in storages_of(tree):
             size = archive.add(f"data/{storage.key}", payload(storage))
@@ -74,13 +74,13 @@ class _Archive:
     def __init__(self, file: BinaryIO, root: str) -> None:
         self._file, self._root, self._written = file, root, list[_Written]()
 
-    def add(self, name: str, chunks: Chunks) -> int:
+    def add(self, name: str, chunks: BytesOf) -> int:
         """Streams a record; its header, which holds size and CRC-32, is written last. Returns its
         bytes."""
         full = f"{self._root}/{name}".encode()
         offset = self._file.tell()
         zip64 = 20  # room for two sizes, used or not: the size is known at the end
-        fill = -(offset + _LOCAL.size + len(full) + zip64 + 4) % ALIGNMENT
+        fill = -(offset + _LOCAL.size + len(full) + zip64 + 4) % RECORD_ALIGNMENT
         self._file.seek(offset + _LOCAL.size + len(full) + zip64 + 4 + fill)
         size = crc = 0
         for chunk in chunks:

@@ -1,0 +1,73 @@
+"""Checkpoints whose manifest is of version 1, as the package wrote them before steps, groups and
+the optimizer belonged to members: read bit for bit, and said anew in the present version.
+
+They were saved by two ranks with the engine attached, filled with provenance values; the arrays
+beside them were gathered from the live engine without the package (see `golden/make.py`).
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest_json import FORMAT_VERSION, from_json, to_json
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.canonical import read_state
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = ("v1_zero0_fp32", "v1_zero1", "v1_zero3")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_state_is_read_bit_for_bit(case: str) -> None:
+    assert json.loads((GOLDEN / case / FILE_NAME).read_text())["version"] == 1
+    with numpy.load(GOLDEN / f"{case}.npz") as arrays, open_checkpoint(GOLDEN / case) as checkpoint:
+        rest = json.loads(str(arrays["json"]))
+        names = [name for name in arrays.files if name != "json"]
+        assert len(names) > 20
+        for key in names:
+            name, state = key.split("|")
+            found = read_state(checkpoint, name, state)
+            want = torch.from_numpy(arrays[key]).reshape(-1)
+            assert torch.equal(found.view(torch.uint8), want.view(torch.uint8)), key
+        manifest = checkpoint.manifest
+        for spec in manifest.params:
+            if spec.kind == "trainable":
+                steps = {"step": rest["scalars"][f"{spec.name}|step"]}
+                assert manifest.scalars_of(spec.name) == steps and steps["step"] > 0
+                group = manifest.group_of(spec.name)
+                hyper = rest["hyper"][spec.name]
+                assert {
+                    k: list(v) if isinstance(v, tuple) else v
+                    for k, v in group.items()
+                    if k in hyper
+                } == hyper
+        assert manifest.optimizer == "torch.AdamW"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_whole_and_can_be_said_anew(case: str, tmp_path: Path) -> None:
+    assert ucp.verify(GOLDEN / case, deep=True).findings == ()
+    folder = tmp_path / "tag"
+    shutil.copytree(GOLDEN / case, folder)
+    path = folder / FILE_NAME
+    manifest = from_json(path.read_text(), str(path))
+    path.write_text(to_json(manifest))
+    assert json.loads(path.read_text())["version"] == FORMAT_VERSION == 2
+    assert from_json(path.read_text(), str(path)) == manifest
+    assert ucp.diff(GOLDEN / case, folder) == []
+
+
+def test_a_step_that_the_manifest_has_otherwise_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "tag"
+    shutil.copytree(GOLDEN / "v1_zero1", folder)
+    data = json.loads((folder / FILE_NAME).read_text())
+    data["scalars"][0]["step"] += 1
+    (folder / FILE_NAME).write_text(json.dumps(data))
+    (found,) = ucp.verify(folder).findings
+    assert "disagree in the scalars" in found.what
