@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_ucp"
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 80
+WITH_DOCSTRING = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module
 MAX_FUNCTION_NODES = 350  # an idea per line: short functions of dense lines are not short
 ENGINE_LIBRARIES = {"deepspeed", "megatron"}
 TENSORS = {"numpy", "safetensors", "torch"}
@@ -144,30 +146,35 @@ def import_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
             yield line, f"{layer} imports {name[0]}"
 
 
-def syntax_nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many nodes a function has, docstrings and annotations apart."""
-    left_out: list[ast.AST] = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            left_out += [node.body[0]] if ast.get_docstring(node, clean=False) is not None else []
-        notes = getattr(node, "annotation", None), getattr(node, "returns", None)
-        left_out += [note for note in notes if note is not None]
-    inside = {id(node) for part in left_out for node in ast.walk(part)}
-    # `Load()` and its like are one object for all places
-    return sum(
-        isinstance(node, ast.expr_context) or id(node) not in inside for node in ast.walk(function)
-    )
+def syntax_nodes(tree: ast.AST, found: dict[ast.AST, int]) -> int:
+    """How many nodes a tree has, docstrings and annotations apart; that of each function goes into
+    `found`."""
+    count = 1
+    for name, value in ast.iter_fields(tree):
+        parts = value if isinstance(value, list) else [value]
+        if name in ("annotation", "returns"):
+            continue
+        if (
+            name == "body"
+            and isinstance(tree, WITH_DOCSTRING)
+            and ast.get_docstring(tree) is not None
+        ):
+            parts = parts[1:]
+        count += sum(syntax_nodes(part, found) for part in parts if isinstance(part, ast.AST))
+    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
+        found[tree] = count
+    return count
 
 
 def function_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > MAX_FUNCTION_LINES:
-                yield node.lineno, f"function {node.name} has {lines} lines"
-            nodes = syntax_nodes(node)
-            if nodes > MAX_FUNCTION_NODES and f"{path}:{node.name}" not in OPEN:
-                yield node.lineno, f"function {node.name} has {nodes} syntax nodes"
+    counts: dict[Any, int] = {}
+    syntax_nodes(tree, counts)
+    for function, nodes in counts.items():
+        lines = function.end_lineno - function.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            yield function.lineno, f"function {function.name} has {lines} lines"
+        if nodes > MAX_FUNCTION_NODES and f"{path}:{function.name}" not in OPEN:
+            yield function.lineno, f"function {function.name} has {nodes} syntax nodes"
 
 
 def axis_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
@@ -242,8 +249,8 @@ SAID_BY_EACH = {"FAMILY", "HELP", "PATCHES"}  # what each file of a kind says of
 
 
 DENSE = '    """Docstrings and annotations do not count."""\n    x: list[int] = ['
-# beside the numbers: 13 nodes
-DENSE_FUNCTION = f"def dense(a: int) -> int:\n{DENSE}{'1, ' * (MAX_FUNCTION_NODES - 12)}]\n"
+# beside the numbers 8: function, arguments, argument, statement, name and list with their contexts
+DENSE_FUNCTION = f"def dense(a: int) -> int:\n{DENSE}{'1, ' * (MAX_FUNCTION_NODES - 7)}]\n"
 LONG_FUNCTION = "def long():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 PLANTED = [
     ("megatron_ucp/core/box.py", "import torch", "core imports torch"),
