@@ -111,6 +111,17 @@ NETS = {
 }
 
 
+SCHEDULES: dict[str, Any] = {
+    "LambdaLR": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)),
+    "StepLR": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2),
+    "Renamed": lambda opt: Renamed(opt, lambda step: 1.0 / (1 + step)),
+}
+
+
+class Renamed(torch.optim.lr_scheduler.LambdaLR):
+    """Keeps the same keys under another class."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """How an engine is built. `groups` 2: biases and vectors have their own learning rate and
@@ -204,8 +215,11 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
             **config.get("fp16", {}),
         }
         allow_fp16_on_cpu()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
     make = ucp.initialize if attach else deepspeed.initialize
+    if setup.extra.get("evaluate"):
+        config.pop("gradient_clipping")
+        return make(model=net, config=config, dist_init_required=False)[0]
     return make(
         model=net,
         optimizer=optimizer,

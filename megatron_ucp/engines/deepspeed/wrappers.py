@@ -323,6 +323,17 @@ class NoOptimizer(LivePlain):
     def buffers(self) -> list[LiveBuffer]:
         return []
 
+    def prepare(self) -> None:
+        """Gives whole parameters back, so that the next use gathers the partitions that are
+        written."""
+        if self.zero == 3:
+            self.opt.partition_all_parameters()
+
+    def refresh(self) -> None:
+        kept = self.opt.persistent_parameters if self.zero == 3 else ()
+        if len(kept):
+            kept[0].all_gather(kept)
+
 
 _OFFLOAD = "DeepSpeedZeRoOffload"  # what ZeRO-3 has without an optimizer
 _WRAPPERS: dict[str, type[Wrapper]] = {
