@@ -1,5 +1,5 @@
-"""What the ranks do in the tests of what lies beside tensors: client state, gradients between steps,
-schedulers, engines without an optimizer, ranks that fail alone."""
+"""What the ranks do in the tests of what lies beside tensors: client state, gradients between
+steps, schedulers, engines without an optimizer, ranks that fail alone."""
 
 import argparse
 import os
@@ -59,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
         return same(vars(a), vars(b))
     if isinstance(a, dict):
         return len(a) == len(b) and all(
-            same(k, l) and same(v, w) for (k, v), (l, w) in zip(a.items(), b.items(), strict=True)
+            same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True)
         )
     if isinstance(a, list | tuple | set):
         return len(a) == len(b) and all(map(same, a, b))
@@ -192,7 +192,7 @@ def evaluate(setup: Setup, folder: str, of: str = "weights", plant: bool = False
 
     saved = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     engine = make_engine(setup)
-    path, state = engine.load_checkpoint(folder, tag="trained")
+    _, state = engine.load_checkpoint(folder, tag="trained")
     named = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(list(named.values())):
         have = {name: param.detach().clone() for name, param in named.items()}

@@ -77,7 +77,7 @@ class DeepSpeedExtras:
             found,
             saved.counters,
             {key: own(value) for key, value in saved.others.items()},
-            rebuilt({key: own(value) for key, value in saved.client_state.items()}),
+            rebuilt(own(dict(saved.client_state))),
             saved.scaler,
             (ranks.partitions, ranks.tp * ranks.pp),
             randoms,
