@@ -22,6 +22,7 @@ __all__ = [
     "load",
     "newest_whole",
     "register_family",
+    "register_optimizer",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOMES = {
     "newest_whole": "reshard.newest",
     "load": "engines.deepspeed.load",
     "register_family": "families",
+    "register_optimizer": "formats.optimizers",
     "convert": "reshard.convert",
     "describe": "reshard.describe",
     "diff": "reshard.diff",

@@ -122,7 +122,8 @@ class PlanError(UcpError):
 
 
 class SaveError(UcpError):
-    """A save failed. Nothing of it counts: `latest` and all older tags are as they were."""
+    """A save failed. Nothing of it counts, `latest` and all older tags are as they were; unless the
+    message says that the tag is there and `latest` could not follow."""
 
     fix = "free space or mend permissions on every rank, and save again"
 

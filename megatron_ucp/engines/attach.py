@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.load import load
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
@@ -57,6 +58,9 @@ def attach(
         model = model_of(engine, family)
         refuse_engine(engine, model)
         refuse_writer(engine)
+        taken_as = carried_as(engine)
+    if taken_as:
+        _say(taken_as)
     if model is not None and not hasattr(engine.module, INFO):
         pipe = model.pipe if is_pipeline(engine) else None
         if info := info_of(model, parallel_of(engine)[0][0], pipe):
@@ -146,14 +150,16 @@ def _warn(text: str) -> None:
 
 
 def _log(report: Report) -> None:
+    _say(
+        f"loaded {report.path} ({report.source}) into {report.target} in {report.seconds:.2f} s",
+        *report.notes,
+    )
+
+
+def _say(*notes: str) -> None:
     from deepspeed.utils import log_dist
 
-    log_dist(
-        f"megatron_ucp: loaded {report.path} ({report.source}) into {report.target} in "
-        f"{report.seconds:.2f} s",
-        ranks=[0],
-    )
-    for note in report.notes:
+    for note in notes:
         log_dist(f"megatron_ucp: {note}", ranks=[0])
 
 

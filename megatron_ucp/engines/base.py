@@ -20,6 +20,11 @@ class TakenExtras(Protocol):
     @property
     def client_state(self) -> Mapping[str, Any]: ...
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What of it is not carried over as it was."""
+        ...
+
 
 class Engine(Protocol):
     """A live engine on this rank, and what the ranks together hold.
@@ -72,6 +77,11 @@ class Engine(Protocol):
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         """Makes room for exactly these states of each buffer of this rank; the first write. States
         that exist with the right size are kept."""
+        ...
+
+    def drop_gradients(self) -> list[str]:
+        """Forgets gradients that wait for a step, so that the next one is made of batches after
+        the load alone; returns notes."""
         ...
 
     def refresh(self) -> None:

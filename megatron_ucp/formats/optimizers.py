@@ -11,6 +11,8 @@ from typing import Any
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
 
+# optimizers that look at a whole matrix: their states follow no partition of a flat buffer
+WHOLE_MATRICES = frozenset({"torch.Muon"})
 # names of element-wise and of scalar states that some optimizer keeps; registered ones come in too
 ELEMENT = {
     "exp_avg",
@@ -79,6 +81,7 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
     "torch.Adamax": lambda _: Kept(("exp_avg", "exp_inf")),
     "torch.Adagrad": lambda _: Kept(("sum",)),
     "torch.SGD": _sgd,
+    "torch.Muon": lambda _: Kept(("momentum_buffer",), ()),
     "torch.RMSprop": _rmsprop,
     "torch.Adadelta": lambda _: Kept(("square_avg", "acc_delta")),
     "deepspeed.FusedAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
@@ -114,9 +117,19 @@ def register_optimizer(
     _TABLE[name] = lambda _: kept
 
 
+def in_table(name: str) -> bool:
+    """Whether the states of an optimizer of that name are known."""
+    return name in _TABLE
+
+
 def is_element(key: object) -> bool:
     """Whether a state of that name is element-wise."""
     return key in ELEMENT
+
+
+def is_scalar(key: object) -> bool:
+    """Whether a state of that name is a single number."""
+    return key in SCALAR
 
 
 def name_in_table(kind: type) -> str:

@@ -19,6 +19,7 @@ ALLOWANCES = {
     "vocab": "rows of a padded vocabulary may be dropped, or added as zeros",
     "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
     "stale": "masters may differ from the weights beside them; the masters are loaded",
+    "scheduler": "the engine's scheduler may get the state of one of another class",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
 }
 

@@ -106,11 +106,11 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         with agree.together():
             source = opened.enter_context(open_checkpoint(path, tag, told=engine.told()))
             job = _Job.prepare(engine, source, how)
-        engine.mark_unusable()
         filled = agree.collect(job.fill)
         sums = _checksums(filled, source)
         engine.refresh()
-        notes = job.finish()
+        with agree.together():
+            notes = job.finish()
         engine.mark_usable()
     steps = source.extras.counters.get("global_steps", 0)
     return Report(
@@ -169,7 +169,7 @@ class _Job:
             for number in own
         }
         notes = [*source.notes, *(f"replicas not compared: {name}" for name in replicas)]
-        notes += _described(fit, plan, target)
+        notes += [*_described(fit, plan, target), *extras.notes]
         return cls(
             engine,
             source,
@@ -183,7 +183,8 @@ class _Job:
         )
 
     def fill(self) -> Counts:
-        """Moves the bytes. From here on a failure leaves the engine unusable."""
+        """Moves the bytes. From here on a failure of any rank leaves the engine unusable on all."""
+        self.engine.mark_unusable()
         if self.how.optimizer:
             self.engine.allocate(self.states)
         return execute(
@@ -192,6 +193,7 @@ class _Job:
 
     def finish(self) -> list[str]:
         """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""
+        self.notes += self.engine.drop_gradients()
         if self.how.optimizer:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)

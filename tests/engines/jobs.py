@@ -88,6 +88,8 @@ def plant_fault(engine: Any, fault: str) -> None:
         flat[offset], flat[offset + 1] = flat[offset + 1].clone(), flat[offset].clone()
     elif fault == "one moment":
         held["exp_avg"].view(-1)[offset + count - 1] = 0.5
+    elif fault == "one trend":
+        held["trend"].view(-1)[offset + count - 1] = 0.5
     elif fault == "one step":
         held["step"] += 1
     elif fault == "one group's weight decay":

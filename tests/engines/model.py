@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.engines import optimizers
 from tests.ranks import allow_fp16_on_cpu
 
 VOCAB, WIDTH = 11, 7
@@ -85,6 +86,15 @@ class Tiny(Net):
     it."""
 
 
+class Matrices(Net):
+    """Only matrices are trained, as Muon asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.parameters():
+            param.requires_grad_(param.dim() == 2 and param.requires_grad)
+
+
 class Noisy(Net):
     """Its loss needs the generators of torch, numpy and Python."""
 
@@ -97,8 +107,19 @@ class Noisy(Net):
 
 NETS = {
     kind.__name__: kind
-    for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny, Noisy)
+    for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny, Matrices, Noisy)
 }
+
+
+SCHEDULES: dict[str, Any] = {
+    "LambdaLR": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)),
+    "StepLR": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2),
+    "Renamed": lambda opt: Renamed(opt, lambda step: 1.0 / (1 + step)),
+}
+
+
+class Renamed(torch.optim.lr_scheduler.LambdaLR):
+    """Keeps the same keys under another class."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,7 @@ def make_optimizer(
     import deepspeed.ops as ops
 
     own = {
+        **{name: (optimizers, name) for name in ("Lion", "OwnAdamW", "ChattyAdamW", "Adam8bit")},
         "FusedAdam": (ops.adam, "FusedAdam"),
         "CPUAdam": (ops.adam, "DeepSpeedCPUAdam"),
         "FusedLion": (ops.lion, "FusedLion"),
@@ -164,9 +186,11 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
     net: torch.nn.Module = NETS[setup.net]()
     if setup.extra.get("prepare"):
         setup.extra["prepare"](net)
-    optimizer = make_optimizer(
-        setup.optimizer, param_groups(net, setup.groups), dict(setup.options)
-    )
+    groups = param_groups(net, setup.groups)
+    left_out = dict(net.named_parameters()).get(setup.extra.get("left_out", ""))
+    for group in groups:
+        group["params"] = [param for param in group["params"] if param is not left_out]
+    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
     dp = torch.distributed.get_world_size()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp,
@@ -191,8 +215,11 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
             **config.get("fp16", {}),
         }
         allow_fp16_on_cpu()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
     make = ucp.initialize if attach else deepspeed.initialize
+    if setup.extra.get("evaluate"):
+        config.pop("gradient_clipping")
+        return make(model=net, config=config, dist_init_required=False)[0]
     return make(
         model=net,
         optimizer=optimizer,

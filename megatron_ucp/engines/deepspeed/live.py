@@ -11,6 +11,7 @@ from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import (
     OwnStage,
@@ -149,6 +150,9 @@ class LiveEngine:
                 fits = isinstance(old, torch.Tensor) and old.shape == master.shape
                 if not fits or old.dtype != dtype:
                     held[key] = fresh(master.detach(), dtype)
+
+    def drop_gradients(self) -> list[str]:
+        return drop_gradients(self.engine, self.wrapper)
 
     def refresh(self) -> None:
         self.wrapper.refresh()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines.client_state import rebuilt
+from megatron_ucp.engines.deepspeed.schedulers import check_class
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
@@ -15,6 +17,8 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import tensor_at
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.resume import How
+
+MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step, which are lost
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class DeepSpeedExtras:
     randoms: Restored
     position: Mapping[str, Any] | None
     loader: ResumableLoader | None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def read(
@@ -52,10 +57,16 @@ class DeepSpeedExtras:
                 value, lambda ref: tensor_at(source.place_of(ref), ref), file=source.main_file
             )
 
-        found = own(saved.scheduler) if scheduler else None
+        found, notes = own(saved.scheduler) if scheduler else None, list[str]()
         if found is not None:
             found = scheduler_for(found, groups, len(source.manifest.groups))
+            notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
             _check_scheduler(found, engine, source)
+        if taken := source.manifest.run.get(MIDDLE):
+            notes.append(
+                f"the save came after {taken} micro-batches of a step: they are not in it, and "
+                "their step begins again"
+            )
         position = None if how.module_only else saved.data_position
         if how.loader is not None and position is not None:
             how.loader.check(position, str(source.folder))
@@ -66,12 +77,13 @@ class DeepSpeedExtras:
             found,
             saved.counters,
             {key: own(value) for key, value in saved.others.items()},
-            {key: own(value) for key, value in saved.client_state.items()},
+            rebuilt(own(dict(saved.client_state))),
             saved.scaler,
             (ranks.partitions, ranks.tp * ranks.pp),
             randoms,
             position,
             how.loader,
+            tuple(notes),
         )
 
     def restore(self, engine: Any, wrapper: Any) -> list[str]:

@@ -4,7 +4,7 @@ says so.
 Order: DeepSpeed writes into a folder aside; every rank writes its random states and syncs its files
 and the folder; all agree; rank 0 writes and syncs the manifest, gives the folder the tag's name,
 and replaces `latest` by rename. A failure of any rank before that leaves `latest` and every older
-tag as they were.
+tag as they were; one in the last two steps says what is there.
 """
 
 import dataclasses
@@ -21,14 +21,19 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
+from megatron_ucp.engines.client_state import check_client_state
+from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
 from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.engines.deepspeed.restore import MIDDLE
+from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
 from megatron_ucp.reshard import agree
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
@@ -58,7 +63,7 @@ class Saving:
 @dataclass(frozen=True)
 class SaveReport:
     """What a save did, on this rank. `stock_seconds` are in DeepSpeed's own call, `sync_seconds` in
-    fsync; `notes` say which older tags went."""
+    fsync; `notes` say which older tags went, and what no load gets from the files."""
 
     path: str
     seconds: float
@@ -119,6 +124,8 @@ def _save(
     with ExitStack() as left:
         with _as_save_error(), agree.together() as block:
             block.value = (str(folder), tag)
+            name = Path(engine._get_ckpt_name(str(folder), tag))
+            check_client_state(client_state, OWN_KEYS, name)
             if rank == 0:
                 durable.begin(folder, tag)
                 left.callback(
@@ -130,6 +137,9 @@ def _save(
                 expected=block.values[0],
                 found=sorted(set(block.values))[:4],
             )
+        live = describe(engine, model, present=True)
+        waiting = micro_batches(engine)
+        middle = in_the_middle(engine, live.wrapper)
         before = time.perf_counter()
         with _catching_writes(engine) as written:
             stock_save(
@@ -140,27 +150,69 @@ def _save(
                 exclude_frozen_parameters=exclude_frozen,
             )
         stock_seconds = time.perf_counter() - before
-        manifest = describe(engine, model, present=True).manifest
         with _as_save_error(), agree.together() as block:
-            block.value = _settle(aside, written, how, rank, sync)
+            block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         with _as_save_error(), agree.together():
             if rank == 0:
-                entries = [entry for each in block.values for entry in each]
-                durable.commit(
-                    aside,
-                    to_json(_complete(manifest, entries, engine, how, save_latest, exclude_frozen)),
-                    sync,
+                entries = [entry for each, _ in block.values for entry in each]
+                manifest = _complete(
+                    live.manifest, entries, engine, how, save_latest, exclude_frozen
                 )
-                if save_latest:
-                    durable.replace_text(folder / durable.LATEST, tag, sync)
-    notes = (
-        _prune(folder, how.keep_latest)
-        if rank == 0 and save_latest and how.keep_latest is not None
-        else []
-    )
+                if middle:
+                    manifest = dataclasses.replace(manifest, run={**manifest.run, MIDDLE: waiting})
+                _publish(aside, folder, tag, to_json(manifest), save_latest, sync)
+    notes = _lost(sorted({key for _, keys in block.values for key in keys}), middle, waiting)
+    if rank == 0 and save_latest and how.keep_latest is not None:
+        notes += _prune(folder, how.keep_latest)
     return SaveReport(
         str(folder / tag), time.perf_counter() - started, stock_seconds, sync.seconds, tuple(notes)
     )
+
+
+def _publish(
+    aside: Path, folder: Path, tag: str, text: str, save_latest: bool, sync: durable.Syncs
+) -> None:
+    """Gives the files their names. Raises SaveError, which says what is there, where that stopped
+    half-way; OSError where nothing has a name yet."""
+    try:
+        durable.commit(aside, text, sync)
+        if save_latest:
+            durable.replace_text(folder / durable.LATEST, tag, sync)
+    except OSError as error:
+        written = folder / tag / FILE_NAME
+        if not written.is_file() or written.read_text(encoding="utf-8") != text:
+            raise
+        named = durable.read_pointer(folder / durable.LATEST)
+        if named == tag or not save_latest:
+            what = "the tag is there and whole, but it may not be on disk yet"
+        else:
+            what = (
+                f"the tag is there and whole, but `latest` could not be replaced: it names {named}"
+            )
+        raise SaveError(
+            what,
+            file=error.filename or folder / durable.LATEST,
+            expected=f"`latest` names {tag}" if save_latest else None,
+            found=f"{type(error).__name__}: {error.strerror or error}",
+            fix=f'mend the folder and save again; until then load this tag by name: tag="{tag}"',
+        ) from error
+
+
+def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
+    """Notes about what no load on another mesh gets from this save."""
+    notes: list[str] = []
+    if states:
+        notes.append(
+            f"states of the optimizer that are not known: {', '.join(states)}; they are in the "
+            "files, but only load_checkpoint(native=True) on this mesh takes them. Say what the "
+            "optimizer keeps with ucp.register_optimizer"
+        )
+    if middle:
+        notes.append(
+            "the save came in the middle of an accumulation: the gradients of "
+            f"{waiting or 'some'} micro-batches since the last step are not in it"
+        )
+    return notes
 
 
 @contextmanager
@@ -257,6 +309,7 @@ def _complete(
         "ds_version": deepspeed.__version__,
         "saved_at": time.time(),
         "moved_latest": save_latest,
+        **({CLASS: kind} if (kind := class_of(engine.lr_scheduler)) else {}),
     }
     if how.loader is not None:
         run["data"] = how.loader.state_dict()

@@ -16,7 +16,7 @@ from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
-from megatron_ucp.formats.optimizers import is_element, name_in_table
+from megatron_ucp.formats.optimizers import is_element, is_scalar, name_in_table
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,25 @@ class OwnStage:
         return tuple(
             (key, dtype_name(value.dtype))
             for key, value in held
-            if is_element(key) and isinstance(value, torch.Tensor)
+            if is_element(key)
+            and isinstance(value, torch.Tensor)
+            and value.shape == live.master.shape
         )
 
     def scalars(self, live: LiveBuffer) -> Scalars:
         held = self.state(live).items()
-        return {k: float(v) for k, v in held if not is_element(k) and v is not None}
+        return {k: float(v) for k, v in held if is_scalar(k) and _is_number(v)}
+
+    def not_carried(self) -> list[str]:
+        """Names of states that the optimizer keeps now and that no manifest can describe."""
+        found: set[str] = set()
+        for live in self.buffers:
+            for key, value in self.state(live).items():
+                whole = isinstance(value, torch.Tensor) and value.shape == live.master.shape
+                fits = whole if is_element(key) else is_scalar(key) and _is_number(value)
+                if not fits and value is not None:
+                    found.add(str(key))
+        return sorted(found)
 
     # ------------------------------------------------ as a manifest
 
@@ -267,6 +280,12 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
             fix="make it contiguous when the model is built",
         )
     return tensor.view(-1)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float)
 
 
 def _number(value: Any) -> Any:

@@ -323,8 +323,22 @@ class NoOptimizer(LivePlain):
     def buffers(self) -> list[LiveBuffer]:
         return []
 
+    def prepare(self) -> None:
+        """Gives whole parameters back, so that the next use gathers the partitions that are
+        written."""
+        if self.zero == 3:
+            self.opt.partition_all_parameters()
+
+    def refresh(self) -> None:
+        kept = self.opt.persistent_parameters if self.zero == 3 else ()
+        if len(kept):
+            kept[0].all_gather(kept)
+        if hasattr(self.opt, "refresh_fp32_params"):  # masters that nobody steps
+            self.opt.refresh_fp32_params()
+
 
 _OFFLOAD = "DeepSpeedZeRoOffload"  # what ZeRO-3 has without an optimizer
+_DUMMY = "DummyOptim"  # what a wrapper holds that was built without an optimizer
 _WRAPPERS: dict[str, type[Wrapper]] = {
     "DeepSpeedZeroOptimizer": LiveZero12,
     "BF16_Optimizer": LiveBf16,
@@ -337,7 +351,8 @@ _WRAPPERS: dict[str, type[Wrapper]] = {
 def wrapper_of(engine: Any) -> Wrapper:
     """The wrapper class for an engine. Raises UnsupportedError for one that is not known."""
     optimizer = engine.optimizer
-    if optimizer is None or type(optimizer).__name__ == _OFFLOAD:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if inner is None or type(optimizer).__name__ == _OFFLOAD or type(inner).__name__ == _DUMMY:
         return NoOptimizer(engine)
     kind = _WRAPPERS.get(type(optimizer).__name__)
     if kind is not None:

@@ -14,7 +14,15 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from megatron_ucp.errors import UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.values import ITEMSIZE, Global, Stand, StorageRef, TensorRef, shown
+from megatron_ucp.formats.pt.values import (
+    ITEMSIZE,
+    Global,
+    Size,
+    Stand,
+    StorageRef,
+    TensorRef,
+    shown,
+)
 
 if TYPE_CHECKING:  # the machine takes its rows from here
     from megatron_ucp.formats.pt.unpickler import Machine
@@ -63,7 +71,8 @@ def _counts(machine: "Machine", value: object, what: str) -> tuple[int, ...]:
 
 
 def _size(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
-    return _counts(machine, args[0] if len(args) == 1 else args, "torch.Size")
+    sizes = _counts(machine, args[0] if len(args) == 1 else args, "torch.Size")
+    return Size(sizes) if machine.typed else sizes
 
 
 def _view(

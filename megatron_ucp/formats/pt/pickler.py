@@ -8,7 +8,7 @@ from io import BytesIO
 
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.pt.known import STORAGE_DTYPES
-from megatron_ucp.formats.pt.values import Global, Stand, StorageRef, TensorRef
+from megatron_ucp.formats.pt.values import DtypeName, Global, Size, Stand, StorageRef, TensorRef
 
 _STORAGE = {
     dtype: name
@@ -212,6 +212,8 @@ _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     dict: _dict,  # type: ignore[dict-item]
     OrderedDict: _ordered,
     set: _set,
+    DtypeName: lambda write, value, _: _global(write, value),  # type: ignore[dict-item]
+    Size: lambda write, value, depth: _call(write, "torch.Size", (tuple(value),), depth),  # type: ignore[dict-item]
     Global: lambda write, value, _: _global(write, value.qualname),  # type: ignore[dict-item]
     StorageRef: _storage,
     TensorRef: _tensor,

@@ -114,7 +114,7 @@ class PtFile:
                 f"at most {MAX_PICKLE_BYTES} bytes",
                 f"{entry.size_bytes} bytes",
             )
-        return loads(self._whole("data.pkl"), file=self.path, allow=self._allow)
+        return loads(self._whole("data.pkl"), file=self.path, allow=self._allow, typed=True)
 
     def record(self, storage: StorageRef) -> Record:
         """The record of a storage. Raises DamagedFileError when it is absent, of another size, or

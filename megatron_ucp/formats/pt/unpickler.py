@@ -20,7 +20,9 @@ from megatron_ucp.formats.pt.opcodes import HANDLERS
 from megatron_ucp.formats.pt.values import (
     ITEMSIZE,
     SCALARS,
+    DtypeName,
     Global,
+    Size,
     Stand,
     StorageRef,
     TensorRef,
@@ -64,10 +66,13 @@ _CAUGHT = (
 )  # UnicodeDecodeError is a ValueError
 
 
-def loads(data: bytes, *, file: str, allow: frozenset[str] = frozenset()) -> object:
+def loads(
+    data: bytes, *, file: str, allow: frozenset[str] = frozenset(), typed: bool = False
+) -> object:
     """The value in the pickle `data` of `file`, with a `TensorRef` for each tensor and a `Stand`
     for each known object.
 
+    `typed` tells a torch.dtype from its name and a torch.Size from a tuple (`DtypeName`, `Size`).
     `allow` names further globals ("package.module.Class") whose objects become `Stand`s; their code
     is not run either. Raises UnsafePickleError for any other global, DamagedFileError for a
     malformed pickle or an impossible tensor, and UnsupportedError for tensors and arrays whose
@@ -80,7 +85,7 @@ def loads(data: bytes, *, file: str, allow: frozenset[str] = frozenset()) -> obj
             expected=f"at most {MAX_PICKLE_BYTES} bytes",
             found=f"{len(data)} bytes",
         )
-    machine = Machine(data, file, allow)
+    machine = Machine(data, file, allow, typed)
     try:
         value = machine.run()
         _check_extent(value, machine)
@@ -195,7 +200,7 @@ def with_tensors(
         copy: object = item
         if isinstance(item, TensorRef):
             copy = convert(item)
-        elif isinstance(item, tuple):
+        elif isinstance(item, tuple) and type(item) is not Size:
             copy = tuple([walk(part, depth + 1) for part in item])
         elif isinstance(item, dict):
             kind = type(item)
@@ -221,7 +226,8 @@ class Machine:
     """One run over one pickle: the opcodes. Every value on the stack is plain data, a TensorRef,
     Stand or Global."""
 
-    def __init__(self, data: bytes, file: str, allow: frozenset[str]) -> None:
+    def __init__(self, data: bytes, file: str, allow: frozenset[str], typed: bool = False) -> None:
+        self.typed = typed
         self.data, self.file, self.allow, self.pos = data, file, allow, 0
         self.stack: list[object] = []
         self.below: list[list[object]] = []  # the stacks under the open marks
@@ -315,7 +321,7 @@ class Machine:
         qualname = f"{module}.{name}".replace("numpy.core.", "numpy._core.", 1)
         if qualname not in self.globals:
             if qualname.startswith("torch.") and qualname[6:] in ITEMSIZE:
-                self.globals[qualname] = qualname  # a torch.dtype
+                self.globals[qualname] = DtypeName(qualname) if self.typed else qualname
             elif qualname in KNOWN or qualname in self.allow:
                 self.globals[qualname] = Global(qualname)
             else:

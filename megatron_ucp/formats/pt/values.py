@@ -142,6 +142,18 @@ class Stand:
         return f"Stand({self.qualname!r}, ({args}), {state})"
 
 
+class DtypeName(str):
+    """A torch.dtype, as its name ("torch.float32")."""
+
+    __slots__ = ()
+
+
+class Size(tuple[int, ...]):
+    """A torch.Size, as a tuple of numbers."""
+
+    __slots__ = ()
+
+
 class Global:
     """A class or function that a pickle names, as a value: only its name."""
 
@@ -164,6 +176,7 @@ SCALARS = frozenset(
         str,
         bytes,
         Global,
+        DtypeName,
         datetime.date,
         datetime.datetime,
         datetime.time,

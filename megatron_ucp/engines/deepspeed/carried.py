@@ -1,0 +1,84 @@
+"""Whether saves of an engine can hold all that it trains: found when it is attached, before anybody
+trains for hours."""
+
+from typing import Any
+
+from megatron_ucp.engines.deepspeed.wrappers import Wrapper, wrapper_of
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.optimizers import REFUSED, WHOLE_MATRICES, in_table, name_in_table
+
+_OWN_LOAD = (
+    "leave `attach` out: DeepSpeed's own save and load, which load_checkpoint(native=True) of an "
+    "attached engine is, resume on the same mesh"
+)
+_NAMED = 5
+
+
+def carried_as(engine: Any) -> str:
+    """A note where the optimizer's class is a subclass that is taken as one that is known, else "".
+
+    Raises UnsupportedError for an optimizer whose states can't be cut, and for a trainable
+    parameter that no save would hold.
+    """
+    wrapper = wrapper_of(engine)
+    _refuse_unsaved(engine, wrapper)
+    if wrapper.base is None:
+        return ""
+    kind = type(wrapper.base)
+    name, full = name_in_table(kind), f"{kind.__module__}.{kind.__qualname__}"
+    _refuse_states(wrapper, name, full)
+    if f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" == name:
+        return ""
+    return (
+        f"the optimizer {full} is taken as {name}, which it is a subclass of; if it keeps other "
+        "states, say which with ucp.register_optimizer"
+    )
+
+
+def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:
+    groups = wrapper.base.param_groups
+    flat = wrapper.zero > 0 or type(wrapper.opt).__name__ == "FP16_Optimizer"
+    if flat and (name in WHOLE_MATRICES or any(group.get("use_muon") for group in groups)):
+        raise UnsupportedError(
+            "this optimizer steps whole matrices (Muon), and its states at this ZeRO stage follow "
+            "no partition, which is not supported",
+            found=full,
+            expected="ZeRO stage 0",
+            fix=f"train at stage 0 with torch.optim.Muon, or {_OWN_LOAD}",
+        )
+    held = {str(key) for state in wrapper.base.state.values() for key in state}
+    refused = sorted(key for key in held if key in REFUSED)
+    if not in_table(name) or refused:
+        why = "; ".join(f"{key}: {REFUSED[key]}" for key in refused)
+        raise UnsupportedError(
+            "the states of this optimizer are not known, so that a save could not be resumed on "
+            "another mesh",
+            found=f"{full} ({why})" if why else full,
+            expected="an optimizer of torch.optim or of DeepSpeed that is known, or a registered "
+            "one",
+            fix=f'say what it keeps with ucp.register_optimizer("{name}", element=..., '
+            f"scalar=...) before, where each element-wise state is independent of its "
+            f"neighbours; or {_OWN_LOAD}",
+        )
+
+
+def _refuse_unsaved(engine: Any, wrapper: Wrapper) -> None:
+    """At ZeRO-3 DeepSpeed writes the parameters of the optimizer's groups, and frozen ones."""
+    if wrapper.zero < 3 or wrapper.base is None:
+        return
+    stepped = {id(param) for group in wrapper.opt.fp16_groups for param in group}
+    lost = [
+        name
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad and id(param) not in stepped
+    ]
+    if lost:
+        raise UnsupportedError(
+            "a trainable parameter is in no group of the optimizer: at ZeRO-3 DeepSpeed never "
+            "writes its value, and each save would lose it",
+            parameter=lost[0],
+            found=f"{len(lost)} such parameters: {', '.join(lost[:_NAMED])}",
+            expected="every trainable parameter in a group, or requires_grad_(False)",
+            fix="give it to the optimizer or freeze it before deepspeed.initialize. native=True "
+            "and ucp.register_optimizer don't help: no file has the value",
+        )

@@ -1,0 +1,300 @@
+"""What the ranks do in the tests of what lies beside tensors: client state, gradients between
+steps, schedulers, engines without an optimizer, ranks that fail alone."""
+
+import argparse
+import os
+import pathlib
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.errors import LayoutError
+from tests.engines.canonical import canonical, differences
+from tests.engines.model import Setup, make_engine, train
+
+# ------------------------------------------------ client state
+
+
+def own_values() -> dict[str, Any]:
+    shared = [np.arange(3)]
+    return {
+        "array": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "columns": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "text": np.array(["a", "bcd"]),
+        "scalar": np.float64(0.1),
+        "int": np.int32(7),
+        "flag": np.bool_(True),
+        "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16, inner=argparse.Namespace(a=[1])),
+        "space": types.SimpleNamespace(a=1),
+        "dtype": torch.float16,
+        "name": "torch.float16",
+        "shape": torch.Size([2, 3]),
+        "tuple": (2, 3),
+        "keys": {np.int64(3): "three", (1, torch.float32): "pair"},
+        "deep": [{"x": (torch.Size([1]), {np.float32(2.0)})}],
+        "one": shared,
+        "other": shared,
+        "tensor": torch.arange(4),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return (
+            a.dtype == b.dtype
+            and a.flags.f_contiguous == b.flags.f_contiguous
+            and bool((a == b).all())
+        )
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, argparse.Namespace | types.SimpleNamespace):
+        return same(vars(a), vars(b))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True)
+        )
+    if isinstance(a, list | tuple | set):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def client_state(setup: Setup, folder: str) -> list[str]:
+    """Names of values that came back changed."""
+    engine = make_engine(setup)
+    want = own_values()
+    engine.save_checkpoint(folder, client_state=want)
+    _, have = engine.load_checkpoint(folder)
+    changed = [key for key in want if not same(want[key], have.get(key))]
+    changed += [] if have["one"] is have["other"] else ["shared"]
+    changed += [] if engine.ucp_report.client_state is have else ["report"]
+    have["array"][0, 0] = 5  # may be written to
+    engine.destroy()
+    return changed
+
+
+REFUSED: dict[str, Any] = {
+    "path": lambda: {"path": pathlib.Path("/a")},
+    "parameter": lambda: {"ema": {"w": torch.nn.Parameter(torch.ones(2))}},
+    "device": lambda: {"a": [torch.device("cpu")]},
+    "class": lambda: {"kind": int},
+    "structured": lambda: {"a": np.zeros(2, [("x", "f4")])},
+    "objects": lambda: {"a": np.array([None])},
+    "sparse": lambda: {"a": torch.eye(2).to_sparse()},
+    "subclass": lambda: {"a": type("Mine", (dict,), {})()},
+    "reserved": lambda: {"global_steps": 3},
+    "no dict": lambda: [1],
+    "on rank 1": lambda: {"a": pathlib.Path("/a") if dist.get_rank() == 1 else "/a"},
+}
+
+
+def refused_client_states(setup: Setup, folder: str) -> dict[str, tuple[str, str, list[str]]]:
+    """For each: class of the error, message, what lies in the folder after it."""
+    engine = make_engine(setup)
+    out = {}
+    for name, make in REFUSED.items():
+        try:
+            engine.save_checkpoint(folder, client_state=make())
+            out[name] = ("", "", sorted(os.listdir(folder)))
+        except ucp.UcpError as error:
+            out[name] = (type(error).__name__, str(error), sorted(os.listdir(folder)))
+        dist.barrier()
+    engine.destroy()
+    return out
+
+
+# ------------------------------------------------ between two steps
+
+
+def half_step(engine: Any, seed: int = 77, step: bool = True) -> None:
+    tokens = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(seed))
+    engine.backward(engine(tokens[dist.get_rank() % 2 :][:1]))
+    if step:
+        engine.step()
+
+
+def load_in_the_middle(setup: Setup, folder: str, plant: bool = False) -> dict[str, Any]:
+    """Two engines load: a fresh one, and one that has taken a half step. Both train on."""
+    engine = make_engine(setup)
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    out: dict[str, Any] = {}
+    found = []
+    for how in ("fresh", "half", "unstepped"):
+        engine = make_engine(setup)
+        if how != "fresh":
+            half_step(engine, step=how == "half")
+        with (
+            mock.patch("megatron_ucp.engines.deepspeed.live.drop_gradients", return_value=[])
+            if plant
+            else mock.MagicMock()
+        ):
+            engine.load_checkpoint(folder)
+        out[how] = [note for note in engine.ucp_report.notes if "waited for a step" in note]
+        losses = train(engine, 4, first=2)
+        found.append((losses, canonical(engine)))
+        engine.destroy()
+    (losses, want), *others = found
+    out["differences"] = [
+        line
+        for other, have in others
+        for line in differences(want, have) + [""] * (other != losses)
+    ]
+    return out
+
+
+def save_in_the_middle(setup: Setup, folder: str) -> dict[str, Any]:
+    engine = make_engine(setup)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="whole")
+    out: dict[str, Any] = {"whole": engine.ucp_save_report.notes}
+    half_step(engine)
+    engine.save_checkpoint(folder, tag="half")
+    out["half"] = engine.ucp_save_report.notes
+    engine.destroy()
+    engine = make_engine(setup)
+    engine.load_checkpoint(folder, tag="half")
+    out["load"] = engine.ucp_report.notes
+    engine.destroy()
+    return out
+
+
+# ------------------------------------------------ schedulers
+
+
+def load_scheduler(setup: Setup, folder: str, **options: Any) -> dict[str, Any]:
+    engine = make_engine(setup)
+    before = canonical(engine)
+    out: dict[str, Any] = {"error": "", "message": "", "notes": ()}
+    try:
+        out["notes"] = ucp.load(engine, folder, tag="trained", **options).notes
+    except ucp.UcpError as error:
+        out |= {"error": type(error).__name__, "message": str(error)}
+    out["unchanged"] = not differences(before, canonical(engine))
+    engine.destroy()
+    return out
+
+
+# ------------------------------------------------ without an optimizer
+
+
+def evaluate(setup: Setup, folder: str, of: str = "weights", plant: bool = False) -> dict[str, Any]:
+    """Loads a training checkpoint into an engine that has no optimizer; what differs."""
+    import deepspeed
+
+    saved = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    engine = make_engine(setup)
+    _, state = engine.load_checkpoint(folder, tag="trained")
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        have = {name: param.detach().clone() for name, param in named.items()}
+    if plant:
+        next(iter(have.values())).view(-1)[0] += 1
+    want = dict(saved["weights"])
+    if of == "masters":
+        want |= {name: v for (name, key), v in saved["full"].items() if key == "fp32"}
+    wrong = [n for n in have if not torch.equal(want[n].to(have[n].dtype), have[n])]
+    buffers = dict(engine.module.named_buffers())
+    wrong += [n for n, value in saved["values"].items() if not torch.equal(value, buffers[n])]
+    engine.eval()
+    losses = [float(engine(torch.arange(10).reshape(2, 5) % 11)) for _ in range(2)]
+    out = {"wrong": wrong, "count": len(have), "finite": losses[0] == losses[1] == losses[1]}
+    out |= {"steps": engine.global_steps, "note": state["note"]}
+    engine.destroy()
+    return out
+
+
+# ------------------------------------------------ failures half-way
+
+
+def stuck_latest(setup: Setup, folder: str) -> dict[str, Any]:
+    """`latest` can't be replaced: the message, and what lies there."""
+    from megatron_ucp.formats import durable
+
+    engine = make_engine(setup)
+    engine.save_checkpoint(folder, tag="first")
+    train(engine, 1)
+    stock = durable.replace_text
+
+    def replace_text(path: Path, text: str, sync: Any) -> None:
+        if path.name == "latest":
+            raise PermissionError(13, "Permission denied", str(path))
+        stock(path, text, sync)
+
+    with mock.patch.object(durable, "replace_text", replace_text):
+        try:
+            engine.save_checkpoint(folder, tag="second")
+            message, kind = "", ""
+        except ucp.UcpError as error:
+            message, kind = str(error), type(error).__name__
+    dist.barrier()
+    out = {"error": kind, "message": message, "latest": (Path(folder) / "latest").read_text()}
+    want = canonical(engine)
+    engine.destroy()
+    engine = make_engine(setup)
+    engine.load_checkpoint(folder, tag="second")
+    out["second"] = differences(want, canonical(engine))
+    engine.save_checkpoint(folder, tag="third")
+    out["then"] = (Path(folder) / "latest").read_text()
+    engine.destroy()
+    return out
+
+
+def fails_alone(setup: Setup, folder: str, where: str, raw: bool) -> dict[str, Any]:
+    """Describing the engine fails on rank 1 only, in a save or in a load."""
+    from megatron_ucp.engines.deepspeed.stage import OwnStage
+
+    engine = make_engine(setup)
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="good")
+    train(engine, 1, first=1)
+    before, listed = canonical(engine), sorted(os.listdir(folder))
+    error = ValueError("planted") if raw else LayoutError("planted")
+    fault = mock.patch.object(OwnStage, "part", side_effect=error)
+    out: dict[str, Any] = {"error": ""}
+    with fault if dist.get_rank() == 1 else mock.MagicMock():
+        try:
+            if where == "save":
+                engine.save_checkpoint(folder, tag="bad")
+            else:
+                engine.load_checkpoint(folder)
+        except Exception as found:
+            out["error"] = type(found).__name__
+    dist.barrier()
+    out["unchanged"] = not differences(before, canonical(engine))
+    out["folder"] = sorted(os.listdir(folder)) == listed
+    train(engine, 1, first=2)  # nothing is left in the middle, ZeRO-3's parameters included
+    engine.save_checkpoint(folder, tag="after")
+    engine.load_checkpoint(folder, tag="after")
+    engine.destroy()
+    return out
+
+
+def prepare_fails_alone(setup: Setup, folder: str) -> dict[str, Any]:
+    """The last thing before the first write fails on rank 1 only: all refuse to go on."""
+    from megatron_ucp.engines.deepspeed.wrappers import LiveZero3
+
+    engine = make_engine(setup)
+    fault = mock.patch.object(LiveZero3, "prepare", side_effect=LayoutError("planted"))
+    out = {"error": "", "step": ""}
+    with fault if dist.get_rank() == 1 else mock.MagicMock():
+        try:
+            ucp.load(engine, folder, tag="trained")
+        except ucp.UcpError as error:
+            out["error"] = type(error).__name__
+    try:
+        engine.step()
+    except ucp.UcpError as error:
+        out["step"] = type(error).__name__
+    ucp.load(engine, folder, tag="trained")
+    train(engine, 1)
+    engine.destroy()
+    return out

@@ -1,0 +1,102 @@
+"""Optimizers that a user brings: registered ones are carried over bit for bit, others are refused
+by name when the engine is attached."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.model import Setup
+from tests.engines.sources import Sources
+from tests.engines.test_pairs import check
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.optimizer_jobs:"
+
+
+def lion(zero: int, dtype: str = "bf16", **kwargs: Any) -> Setup:
+    return Setup(zero, dtype, "Lion", **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("source_ranks", "source", "target_ranks", "target"),
+    [(2, lion(2), 4, lion(3, seed=9)), (4, lion(3), 2, lion(0, seed=9))],
+)
+def test_a_registered_optimizer_is_carried_over_bit_for_bit(
+    sources: Sources, source_ranks: int, source: Setup, target_ranks: int, target: Setup
+) -> None:
+    folder = sources.get(source_ranks, source, JOBS + "save_lion")
+    check(sources.ranks.run(target_ranks, JOBS + "resume_lion", target, folder))
+
+
+def test_a_planted_fault_in_a_state_of_its_own_is_seen(sources: Sources) -> None:
+    folder = sources.get(2, lion(2), JOBS + "save_lion")
+    found = sources.ranks.run(4, JOBS + "resume_lion", lion(3, seed=9), folder, plant="one trend")
+    assert any("trend" in line for rank in found for line in rank["differences"]["trained"])
+
+
+@pytest.mark.parametrize(
+    ("setup", "options", "words"),
+    [
+        (lion(1), {}, ["tests.engines.optimizers.Lion", "register_optimizer", "native=True"]),
+        (lion(0, "fp32"), {}, ["tests.engines.optimizers.Lion", "register_optimizer"]),
+        (
+            Setup(1, "bf16", "Adam8bit"),
+            {"steps": 1},
+            ["Adam8bit", "8-bit block-wise states", "native=True"],
+        ),
+        (Setup(1, "bf16"), {"cut": 2}, ["Muon", "ZeRO stage 0", "native=True"]),
+        (
+            Setup(3, "bf16", extra={"left_out": "up.bias"}),
+            {},
+            ["up.bias", "ZeRO-3", "native=True", "register_optimizer"],
+        ),
+    ],
+)
+def test_what_no_save_can_hold_is_refused_when_the_engine_is_attached(
+    ranks: RankPool, setup: Setup, options: dict[str, Any], words: list[str]
+) -> None:
+    for rank in ranks.run(2, JOBS + "attaching", setup, **options):
+        assert rank["error"] == "UnsupportedError", rank
+        assert all(word in rank["message"] for word in words), rank["message"]
+        assert rank["unchanged"] and not rank["attached"]
+
+
+def test_a_parameter_in_no_group_below_zero_3_is_in_the_files(ranks: RankPool) -> None:
+    setup = Setup(1, "bf16", extra={"left_out": "up.bias"})
+    assert [rank["error"] for rank in ranks.run(2, JOBS + "attaching", setup)] == ["", ""]
+
+
+def test_a_subclass_is_taken_as_the_class_that_is_known_with_a_note(ranks: RankPool) -> None:
+    first, _ = ranks.run(2, JOBS + "attaching", Setup(1, "bf16", "OwnAdamW"))
+    assert first["attached"] and not first["error"]
+    assert "tests.engines.optimizers.OwnAdamW is taken as torch.AdamW" in first["said"]
+    plain, _ = ranks.run(2, JOBS + "attaching", Setup(1, "bf16"))
+    assert plain["attached"] and "is taken as" not in plain["said"]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_no_save_is_lost_to_states_that_show_later(
+    ranks: RankPool, tmp_path: Path, zero: int
+) -> None:
+    for rank in ranks.run(
+        2, JOBS + "save_chatty", Setup(zero, "bf16", "ChattyAdamW"), str(tmp_path)
+    ):
+        (note,) = rank["notes"]
+        assert "history, spread" in note and "native=True" in note
+        assert rank["load"].startswith("UnsupportedError") and "history" in rank["load"]
+        assert rank["native"]
+
+
+def matrices(zero: int, **kwargs: Any) -> Setup:
+    return Setup(zero, "fp32", "Muon", net="Matrices", groups=1, **kwargs)
+
+
+def test_muon_of_torch_at_stage_0(sources: Sources) -> None:
+    folder = sources.get(2, matrices(0), more=0, filled=False)
+    found = sources.ranks.run(
+        4, "tests.engines.jobs:resume", matrices(0, seed=9), folder, tags=("trained",)
+    )
+    check(found)
+    assert any(("norm" in line or "momentum" in line) for line in found[0]["before"]["trained"])
