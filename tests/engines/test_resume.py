@@ -165,7 +165,7 @@ def test_a_rank_that_fails_alone_while_the_engine_is_described(
     found = ranks.run(2, JOBS + "fails_alone", setup, str(tmp_path), where, raw)
     errors = [rank["error"] for rank in found]
     assert errors == (["RankError", "ValueError"] if raw else ["LayoutError"] * 2)
-    assert all(rank["unchanged"] and rank["folder"] for rank in found)
+    assert [(rank["unchanged"], rank["folder"]) for rank in found] == [(True, True)] * 2
 
 
 def test_a_rank_that_fails_alone_before_the_first_write(sources: Sources) -> None:

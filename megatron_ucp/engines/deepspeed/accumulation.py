@@ -67,6 +67,9 @@ def _drop_partitions(opt: Any) -> None:
         opt.all_grad_tensors = dict.fromkeys(opt.all_grad_tensors)
     if hasattr(opt, "reset_cpu_buffers"):
         opt.reset_cpu_buffers()
+    for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
+        if hasattr(opt, name):
+            setattr(opt, name, set())
     if hasattr(opt, "micro_step_id"):
         # each counts from its own number: ZeRO-1 and 2 add one before a backward, ZeRO-3 after it
         opt.micro_step_id = -1 if flat else 0

@@ -99,7 +99,8 @@ _REFUSED_WRITERS: list[tuple[str, Callable[[Any], bool], str]] = [
 
 def refuse_writer(engine: Any) -> None:
     """Raises UnsupportedError where the engine's saves could not be described by a manifest."""
-    _refuse(engine, _REFUSED_WRITERS)
+    if engine.checkpoint_engine is not None:  # ZeRO-3 without an optimizer has none
+        _refuse(engine, _REFUSED_WRITERS)
 
 
 def refuse_engine(engine: Any, model: Model | None) -> None:

@@ -124,6 +124,11 @@ def _save(
     with ExitStack() as left:
         with _as_save_error(), agree.together() as block:
             block.value = (str(folder), tag)
+            if engine.checkpoint_engine is None:
+                raise SaveError(
+                    "this engine has no optimizer, and DeepSpeed saves none such at ZeRO-3",
+                    fix="save the weights with engine.save_16bit_model",
+                )
             name = Path(engine._get_ckpt_name(str(folder), tag))
             check_client_state(client_state, OWN_KEYS, name)
             if rank == 0:
