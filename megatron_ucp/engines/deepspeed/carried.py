@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_ucp.engines.deepspeed.wrappers import Wrapper, wrapper_of
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.optimizers import REFUSED, WHOLE_MATRICES, in_table, name_in_table
+from megatron_ucp.formats.optimizers import REFUSED_STATES, WHOLE_MATRICES, in_table, name_in_table
 
 _OWN_LOAD = (
     "leave `attach` out: DeepSpeed's own save and load, which load_checkpoint(native=True) of an "
@@ -47,9 +47,9 @@ def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:
             fix=f"train at stage 0 with torch.optim.Muon, or {_OWN_LOAD}",
         )
     held = {str(key) for state in wrapper.base.state.values() for key in state}
-    refused = sorted(key for key in held if key in REFUSED)
+    refused = sorted(key for key in held if key in REFUSED_STATES)
     if not in_table(name) or refused:
-        why = "; ".join(f"{key}: {REFUSED[key]}" for key in refused)
+        why = "; ".join(f"{key}: {REFUSED_STATES[key]}" for key in refused)
         raise UnsupportedError(
             "the states of this optimizer are not known, so that a save could not be resumed on "
             "another mesh",
