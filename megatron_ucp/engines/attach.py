@@ -2,7 +2,7 @@
 deepspeed themselves."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.carried import carried_as
@@ -15,6 +15,7 @@ from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
+from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.paths import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import Report, check_options
@@ -67,7 +68,14 @@ def attach(
             setattr(engine.module, INFO, info)
         engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
-    stock_save, stock_load = engine.save_checkpoint, engine.load_checkpoint
+    engine.save_checkpoint = _saver(engine, model, how)
+    engine.load_checkpoint = _load_method(engine, family, loader, options)
+    return engine
+
+
+def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]:
+    """What takes the place of the engine's `save_checkpoint`."""
+    stock_save = engine.save_checkpoint
 
     @functools.wraps(stock_save)
     def save_checkpoint(
@@ -90,6 +98,15 @@ def attach(
             exclude_frozen_parameters,
         )
         return True
+
+    return save_checkpoint
+
+
+def _load_method(
+    engine: Any, family: Any, loader: ResumableLoader | None, options: Mapping[str, Any]
+) -> Callable[..., tuple[str | None, Mapping[str, Any] | None]]:
+    """What takes the place of the engine's `load_checkpoint`."""
+    stock_load = engine.load_checkpoint
 
     @functools.wraps(stock_load)
     def load_checkpoint(
@@ -135,8 +152,7 @@ def attach(
         engine.ucp_report = report
         return report.path, report.client_state
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
-    return engine
+    return load_checkpoint
 
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:

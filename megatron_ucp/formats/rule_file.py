@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.layout import LAYOUTS, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
+from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.mesh import CUTTING
 from megatron_ucp.core.rules import FIELD, Rename, Rule, RuleSet
 from megatron_ucp.errors import NotFoundError, RuleError
@@ -160,10 +160,16 @@ def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
     if left := [entry for entry in rules if entry.table.get("layout") == UNKNOWN]:
         raise left[0].wrong(
             "the layout of a rule is left open",
-            expected=" or ".join(LAYOUTS),
+            expected=" or ".join(_KEYS),
             found=f"{UNKNOWN} here, and in {len(left) - 1} more",
         )
     found = RuleSet(file, tuple(map(_rule, rules)), tuple(map(_rename, names)))
+    _check_once(found, whole)
+    return found
+
+
+def _check_once(found: RuleSet, whole: _Entry) -> None:
+    """Raises RuleError where two entries have one pattern."""
     for what, entries in (("rule", found.rules), ("pipeline", found.pipeline)):
         seen = set[str]()
         for entry in entries:
@@ -174,16 +180,15 @@ def _rule_set(tree: Mapping[str, Any], file: str) -> RuleSet:
                     found=entry.pattern,
                 )
             seen.add(entry.pattern)
-    return found
 
 
 def _rule(entry: _Entry) -> Rule:
     entry.check_keys(("pattern", "layout"), ("axis", "dim", "parts", "unit", "along", "vocabulary"))
     pattern, name = entry.pattern(), entry.text("layout")
     if name not in _KEYS:
-        near = difflib.get_close_matches(name[:80], LAYOUTS, n=1, cutoff=0)
+        near = difflib.get_close_matches(name[:80], n=1, cutoff=0)
         raise entry.wrong(
-            "no such layout", expected=f"{', '.join(LAYOUTS)}; the nearest is {near[0]}", found=name
+            "no such layout", expected=f"{', '.join(_KEYS)}; the nearest is {near[0]}", found=name
         )
     needed, optional = _KEYS[name]
     entry.check_keys(("pattern", "layout", *needed), (*optional, "vocabulary"))
@@ -202,22 +207,7 @@ def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
     if name == "Replicate":
         return Replicate(), 0
     if name == "ShardHy":
-        along = table["along"]
-        if (
-            not isinstance(along, list)
-            or not along
-            or not all(isinstance(one, list) and len(one) == 2 for one in along)
-        ):
-            raise entry.wrong(
-                "along is no list of cuts", expected='[["tp", 0], ["ep", 1]]', found=repr(along)
-            )
-        cuts = tuple((entry.axis(axis), entry.as_number("along", dim, 0)) for axis, dim in along)
-        if len({axis for axis, _ in cuts}) < len(cuts):
-            raise entry.wrong(
-                "along names an axis twice", expected="each axis once", found=repr(along)
-            )
-        first, *others = cuts
-        return ShardHy(cuts) if others else Shard(*first), 0  # one layout has one name
+        return _hybrid(entry), 0
     axis = entry.axis(table["axis"])
     if name == "Partial":
         return Partial(axis), 0
@@ -236,6 +226,24 @@ def _layout(entry: _Entry, name: str) -> tuple[Layout, int]:
             found=repr(parts),
         )
     return ShardNC(axis, dim, (), unit), entry.number("parts", 2)
+
+
+def _hybrid(entry: _Entry) -> Layout:
+    """Cuts along several axes."""
+    along = entry.table["along"]
+    if (
+        not isinstance(along, list)
+        or not along
+        or not all(isinstance(one, list) and len(one) == 2 for one in along)
+    ):
+        raise entry.wrong(
+            "along is no list of cuts", expected='[["tp", 0], ["ep", 1]]', found=repr(along)
+        )
+    cuts = tuple((entry.axis(axis), entry.as_number("along", dim, 0)) for axis, dim in along)
+    if len({axis for axis, _ in cuts}) < len(cuts):
+        raise entry.wrong("along names an axis twice", expected="each axis once", found=repr(along))
+    first, *others = cuts
+    return ShardHy(cuts) if others else Shard(*first)  # one layout has one name
 
 
 def _rename(entry: _Entry) -> Rename:

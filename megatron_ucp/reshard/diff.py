@@ -92,10 +92,17 @@ def _parameter(
             yield Difference(name, what, str(getattr(a, what)), str(getattr(b, what)))
     if a.shape != b.shape:
         return
-    states = [c.manifest.states_of(name) for c in (one, two)]
+    yield from _states(one.manifest, two.manifest, name, job)
+    for what in ("scalars_of", "group_of"):
+        yield from _settings(name, *(getattr(c.manifest, what)(name) for c in (one, two)))
+
+
+def _states(a: Manifest, b: Manifest, name: str, job: "_Job") -> "Iterator[Difference | _Values]":
+    """States that one side lacks or has in another dtype; those of both are compared."""
+    states = [manifest.states_of(name) for manifest in (a, b)]
     both = {state: dtype for state, dtype in states[0].items() if states[1].get(state) == dtype}
     if both:
-        job.want(one.manifest, two.manifest, name, both)
+        job.want(a, b, name, both)
     for state in dict.fromkeys([*states[0], *states[1]]):
         if state not in states[0] or state not in states[1]:
             yield Difference(name, state, *("present" if state in s else "missing" for s in states))
@@ -103,8 +110,6 @@ def _parameter(
             yield Difference(name, f"{state} dtype", *(f"torch.{s[state]}" for s in states))
         else:
             yield _Values(name, state)
-    for what in ("scalars_of", "group_of"):
-        yield from _settings(name, *(getattr(c.manifest, what)(name) for c in (one, two)))
 
 
 def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:

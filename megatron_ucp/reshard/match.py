@@ -40,42 +40,12 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     fit = Fit()
     for spec in target.params:
         have = source.by_name.get(spec.name)
-        if have is None and spec.kind != "trainable" and "missing" in allow:
+        if have is not None:
+            _match_one(have, spec, fit, "vocab" in allow, file)
+        elif spec.kind != "trainable" and "missing" in allow:
             fit.skipped.append(spec.name)
-            continue
-        if have is None:
+        else:
             _missing(spec.name, spec.kind, source, target, file)
-        elif have.shape != spec.shape and _vocabulary(have, spec):
-            if "vocab" not in allow:
-                raise ModelMismatchError(
-                    "the padded vocabulary has another size in the checkpoint",
-                    file=file,
-                    parameter=spec.name,
-                    expected=f"{have.shape[0]} rows",
-                    found=f"{spec.shape[0]} rows in the model",
-                    fix=_keep_vocabulary(have.shape[0]),
-                )
-            change = spec.shape[0] - have.shape[0]
-            fit.resized.append(
-                f"{spec.name}: {abs(change)} rows {'added as zeros' if change > 0 else 'dropped'}"
-            )
-        elif have.shape != spec.shape:
-            raise ModelMismatchError(
-                "a parameter has another shape in the checkpoint",
-                file=file,
-                parameter=spec.name,
-                expected=f"{spec.shape} as in the model",
-                found=have.shape,
-            )
-        elif have.kind != spec.kind and (spec.kind == "trainable" or have.kind == "trainable"):
-            raise ModelMismatchError(
-                f"a parameter is {have.kind} in the checkpoint and {spec.kind} in the engine",
-                file=file,
-                parameter=spec.name,
-                expected=spec.kind,
-                found=have.kind,
-                fix="set requires_grad as the run that wrote it did",
-            )
     wanted = {spec.name for spec in target.params}
     extra = [spec for spec in source.params if spec.name not in wanted]
     for spec in extra:
@@ -92,6 +62,41 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             + (f"; the model ties it to {tied}" if tied else ""),
         )
     return fit
+
+
+def _match_one(have: ParamSpec, spec: ParamSpec, fit: Fit, resize: bool, file: str) -> None:
+    """Raises ModelMismatchError where shape or kind differ; `resize` lets a padded vocabulary have
+    another size."""
+    if have.shape != spec.shape and _vocabulary(have, spec):
+        if not resize:
+            raise ModelMismatchError(
+                "the padded vocabulary has another size in the checkpoint",
+                file=file,
+                parameter=spec.name,
+                expected=f"{have.shape[0]} rows",
+                found=f"{spec.shape[0]} rows in the model",
+                fix=_keep_vocabulary(have.shape[0]),
+            )
+        change = spec.shape[0] - have.shape[0]
+        what = "added as zeros" if change > 0 else "dropped"
+        fit.resized.append(f"{spec.name}: {abs(change)} rows {what}")
+    elif have.shape != spec.shape:
+        raise ModelMismatchError(
+            "a parameter has another shape in the checkpoint",
+            file=file,
+            parameter=spec.name,
+            expected=f"{spec.shape} as in the model",
+            found=have.shape,
+        )
+    elif have.kind != spec.kind and "trainable" in (spec.kind, have.kind):
+        raise ModelMismatchError(
+            f"a parameter is {have.kind} in the checkpoint and {spec.kind} in the engine",
+            file=file,
+            parameter=spec.name,
+            expected=spec.kind,
+            found=have.kind,
+            fix="set requires_grad as the run that wrote it did",
+        )
 
 
 def _vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
@@ -123,7 +128,7 @@ def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str
         else "the model has a buffer that the checkpoint lacks",
         file=file,
         parameter=name,
-        expected=f"{len(source.params)} parameters in the model",
+        expected=f"{len(source.params)} parameters, as in the checkpoint",
         found=f"{len(lacking)} more" + (f"; the checkpoint ties it to {tied}" if tied else ""),
         fix=None
         if kind == "trainable"

@@ -148,28 +148,17 @@ class _Job:
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
         engine.check(source, optimizer)
-        fit = match_params(source.manifest, bare, how.allow, file)
-        _match_masters(source.manifest, bare, fit, optimizer, file)
+        fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
         states = _states(bare, source.manifest, optimizer, file)
         target = _with_states(engine, states)
         groups = group_values(target, source.manifest.group_of, file) if optimizer else []
         allow = how.allow if engine.has_optimizer else how.allow | {"narrow"}
-        plan = make_plan(source.manifest, target, _wants(engine, target, fit), allow)
-        prove(plan, source.manifest, target)
-        for slot in plan.sources:
-            source.where(slot)
-        scheduler = how.scheduler and not how.module_only
-        extras = engine.take_extras(source, scheduler, _origins(bare, source.manifest), how)
-        if how.checksums:
-            source.check_read()
+        plan = _proved(source, target, _wants(engine, target, fit), allow)
+        extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
-        scalars = {
-            number: [source.manifest.scalars_of(m.param) for m in bare.buffers[number].members]
-            for number in own
-        }
-        notes = [*source.notes, *(f"replicas not compared: {name}" for name in replicas)]
-        notes += [*_described(fit, plan, target), *extras.notes]
+        copies = [f"replicas not compared: {name}" for name in replicas]
+        notes = [*source.notes, *copies, *_described(fit, plan, target), *extras.notes]
         return cls(
             engine,
             source,
@@ -177,7 +166,7 @@ class _Job:
             plan,
             extras,
             {number: states[number] for number in own},
-            scalars,
+            {number: _scalars(bare.buffers[number], source.manifest) for number in own},
             groups,
             notes,
         )
@@ -212,6 +201,11 @@ class _Job:
         return self.engine.set_groups(self.groups)
 
 
+def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
+    """The scalar states that each member of a buffer gets."""
+    return [source.scalars_of(member.param) for member in buffer.members]
+
+
 def _check_files(source: Checkpoint, stale: bool) -> None:
     """Compares the files with each other; the ranks share the work."""
     rank, world = agree.world()
@@ -219,12 +213,18 @@ def _check_files(source: Checkpoint, stale: bool) -> None:
         source.check(name, stale)
 
 
-def _match_masters(source: Manifest, bare: Manifest, fit: Fit, optimizer: bool, file: str) -> None:
-    """Weights come from the masters, where the checkpoint has them. Raises StateMismatchError for
-    one without an optimizer whose states are asked for."""
+def _fit(
+    source: Manifest, bare: Manifest, allow: frozenset[str], optimizer: bool, file: str
+) -> Fit:
+    """How the engine is filled: weights come from the masters, where the checkpoint has them.
+
+    Raises ModelMismatchError; StateMismatchError for a checkpoint without an optimizer whose states
+    are asked for.
+    """
+    fit = match_params(source, bare, allow, file)
     trainable = [spec.name for spec in bare.params if spec.kind == "trainable"]
     if has_masters(source, trainable):
-        return
+        return fit
     if optimizer:
         raise StateMismatchError(
             "the checkpoint holds no optimizer",
@@ -232,6 +232,7 @@ def _match_masters(source: Manifest, bare: Manifest, fit: Fit, optimizer: bool, 
             fix="load with load_optimizer_states=False",
         )
     fit.master = VALUE
+    return fit
 
 
 def _states(bare: Manifest, source: Manifest, optimizer: bool, file: str) -> list[tuple[str, ...]]:
@@ -289,6 +290,25 @@ def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
             weights = state == MASTER or (state == VALUE and trained)
             wants.append((Slot(number, cut, part, state), fit.master if weights else state))
     return wants
+
+
+def _proved(source: Checkpoint, target: Manifest, wants: list[Want], allow: frozenset[str]) -> Plan:
+    """A plan that is proved, and whose every source is there."""
+    plan = make_plan(source.manifest, target, wants, allow)
+    prove(plan, source.manifest, target)
+    for slot in plan.sources:
+        source.where(slot)
+    return plan
+
+
+def _extras(engine: Engine, source: Checkpoint, how: How) -> Any:
+    """What the engine takes besides element-wise states, and the sums of what was read for it."""
+    scheduler = how.scheduler and not how.module_only
+    origins = _origins(engine.manifest, source.manifest)
+    extras = engine.take_extras(source, scheduler, origins, how)
+    if how.checksums:
+        source.check_read()
+    return extras
 
 
 def _origins(bare: Manifest, source: Manifest) -> list[int | None]:

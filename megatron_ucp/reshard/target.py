@@ -118,11 +118,12 @@ def _stage(
         buffers += target.buffers(on_rank, engine, dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
         one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)
-    values: list[FlatBuffer] = []
-    for name, spec in params.items():
-        if spec.kind != "trainable" and name in held:
-            split = engine == "zero3" and spec.kind == "frozen"
-            values.append(_value(spec, local[name], target.mesh.partitions if split else None))
+    frozen_parts = target.mesh.partitions if engine == "zero3" else None
+    values = [
+        _value(spec, local[name], frozen_parts if spec.kind == "frozen" else None)
+        for name, spec in params.items()
+        if spec.kind != "trainable" and name in held
+    ]
     specs = tuple(spec for name, spec in params.items() if name in held)
     return Stage(specs, tuple(buffers), tuple(one.group for one in here), tuple(values))
 

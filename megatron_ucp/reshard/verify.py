@@ -117,35 +117,41 @@ def _check_records(
 ) -> int:
     """Compares every record of every file with its CRC-32, on all cores, and looks at the cover
     meanwhile; returns the bytes that were read."""
-    records = [
-        (checkpoint.file(name), record, dtype)
-        for name in names
-        for record, dtype in checkpoint.records(name)
-    ]
+    records = _all_records(checkpoint, names)
     total, done = sum(record.size_bytes for _, record, _ in records), 0
-    unused: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    if not allow_nan:
-        _note(findings, lambda: unused.update(_padding(checkpoint)))
+    unused = {} if allow_nan else _unused(checkpoint, findings)
 
     def scan(place: tuple[int, int]) -> tuple[int, bool]:
         file, record, dtype = records[place[0]]
-        looks = not allow_nan and dtype in TORCH_DTYPES and TORCH_DTYPES[dtype].is_floating_point
         not_owned = unused.get((file.path, record.name), [])
-        return _scan(file, record, place[1], dtype if looks else "", not_owned)
+        return _scan(file, record, place[1], "" if allow_nan else _floating(dtype), not_owned)
 
-    pieces = list(_pieces(records))
-    sums, nans = [0] * len(records), set[int]()
+    pieces, sums, nans = list(_pieces(records)), [0] * len(records), set[int]()
+    sizes = [min(_PIECE_BYTES, records[number][1].size_bytes - low) for number, low in pieces]
     with pool() as threads:
         scans = threads.map(scan, pieces)
         _note(findings, lambda: _check_cover(checkpoint.manifest))
-        for (number, low), (crc, nan) in zip(pieces, scans, strict=True):
-            size = min(_PIECE_BYTES, records[number][1].size_bytes - low)
+        for (number, _), size, (crc, nan) in zip(pieces, sizes, scans, strict=True):
             sums[number], done = crc32_combine(sums[number], crc, size), done + size
-            nans |= {number} if nan else set()
+            if nan:
+                nans.add(number)
             if progress is not None:
                 progress(done, total)
     findings += _wrong_records(records, sums, nans)
     return total
+
+
+def _floating(dtype: str) -> str:
+    """The dtype, if it can hold NaN, else ""."""
+    return dtype if dtype in TORCH_DTYPES and TORCH_DTYPES[dtype].is_floating_point else ""
+
+
+def _all_records(checkpoint: Checkpoint, names: list[str]) -> list[tuple[ByteFile, Record, str]]:
+    return [
+        (checkpoint.file(name), record, dtype)
+        for name in names
+        for record, dtype in checkpoint.records(name)
+    ]
 
 
 def _pieces(records: list[tuple[ByteFile, Record, str]]) -> Iterator[tuple[int, int]]:
@@ -163,6 +169,15 @@ def _wrong_records(
             yield Finding("a record has a wrong checksum", file.path, record.name)
         if number in nans:
             yield Finding("a record holds NaN", file.path, record.name)
+
+
+def _unused(
+    checkpoint: Checkpoint, findings: list[Finding]
+) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """As `_padding`; what it raises is a finding."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    _note(findings, lambda: found.update(_padding(checkpoint)))
+    return found
 
 
 def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:

@@ -43,16 +43,27 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> Chunks:
         low[dim] = high[dim] = at
         parts = (Box(box.start, tuple(low)), Box(tuple(high), box.stop))
         boxes += [part for part in parts if part.numel]
-    dim = draw(st.integers(0, len(shape) - 1))
+    chunks, dim = draw(joined(boxes))
+    return Chunks(tuple(tuple((b.start, b.stop) for b in chunk) for chunk in chunks), dim)
+
+
+@st.composite
+def joined(draw: st.DrawFn, boxes: list[Box]) -> tuple[list[list[Box]], int]:
+    """Blocks in a random order; those that fit at a dim are joined at random."""
+    dim = draw(st.integers(0, len(boxes[0].shape) - 1))
     chunks: list[list[Box]] = []
     for box in draw(st.permutations(boxes)):
-        rest = [n for d, n in enumerate(box.shape) if d != dim]
-        fitting = [c for c in chunks if [n for d, n in enumerate(c[0].shape) if d != dim] == rest]
+        fitting = [chunk for chunk in chunks if across(chunk[0], dim) == across(box, dim)]
         if fitting and draw(st.booleans()):
             draw(st.sampled_from(fitting)).append(box)
         else:
             chunks.append([box])
-    return Chunks(tuple(tuple((b.start, b.stop) for b in chunk) for chunk in chunks), dim)
+    return chunks, dim
+
+
+def across(box: Box, dim: int) -> list[int]:
+    """The extents of a block in all dims but one."""
+    return [n for d, n in enumerate(box.shape) if d != dim]
 
 
 def numbers(spec: ParamSpec, chunk: int) -> np.ndarray:

@@ -204,12 +204,17 @@ def evaluate(setup: Setup, folder: str, of: str = "weights", plant: bool = False
     wrong = [n for n in have if not torch.equal(want[n].to(have[n].dtype), have[n])]
     buffers = dict(engine.module.named_buffers())
     wrong += [n for n, value in saved["values"].items() if not torch.equal(value, buffers[n])]
-    engine.eval()
-    losses = [float(engine(torch.arange(10).reshape(2, 5) % 11)) for _ in range(2)]
-    out = {"wrong": wrong, "count": len(have), "finite": losses[0] == losses[1] == losses[1]}
+    out = {"wrong": wrong, "count": len(have), "finite": is_steady(engine)}
     out |= {"steps": engine.global_steps, "note": state["note"]}
     engine.destroy()
     return out
+
+
+def is_steady(engine: Any) -> bool:
+    """Whether an evaluation gives a number, and the same one twice."""
+    engine.eval()
+    losses = [float(engine(torch.arange(10).reshape(2, 5) % 11)) for _ in range(2)]
+    return losses[0] == losses[1] == losses[1]
 
 
 # ------------------------------------------------ failures half-way

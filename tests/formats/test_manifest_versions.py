@@ -8,13 +8,14 @@ beside them were gathered from the live engine without the package (see `golden/
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.core.manifest_json import FORMAT_VERSION, from_json, to_json
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.registry import open_checkpoint
@@ -37,16 +38,19 @@ def test_every_state_is_read_bit_for_bit(case: str) -> None:
             found = read_state(checkpoint, name, state)
             want = torch.from_numpy(arrays[key]).reshape(-1)
             assert torch.equal(found.view(torch.uint8), want.view(torch.uint8)), key
-        manifest = checkpoint.manifest
-        for spec in manifest.params:
-            if spec.kind == "trainable":
-                steps = {"step": rest["scalars"][f"{spec.name}|step"]}
-                assert manifest.scalars_of(spec.name) == steps and steps["step"] > 0
-                group = manifest.group_of(spec.name)
-                hyper = rest["hyper"][spec.name]
-                said = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()}
-                assert {k: said[k] for k in HYPER} == {k: hyper[k] for k in HYPER}
-        assert manifest.optimizer == "torch.AdamW"
+        _check_members(checkpoint.manifest, rest)
+
+
+def _check_members(manifest: Manifest, rest: Any) -> None:
+    """Steps and hyper-parameters are the engine's."""
+    assert manifest.optimizer == "torch.AdamW"
+    for spec in manifest.params:
+        if spec.kind == "trainable":
+            steps = {"step": rest["scalars"][f"{spec.name}|step"]}
+            assert manifest.scalars_of(spec.name) == steps and steps["step"] > 0
+            hyper, group = rest["hyper"][spec.name], manifest.group_of(spec.name)
+            said = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()}
+            assert {k: said[k] for k in HYPER} == {k: hyper[k] for k in HYPER}
 
 
 @pytest.mark.parametrize("case", CASES)

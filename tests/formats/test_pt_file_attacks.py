@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError, UsageError
+from megatron_ucp.formats.pt import directory
 from megatron_ucp.formats.pt import reader as pt_file
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import StorageRef
@@ -316,7 +317,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.context() as patch,
             pytest.raises(DamagedFileError, match="impossible size"),
         ):
-            patch.setattr(pt_file, limit, 1)
+            patch.setattr(directory, limit, 1)
             PtFile(tmp_path / "x.pt")
     monkeypatch.setattr(pt_file, "MAX_PICKLE_BYTES", 1)
     with PtFile(tmp_path / "x.pt") as file, pytest.raises(DamagedFileError, match="larger"):

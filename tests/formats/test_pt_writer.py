@@ -100,7 +100,7 @@ def test_our_reader_gives_the_same_tree_back_and_every_crc_holds(tmp_path: Path)
         for name in file.records:
             file.check(file.records[name])
         for ref in tree["tensors"].values():
-            assert file.record(ref.storage).offset_bytes % pt_writer.ALIGNMENT == 0
+            assert file.record(ref.storage).offset_bytes % pt_writer.RECORD_ALIGNMENT == 0
 
 
 @pytest.mark.slow

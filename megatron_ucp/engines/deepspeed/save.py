@@ -122,26 +122,7 @@ def _save(
     rank = agree.world()[0]
     aside, sync = durable.aside_of(folder, tag), durable.Syncs(how.durable)
     with ExitStack() as left:
-        with _as_save_error(), agree.together() as block:
-            block.value = (str(folder), tag)
-            if engine.checkpoint_engine is None:
-                raise SaveError(
-                    "this engine has no optimizer, and DeepSpeed saves none such at ZeRO-3",
-                    fix="save the weights with engine.save_16bit_model",
-                )
-            name = Path(engine._get_ckpt_name(str(folder), tag))
-            check_client_state(client_state, OWN_KEYS, name)
-            if rank == 0:
-                durable.begin(folder, tag)
-                left.callback(
-                    shutil.rmtree, aside, ignore_errors=True
-                )  # there is none of that name after a save that went well
-        if len(set(block.values)) > 1:
-            raise UsageError(
-                "the ranks don't save into one tag",
-                expected=block.values[0],
-                found=sorted(set(block.values))[:4],
-            )
+        _begin(engine, folder, tag, client_state, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
@@ -160,18 +141,38 @@ def _save(
         with _as_save_error(), agree.together():
             if rank == 0:
                 entries = [entry for each, _ in block.values for entry in each]
-                manifest = _complete(
-                    live.manifest, entries, engine, how, save_latest, exclude_frozen
-                )
-                if middle:
-                    manifest = dataclasses.replace(manifest, run={**manifest.run, MIDDLE: waiting})
-                _publish(aside, folder, tag, to_json(manifest), save_latest, sync)
+                said = {MIDDLE: waiting} if middle else {}
+                manifest = live.manifest
+                whole = _complete(manifest, entries, engine, how, save_latest, exclude_frozen, said)
+                _publish(aside, folder, tag, to_json(whole), save_latest, sync)
     notes = _lost(sorted({key for _, keys in block.values for key in keys}), middle, waiting)
     if rank == 0 and save_latest and how.keep_latest is not None:
         notes += _prune(folder, how.keep_latest)
-    return SaveReport(
-        str(folder / tag), time.perf_counter() - started, stock_seconds, sync.seconds, tuple(notes)
-    )
+    seconds = time.perf_counter() - started
+    return SaveReport(str(folder / tag), seconds, stock_seconds, sync.seconds, tuple(notes))
+
+
+def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> None:
+    """Everything that can refuse a save before a file is written, and the folder aside, which
+    `left` removes. Collective. Raises SaveError, UsageError."""
+    with _as_save_error(), agree.together() as block:
+        block.value = (str(folder), tag)
+        if engine.checkpoint_engine is None:
+            raise SaveError(
+                "this engine has no optimizer, and DeepSpeed saves none such at ZeRO-3",
+                fix="save the weights with engine.save_16bit_model",
+            )
+        check_client_state(client_state, OWN_KEYS, Path(engine._get_ckpt_name(str(folder), tag)))
+        if agree.world()[0] == 0:
+            durable.begin(folder, tag)
+            # there is none of that name after a save that went well
+            left.callback(shutil.rmtree, durable.aside_of(folder, tag), ignore_errors=True)
+    if len(set(block.values)) > 1:
+        raise UsageError(
+            "the ranks don't save into one tag",
+            expected=block.values[0],
+            found=sorted(set(block.values))[:4],
+        )
 
 
 def _publish(

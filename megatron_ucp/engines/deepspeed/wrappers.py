@@ -331,8 +331,8 @@ class NoOptimizer(LivePlain):
 
     def refresh(self) -> None:
         kept = self.opt.persistent_parameters if self.zero == 3 else ()
-        if len(kept):
-            kept[0].all_gather(kept)
+        for first in kept[:1]:
+            first.all_gather(kept)
         if hasattr(self.opt, "refresh_fp32_params"):  # masters that nobody steps
             self.opt.refresh_fp32_params()
 

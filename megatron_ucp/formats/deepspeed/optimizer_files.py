@@ -7,7 +7,7 @@ buffer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,6 +138,26 @@ def _members(
     )
 
 
+def _starts(shapes: Iterable[Ints], gaps: Sequence[int]) -> tuple[list[int], int]:
+    """Where members begin that have gaps behind them, and the end of the last one."""
+    starts, at = list[int](), 0
+    for shape, gap in zip(shapes, gaps, strict=True):
+        starts.append(at)
+        at += math.prod(shape) + gap
+    return starts, at
+
+
+def _check_groups(masters: Sequence[Any], shapes: Sequence[Any], what: str, file: str) -> None:
+    """Raises ForeignFileError where model file and optimizer file count differently."""
+    if len(masters) != len(shapes):
+        raise ForeignFileError(
+            f"model file and optimizer file hold different numbers of {what}",
+            file=file,
+            expected=len(shapes),
+            found=len(masters),
+        )
+
+
 def _required(tree: Tree, key: str, file: str) -> Any:
     """A part of the file without which it holds no optimizer. Raises DamagedFileError."""
     if key not in tree:
@@ -194,13 +214,7 @@ class Zero12File:
     ) -> Contents:
         masters = _listed(tree, "single_partition_of_fp32_groups", file)
         _count(tree, partitions, file)
-        if len(masters) != len(shapes):
-            raise ForeignFileError(
-                "model file and optimizer file hold different numbers of groups",
-                file=file,
-                expected=len(shapes),
-                found=len(masters),
-            )
+        _check_groups(masters, shapes, "groups", file)
         base = _required(tree, "base_optimizer_state", file)
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
@@ -208,10 +222,7 @@ class Zero12File:
         gaps = tree.get("param_alignment_paddings") or [[0] * len(s) for s in shapes]
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
-            starts, at = [], 0
-            for shape, gap in zip(named.values(), gaps[index], strict=True):
-                starts.append(at)
-                at += math.prod(shape) + gap
+            starts, at = _starts(named.values(), gaps[index])
             element, kept = split_states(entries.get(index, {}), file, scalar)
             if "base_optimizer_state_step" in tree:
                 kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
@@ -253,13 +264,7 @@ class Zero3File:
     ) -> Contents:
         masters = _listed(tree, "fp32_flat_groups", file)
         _count(tree, partitions, file)
-        if len(masters) != len(shapes):
-            raise ForeignFileError(
-                "model file and optimizer file hold different numbers of sub-groups",
-                file=file,
-                expected=len(shapes),
-                found=len(masters),
-            )
+        _check_groups(masters, shapes, "sub-groups", file)
         base = _required(tree, "optimizer_state_dict", file)
         groups = base.get("param_groups", [])
         buffers: list[FlatBuffer] = []

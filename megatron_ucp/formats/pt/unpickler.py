@@ -182,44 +182,63 @@ def with_tensors(
     Each shared object is copied once, so sharing and cycles stay as they are and `convert` sees
     each TensorRef object once. Raises DamagedFileError when the nesting is deeper than `max_depth`.
     """
-    memo: dict[int, object] = {}
+    return _Copier(convert, file, max_depth).walk(value, 0)
 
-    def fill(
-        copy: dict[object, object], items: Iterable[tuple[object, object]], depth: int
+
+class _Copier:
+    """One copy on its way; `memo` has what was copied by the identity of its original."""
+
+    def __init__(
+        self, convert: Callable[[TensorRef], object], file: str | None, max_depth: int
     ) -> None:
-        for key, item in items:
-            copy[key] = walk(item, depth)
+        self._convert, self._file, self._max_depth = convert, file, max_depth
+        self._memo: dict[int, object] = {}
 
-    def walk(item: object, depth: int) -> object:
-        if id(item) in memo:
-            return memo[id(item)]
-        if depth > max_depth:
+    def walk(self, item: object, depth: int) -> object:
+        if id(item) in self._memo:
+            return self._memo[id(item)]
+        if depth > self._max_depth:
             raise DamagedFileError(
-                "the value is nested too deeply", file=file, expected=f"at most {max_depth} levels"
+                "the value is nested too deeply",
+                file=self._file,
+                expected=f"at most {self._max_depth} levels",
             )
         copy: object = item
         if isinstance(item, TensorRef):
-            copy = convert(item)
+            copy = self._convert(item)
         elif isinstance(item, tuple) and type(item) is not Size:
-            copy = tuple([walk(part, depth + 1) for part in item])
-        elif isinstance(item, dict):
-            kind = type(item)
-            copy = memo[id(item)] = (
-                defaultdict(item.default_factory) if isinstance(item, defaultdict) else kind()
-            )
-            fill(copy, item.items(), depth + 1)
-        elif isinstance(item, list | deque):
-            copy = [] if isinstance(item, list) else deque(maxlen=item.maxlen)
-            memo[id(item)] = copy  # before its parts, as they may hold the list itself
-            copy.extend(walk(part, depth + 1) for part in item)
-        elif isinstance(item, Stand):
-            copy = memo[id(item)] = Stand(item.qualname)
-            copy.args = tuple([walk(part, depth + 1) for part in item.args])
-            fill(copy.state, item.state.items(), depth + 1)  # type: ignore[arg-type]
-        memo[id(item)] = copy
+            copy = tuple([self.walk(part, depth + 1) for part in item])
+        elif isinstance(item, dict | list | deque | Stand):
+            copy = self._container(item, depth)
+        self._memo[id(item)] = copy
         return copy
 
-    return walk(value, 0)
+    def _container(self, item: object, depth: int) -> object:
+        """A copy that is known before its parts, as they may hold it."""
+        if isinstance(item, dict):
+            kind = type(item)
+            plain = not isinstance(item, defaultdict)
+            made: dict[object, object] = kind() if plain else defaultdict(item.default_factory)
+            self._memo[id(item)] = made
+            self._fill(made, item.items(), depth)
+            return made
+        if isinstance(item, Stand):
+            stand = self._memo[id(item)] = Stand(item.qualname)
+            stand.args = tuple([self.walk(part, depth + 1) for part in item.args])
+            self._fill(stand.state, item.state.items(), depth)  # type: ignore[arg-type]
+            return stand
+        parts: list[object] | deque[object] = []
+        if isinstance(item, deque):
+            parts = deque(maxlen=item.maxlen)
+        self._memo[id(item)] = parts
+        parts.extend(self.walk(part, depth + 1) for part in item)  # type: ignore[attr-defined]
+        return parts
+
+    def _fill(
+        self, copy: dict[object, object], items: Iterable[tuple[object, object]], depth: int
+    ) -> None:
+        for key, item in items:
+            copy[key] = self.walk(item, depth + 1)
 
 
 class Machine:
