@@ -186,7 +186,7 @@ def _rule(entry: _Entry) -> Rule:
     entry.check_keys(("pattern", "layout"), ("axis", "dim", "parts", "unit", "along", "vocabulary"))
     pattern, name = entry.pattern(), entry.text("layout")
     if name not in _KEYS:
-        near = difflib.get_close_matches(name[:80], n=1, cutoff=0)
+        near = difflib.get_close_matches(name[:80], list(_KEYS), n=1, cutoff=0)
         raise entry.wrong(
             "no such layout", expected=f"{', '.join(_KEYS)}; the nearest is {near[0]}", found=name
         )

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,30 +126,51 @@ def _save(
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
-        before = time.perf_counter()
-        with _catching_writes(engine) as written:
-            stock_save(
-                str(folder),
-                tag=aside.name,
-                client_state=client_state,
-                save_latest=False,
-                exclude_frozen_parameters=exclude_frozen,
-            )
-        stock_seconds = time.perf_counter() - before
+        written, stock_seconds = _stock(
+            engine,
+            stock_save,
+            folder,
+            aside,
+            client_state=client_state,
+            exclude_frozen_parameters=exclude_frozen,
+        )
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         with _as_save_error(), agree.together():
             if rank == 0:
-                entries = [entry for each, _ in block.values for entry in each]
                 said = {MIDDLE: waiting} if middle else {}
                 manifest = live.manifest
-                whole = _complete(manifest, entries, engine, how, save_latest, exclude_frozen, said)
+                whole = _complete(
+                    manifest,
+                    _flat(each for each, _ in block.values),
+                    engine,
+                    how,
+                    save_latest,
+                    exclude_frozen,
+                    said,
+                )
                 _publish(aside, folder, tag, to_json(whole), save_latest, sync)
-    notes = _lost(sorted({key for _, keys in block.values for key in keys}), middle, waiting)
+    notes = _lost(sorted(set(_flat(keys for _, keys in block.values))), middle, waiting)
     if rank == 0 and save_latest and how.keep_latest is not None:
         notes += _prune(folder, how.keep_latest)
     seconds = time.perf_counter() - started
     return SaveReport(str(folder / tag), seconds, stock_seconds, sync.seconds, tuple(notes))
+
+
+def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """What all ranks said, one after the other."""
+    return [one for each in lists for one in each]
+
+
+def _stock(
+    engine: Any, stock_save: Callable[..., Any], folder: Path, aside: Path, **asked: Any
+) -> "tuple[list[Path | SaveError], float]":
+    """DeepSpeed's own save into the folder aside: what this rank wrote, or why it could not, and
+    the seconds that it took. Collective."""
+    before = time.perf_counter()
+    with _catching_writes(engine) as written:
+        stock_save(str(folder), tag=aside.name, save_latest=False, **asked)
+    return written, time.perf_counter() - before
 
 
 def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> None:
@@ -299,8 +320,9 @@ def _complete(
     how: Saving,
     save_latest: bool,
     exclude_frozen: bool,
+    said: Mapping[str, Any],
 ) -> Manifest:
-    """The engine's manifest with all that identifies the save."""
+    """The engine's manifest with all that identifies the save, and what else is `said` of it."""
     if exclude_frozen:
         frozen = {spec.name for spec in manifest.params if spec.kind == "frozen"}
         params = tuple(spec for spec in manifest.params if spec.name not in frozen)
@@ -316,6 +338,7 @@ def _complete(
         "saved_at": time.time(),
         "moved_latest": save_latest,
         **({CLASS: kind} if (kind := class_of(engine.lr_scheduler)) else {}),
+        **said,
     }
     if how.loader is not None:
         run["data"] = how.loader.state_dict()
