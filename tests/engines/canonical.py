@@ -181,7 +181,9 @@ def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[A
         for key, flat in {"fp32": master.data, **tensors}.items():
             elements = flat.detach().view(-1)[offset : offset + count]
             pieces.append((name, key, first, elements.clone().cpu()))
-        counters = {k: float(v) for k, v in held.items() if k not in tensors}
+        numbers_of = (int, float, torch.Tensor)  # a list is nothing that a manifest could describe
+        kept = {k: v for k, v in held.items() if k not in tensors and isinstance(v, numbers_of)}
+        counters = {k: float(v) for k, v in kept.items()}
         numbers.append((name, counters, _settings(engine, g, schedule)))
     return pieces, numbers
 

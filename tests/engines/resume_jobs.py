@@ -100,11 +100,13 @@ def refused_client_states(setup: Setup, folder: str) -> dict[str, tuple[str, str
     engine = make_engine(setup)
     out = {}
     for name, make in REFUSED.items():
+        said = "", ""
         try:
             engine.save_checkpoint(folder, client_state=make())
-            out[name] = ("", "", sorted(os.listdir(folder)))
         except ucp.UcpError as error:
-            out[name] = (type(error).__name__, str(error), sorted(os.listdir(folder)))
+            said = type(error).__name__, str(error)
+        dist.barrier()  # rank 0 takes the folder aside away
+        out[name] = (*said, sorted(os.listdir(folder)))
         dist.barrier()
     engine.destroy()
     return out

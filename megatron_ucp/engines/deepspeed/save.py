@@ -126,33 +126,19 @@ def _save(
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
-        written, stock_seconds = _stock(
-            engine,
-            stock_save,
-            folder,
-            aside,
-            client_state=client_state,
-            exclude_frozen_parameters=exclude_frozen,
-        )
+        asked = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen}
+        written, stock_seconds = _stock(engine, stock_save, folder, aside, asked)
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
+        entries = _flat(each for each, _ in block.values)
+        said = {MIDDLE: waiting} if middle else {}
         with _as_save_error(), agree.together():
             if rank == 0:
-                said = {MIDDLE: waiting} if middle else {}
-                manifest = live.manifest
-                whole = _complete(
-                    manifest,
-                    _flat(each for each, _ in block.values),
-                    engine,
-                    how,
-                    save_latest,
-                    exclude_frozen,
-                    said,
-                )
+                run = engine, how, save_latest, exclude_frozen, said
+                whole = _complete(live.manifest, entries, *run)
                 _publish(aside, folder, tag, to_json(whole), save_latest, sync)
     notes = _lost(sorted(set(_flat(keys for _, keys in block.values))), middle, waiting)
-    if rank == 0 and save_latest and how.keep_latest is not None:
-        notes += _prune(folder, how.keep_latest)
+    notes += _prune(folder, how.keep_latest if rank == 0 and save_latest else None)
     seconds = time.perf_counter() - started
     return SaveReport(str(folder / tag), seconds, stock_seconds, sync.seconds, tuple(notes))
 
@@ -163,7 +149,11 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _stock(
-    engine: Any, stock_save: Callable[..., Any], folder: Path, aside: Path, **asked: Any
+    engine: Any,
+    stock_save: Callable[..., Any],
+    folder: Path,
+    aside: Path,
+    asked: Mapping[str, Any],
 ) -> "tuple[list[Path | SaveError], float]":
     """DeepSpeed's own save into the folder aside: what this rank wrote, or why it could not, and
     the seconds that it took. Collective."""
@@ -355,9 +345,11 @@ def _complete(
     )
 
 
-def _prune(folder: Path, keep: int) -> list[str]:
+def _prune(folder: Path, keep: int | None) -> list[str]:
     """Lines about older tags. The save is done by now: what can't be removed is said, and no
     error."""
+    if keep is None:
+        return []
     try:
         return durable.prune(folder, keep)
     except OSError as error:
