@@ -1,1 +1,1 @@
-"""The operations: load, verify, diff. Joins families, formats and plans."""
+"""The operations: resume, convert, plan, verify, diff, rules. Joins families, formats and plans."""

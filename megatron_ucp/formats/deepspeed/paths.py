@@ -1,5 +1,6 @@
 """Names of DeepSpeed's native files, and the way from a path that a user gives to a tag folder."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ def tag_folder(path: str | Path, tag: str | None = None) -> Path:
 
     Raises NotFoundError that lists what is there instead.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError("this is no path of a checkpoint", expected="a folder", found=repr(path))
     path = Path(path)
     if not path.is_dir():
         raise NotFoundError(
@@ -116,7 +119,7 @@ def is_unfinished(name: str) -> bool:
 
 def read_pointer(path: Path) -> str:
     """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:  # some editors add a mark
         text = file.read(_MAX_NAME_CHARS + 2).strip()
     if (
         not text

@@ -1,0 +1,170 @@
+"""Faults that a review found in files and conversions, each as a user meets it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    NotFoundError,
+    StateMismatchError,
+    UnsupportedError,
+    UsageError,
+)
+from megatron_ucp.formats.deepspeed.target import Target
+from tests.reshard import paper
+from tests.reshard.plain import edited, target
+
+OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+RULES = """format = 1
+[[rule]]
+pattern = '.*'
+layout = "Partial"
+axis = "tp"
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    model = paper.plain_model({"a": (4, 3), "b": (5,)})
+    return paper.write(model, tmp_path / "source" / "step7")
+
+
+def base_of(tree: dict[str, Any]) -> dict[str, Any]:
+    return tree["optimizer_state_dict"]["base_optimizer_state"]
+
+
+def on_optimizer(change: Any) -> Any:
+    return lambda name, tree: change(tree) if "optim" in name else None
+
+
+def test_convert_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        ucp.convert(source, tmp_path / f"out{number}" / "step7", target=target())
+    one, two = (
+        {p.name: p.read_bytes() for p in (tmp_path / f"out{n}" / "step7").iterdir()} for n in (1, 2)
+    )
+    assert one == two and FILE_NAME in one
+
+
+def test_every_file_of_a_universal_folder_is_listed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "step7"
+    ucp.convert(source, out, to="universal")
+    listed = {name for name, *_ in json.loads((out / FILE_NAME).read_text())["files"]}
+    found = {str(path.relative_to(out)) for path in out.rglob("*.pt")}
+    assert listed == found and any(name.startswith("zero/") for name in listed)
+    assert ucp.verify(out, deep=True).findings == ()
+    foreign = tmp_path / "foreign" / "step7"
+    shutil.copytree(out, foreign)
+    atom = foreign / "zero" / "a" / "fp32.pt"
+    tree = torch.load(atom, weights_only=False)
+    tree["param"] += 1
+    torch.save(tree, atom)
+    assert any(
+        "fp32.pt" in finding.file for finding in ucp.verify(foreign).findings
+    ) or pytest.fail("an atom of another run passes")
+
+
+def test_an_atom_that_nobody_listed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "step7"
+    ucp.convert(source, out, to="universal")
+    shutil.copytree(out / "zero" / "a", out / "zero" / "c")
+    with pytest.raises(ForeignFileError, match="not part of the folder"):
+        ucp.verify(out)
+
+
+def test_a_partition_file_without_its_optimizer(source: Path) -> None:
+    edited(
+        source, on_optimizer(lambda tree: tree["optimizer_state_dict"].pop("base_optimizer_state"))
+    )
+    (found,) = ucp.verify(source).findings
+    assert "lacks its optimizer's states" in found.what and found.file.endswith(OPTIMIZER)
+    with pytest.raises(DamagedFileError, match="lacks its optimizer's states"):
+        ucp.convert(source, source.parent / "out", target=target())
+
+
+def test_a_missing_partition_file_is_named(source: Path) -> None:
+    (source / FILE_NAME).unlink()
+    out = source.parent.parent / "two" / "step7"
+    ucp.convert(source, out, target=Target(ucp.Mesh(dp=2, zero=1)))
+    (out / FILE_NAME).unlink()
+    next(out.glob("*zero_pp_rank_1_*")).unlink()
+    (found,) = ucp.verify(out).findings
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in found.file
+
+
+def test_states_that_were_never_saved(source: Path) -> None:
+    """Steps were taken, and no state is there: as SuperOffload writes files."""
+    edited(source, on_optimizer(lambda tree: base_of(tree)["state"].clear()))
+    with pytest.raises(StateMismatchError, match="took steps"):
+        ucp.convert(source, source.parent / "out", target=target())
+
+
+def test_muon_is_refused_by_name(source: Path) -> None:
+    edited(
+        source, on_optimizer(lambda tree: base_of(tree)["param_groups"][0].update(use_muon=True))
+    )
+    with pytest.raises(UnsupportedError, match="Muon"):
+        ucp.verify(source)
+    with pytest.raises(UnsupportedError, match="Muon"):
+        ucp.convert(source, source.parent / "out", target=target())
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_what_offloading_leaves_behind(source: Path, bare: bool) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        for entry in base_of(tree)["state"].values():
+            for key in [key for key in entry if key != "step"]:
+                held = entry[key] if bare else entry.pop(key)
+                entry[f"{key}_offload_buffer"] = held.clone()
+
+    edited(source, on_optimizer(change))
+    if bare:
+        assert ucp.verify(source, deep=True).findings == ()
+    else:
+        with pytest.raises(UnsupportedError, match="offloaded"):
+            ucp.verify(source)
+
+
+def test_every_key_of_a_group_is_in_the_output(source: Path) -> None:
+    """FusedAdam keeps its step in the group; names and marks are stock's."""
+    marks = {"step": 7, "name": "mine", "moe": False, "param_names": ["a", "b"]}
+    edited(source, on_optimizer(lambda tree: base_of(tree)["param_groups"][0].update(marks)))
+    for number, zero in enumerate((1, 3)):
+        out = source.parent / f"out{number}" / "step7"
+        ucp.convert(source, out, target=Target(ucp.Mesh(dp=2, zero=zero)))
+        tree = torch.load(next(out.glob("*rank_0_*optim*")), weights_only=False)[
+            "optimizer_state_dict"
+        ]
+        group = (tree.get("base_optimizer_state") or tree["optimizer_state_dict"])["param_groups"][
+            0
+        ]
+        assert {key: group[key] for key in marks} == marks
+
+
+def test_a_healthy_checkpoint_with_copies_of_each_rank(source: Path, tmp_path: Path) -> None:
+    """tp=2, and every rank has a value of its own: no damage, and equal to itself."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES)
+    (source / FILE_NAME).unlink()
+    out = tmp_path / "out" / "step7"
+    ucp.convert(source, out, target=Target(ucp.Mesh(tp=2, dp=1, zero=1)), rules=rules)
+    assert ucp.verify(out, deep=True).findings == () and ucp.verify(out).findings == ()
+    assert ucp.diff(out, out) == [] and ucp.diff(source, out, rules=rules) == []
+
+
+def test_paths_that_are_none(tmp_path: Path, source: Path) -> None:
+    for wrong in (None, 7):
+        with pytest.raises(UsageError, match="no path"):
+            ucp.describe(wrong)  # type: ignore[arg-type]
+    (source.parent / "latest").write_bytes(b"\xef\xbb\xbfstep7\n")  # as some editors write it
+    assert ucp.describe(source.parent) == ucp.describe(source)
+    with pytest.raises(NotFoundError):
+        ucp.describe(tmp_path / "nowhere")
