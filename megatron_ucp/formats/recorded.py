@@ -55,9 +55,9 @@ class Recorded:
             pass
         manifest = from_json(text, str(self.folder / FILE_NAME))
         self.files = {entry.name: entry for entry in manifest.files}
-        missing = [
-            name for name in self.files if not os.path.isfile(f"{self.folder}/{name}")
-        ]  # a Path for each takes longer
+        # os.path, as a Path for each takes longer; what lies in folders the format itself looks for
+        plain = [name for name in self.files if "/" not in name]
+        missing = [name for name in plain if not os.path.isfile(f"{self.folder}/{name}")]
         if missing:
             raise NotFoundError(
                 "a file that the manifest lists is missing",

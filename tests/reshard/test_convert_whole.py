@@ -72,8 +72,6 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
     for source, refusals in ((plain, PLAIN_REFUSALS), (llama, LLAMA_REFUSALS)):
         for error, words, arguments in refusals:
             target = arguments.get("target")
-            if isinstance(target, ucp.Mesh):
-                target = ucp.Target(target)
             to, allow = arguments.get("to", "native"), arguments.get("allow", ())
             with pytest.raises(error, match=words):
                 ucp.convert(source, out, to, target, allow=allow)
