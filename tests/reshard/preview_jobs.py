@@ -6,8 +6,8 @@ from typing import Any
 from unittest import mock
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.deepspeed import load as loading
 from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.reshard import resume as loading
 from tests.engines.convert_jobs import close, make
 
 
