@@ -126,21 +126,30 @@ def _save(
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
-        asked = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen}
-        written, stock_seconds = _stock(engine, stock_save, folder, aside, asked)
+        written, stock_seconds = _stock(
+            engine, stock_save, folder, aside, client_state, exclude_frozen
+        )
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
         said = {MIDDLE: waiting} if middle else {}
         with _as_save_error(), agree.together():
             if rank == 0:
-                run = engine, how, save_latest, exclude_frozen, said
-                whole = _complete(live.manifest, entries, *run)
+                whole = _complete(
+                    live.manifest, entries, engine, how, save_latest, exclude_frozen, said
+                )
                 _publish(aside, folder, tag, to_json(whole), save_latest, sync)
-    notes = _lost(sorted(set(_flat(keys for _, keys in block.values))), middle, waiting)
-    notes += _prune(folder, how.keep_latest if rank == 0 and save_latest else None)
+    notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
+    if rank == 0 and save_latest:
+        notes += _prune(folder, how.keep_latest)
+    return _reported(folder / tag, started, stock_seconds, sync, notes)
+
+
+def _reported(
+    path: Path, started: float, stock_seconds: float, sync: durable.Syncs, notes: list[str]
+) -> SaveReport:
     seconds = time.perf_counter() - started
-    return SaveReport(str(folder / tag), seconds, stock_seconds, sync.seconds, tuple(notes))
+    return SaveReport(str(path), seconds, stock_seconds, sync.seconds, tuple(notes))
 
 
 def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
@@ -153,13 +162,20 @@ def _stock(
     stock_save: Callable[..., Any],
     folder: Path,
     aside: Path,
-    asked: Mapping[str, Any],
+    client_state: Any,
+    exclude_frozen: bool,
 ) -> "tuple[list[Path | SaveError], float]":
     """DeepSpeed's own save into the folder aside: what this rank wrote, or why it could not, and
     the seconds that it took. Collective."""
     before = time.perf_counter()
     with _catching_writes(engine) as written:
-        stock_save(str(folder), tag=aside.name, save_latest=False, **asked)
+        stock_save(
+            str(folder),
+            tag=aside.name,
+            client_state=client_state,
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen,
+        )
     return written, time.perf_counter() - before
 
 
@@ -220,7 +236,8 @@ def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
     notes: list[str] = []
     if states:
         notes.append(
-            f"states of the optimizer that are not known: {', '.join(states)}; they are in the "
+            f"states of the optimizer that are not known: {', '.join(sorted(set(states)))}; they "
+            "are in the "
             "files, but only load_checkpoint(native=True) on this mesh takes them. Say what the "
             "optimizer keeps with ucp.register_optimizer"
         )
