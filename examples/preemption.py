@@ -115,7 +115,7 @@ def live(
     saves: bool = False,
 ) -> bool:
     """One life of the job on a mesh; with dice it is killed at a random moment after its first
-    iteration. Whether it was."""
+    iterations (``--at-least``). Whether it was."""
     port = free_port()
     command = command_of(mesh, args.iterations, port, out / f"{name}.jsonl")
     if saves:
@@ -128,7 +128,7 @@ def live(
         )
         try:
             if dice is not None:
-                wait_for_losses(job, out / f"{name}.jsonl")
+                wait_for_losses(job, out / f"{name}.jsonl", args.at_least)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     job.wait(timeout=dice.uniform(0, args.longest))
             else:
@@ -163,13 +163,9 @@ def kill(job: "subprocess.Popen[bytes]") -> None:
     job.wait()
 
 
-def wait_for_losses(job: "subprocess.Popen[bytes]", path: Path) -> None:
+def wait_for_losses(job: "subprocess.Popen[bytes]", path: Path, at_least: int) -> None:
     deadline = time.monotonic() + 120
-    while (
-        time.monotonic() < deadline
-        and job.poll() is None
-        and not (path.is_file() and path.stat().st_size)
-    ):
+    while time.monotonic() < deadline and job.poll() is None and len(read_losses(path)) < at_least:
         time.sleep(0.05)
 
 
@@ -206,7 +202,13 @@ def parse() -> argparse.Namespace:
         "--longest",
         type=float,
         default=2.0,
-        help="seconds from a life's first loss to its kill, at most",
+        help="seconds from a life's first losses to its kill, at most",
+    )
+    parser.add_argument(
+        "--at-least",
+        type=int,
+        default=1,
+        help="losses that a life logs before the moment of its kill is drawn",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and the meshes")
     parser.add_argument("--out", type=Path, default=Path("runs/preemption"))

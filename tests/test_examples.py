@@ -161,7 +161,9 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
             "--iterations",
             "60",
             "--longest",
-            "1.0",
+            "0.5",
+            "--at-least",
+            "4",  # a save every second iteration: there is one, however slow the machine
             "--seed",
             "4",
         ],
