@@ -81,6 +81,10 @@ class FlatBuffer:
         """The pipeline stage that holds it."""
         return stage_of(self.at)
 
+    def is_held_at(self, at: Coords) -> bool:
+        """Whether the ranks at a place (see Mesh.holding) have a part of it."""
+        return {*self.at} <= {*at}
+
     @property
     def stepped(self) -> bool:
         """Whether an optimizer steps it; else it is a frozen parameter or a module's buffer."""

@@ -19,7 +19,8 @@ KINDS = ("trainable", "frozen", "buffer")
 class ParamSpec:
     """One logical parameter, free of topology. `shape` is the whole tensor's, with vocabulary
     padding; `dtype` that of the training copy; `order` the dims as the memory stores them (None: as
-    they are)."""
+    they are); `expert` says of which expert it is a part: its number in the whole model's layer,
+    and how many the layer has (None: of none)."""
 
     name: str
     shape: Ints
@@ -28,6 +29,7 @@ class ParamSpec:
     layout: Layout = field(default_factory=Replicate)
     extent: Extent | None = None
     order: Ints | None = None
+    expert: tuple[int, int] | None = None
 
     def pieces(self, place: Place) -> tuple[Piece, ...]:
         """What the rank at `place` holds; see Layout.pieces."""

@@ -45,7 +45,8 @@ _AS_THEY_ARE: dict[str, type] = {"family": str, "save_id": str, "run": dict, "na
 def _param_to_json(spec: ParamSpec) -> list[Any]:
     extent = [spec.extent.true, spec.extent.stored] if spec.extent else None
     layout = layout_to_json(spec.layout)
-    return [spec.name, spec.shape, spec.dtype, spec.kind, layout, extent, spec.order]
+    out = [spec.name, spec.shape, spec.dtype, spec.kind, layout, extent, spec.order]
+    return out if spec.expert is None else [*out, spec.expert]
 
 
 def _buffer_to_json(buffer: FlatBuffer) -> dict[str, Any]:
@@ -151,7 +152,14 @@ def _build(data: dict[str, Any]) -> Manifest:
 
 
 def _param(
-    name: Any, shape: Any, dtype: Any, kind: Any, layout: Any, extent: Any, order: Any
+    name: Any,
+    shape: Any,
+    dtype: Any,
+    kind: Any,
+    layout: Any,
+    extent: Any,
+    order: Any,
+    expert: Any = None,
 ) -> ParamSpec:
     return ParamSpec(
         str(name),
@@ -161,7 +169,14 @@ def _param(
         layout_from_json(layout),
         Extent(*extent) if extent else None,
         None if order is None else _ints(order),
+        None if expert is None else _expert(*expert),
     )
+
+
+def _expert(number: Any, count: Any) -> tuple[int, int]:
+    if _count(number) >= _count(count):
+        raise ValueError(f"expert {number} of {count}")
+    return number, count
 
 
 def _mesh(data: dict[str, Any]) -> Mesh:

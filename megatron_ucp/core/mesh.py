@@ -1,6 +1,7 @@
 """Mesh sizes, a rank's coordinates, and the groups of ranks that follow from the rank order."""
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -16,7 +17,9 @@ STAGE = "pp"
 PLACEMENT = (STAGE, "vpp", "ep")  # axes that decide who holds a parameter
 CUTTING = ("tp", "ep", "etp", "cp", "sp")  # axes along which layouts cut
 DENSE_CUT = ("tp",)  # the axes that cut what is no expert's
-EXPERTS = frozenset({"ep", "etp", "edp"})
+EXPERT_CUT = ("etp",)  # those that cut experts
+EXPERT_RANK = "ep"
+EXPERTS = frozenset({EXPERT_RANK, "etp", "edp"})
 
 Coords = tuple[tuple[str, int], ...]  # a place along some axes: (axis, index)
 Place = Mapping[str, tuple[int, int]]  # mesh axis -> (size, index)
@@ -35,6 +38,16 @@ def stage_of(at: Coords) -> int:
 def on_stage(stage: int) -> Coords:
     """The place of a pipeline stage."""
     return ((STAGE, stage),)
+
+
+def expert_rank_of(at: Coords) -> int:
+    """The expert-parallel rank of a place."""
+    return index_on(at, EXPERT_RANK)
+
+
+def without_experts(at: Coords) -> Coords:
+    """A place as it is for what is no expert's."""
+    return tuple((axis, index) for axis, index in at if axis not in EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -170,8 +183,72 @@ class Mesh:
         return [tuple(zip(axes, indices, strict=True)) for indices in itertools.product(*counts)]
 
     def place(self, at: Coords) -> dict[str, tuple[int, int]]:
-        """Axis -> (size, index), as layouts ask for it."""
-        return {axis: (self.size(axis), index) for axis, index in at}
+        """Axis -> (size, index), as layouts ask for it.
+
+        Where the ranks of expert-tensor parallelism are those of tensor parallelism, in turn, an
+        index on the one says that on the other: a buffer that holds both kinds of parameters is
+        cut along one axis.
+        """
+        out = {axis: (self.size(axis), index) for axis, index in at}
+        (dense,), (expert,) = DENSE_CUT, EXPERT_CUT
+        if dense in out and expert not in out and not self.size(dense) % self.size(expert):
+            out[expert] = self.size(expert), out[dense][1] % self.size(expert)
+        return out
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether other ranks share an expert's buffers than share the dense ones."""
+        return self.size(EXPERT_RANK) > 1 or self.cut_of_experts != self.cut_of_dense
+
+    @property
+    def cut_of_dense(self) -> int:
+        """Ranks that cut what is no expert's."""
+        return math.prod(self.size(axis) for axis in DENSE_CUT)
+
+    @property
+    def cut_of_experts(self) -> int:
+        """Ranks that cut an expert."""
+        return math.prod(self.size(axis) for axis in EXPERT_CUT)
+
+    def with_experts(self, ep: int, etp: int) -> "Mesh":
+        """The same ranks, divided for experts. Raises UsageError where that does not work."""
+        return replace(self, ep=ep, etp=etp)
+
+    def expert_parallel_group(self, rank: int) -> list[int]:
+        """The ranks among which the experts of a layer are divided whose share `rank` has, in
+        order of the experts."""
+        at = {axis: self.index(rank, axis) for axis in EXPERT_ORDERS[self.order]}
+        part = at.pop("edp")
+        return [
+            self.rank_of(tuple({**at, EXPERT_RANK: index}.items()), part)
+            for index in range(self.size(EXPERT_RANK))
+        ]
+
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """A rank's index among the expert-parallel ranks, and among those that cut an expert."""
+        return self.index(rank, EXPERT_RANK), self.index(rank, EXPERT_CUT[0])
+
+    def holding(self) -> list[Coords]:
+        """Every place that has parameters of its own, stage by stage: a stage, and on it an
+        expert-parallel rank. An axis of one rank is not named."""
+        return self.everywhere([a for a in (STAGE, EXPERT_RANK) if self.size(a) > 1])
+
+    def rank_of(self, at: Coords, part: int) -> int:
+        """The first rank at a place, or the one with partition `part` of what lies there. A place
+        with an expert axis is an expert's.
+
+        Raises UsageError for a partition that nobody has.
+        """
+        named = dict(at)
+        if EXPERTS.isdisjoint(named):
+            dense = {axis: index for axis, index in at if axis in ORDERS[self.order]}
+            return self.partition_group(self.rank(Coord(**dense)))[part]
+        named["edp"] = part
+        rank, step = 0, 1
+        for axis in EXPERT_ORDERS[self.order]:
+            rank += named.get(axis, 0) * step
+            step *= self.size(axis)
+        return rank
 
     @property
     def dense_cut(self) -> dict[str, int]:

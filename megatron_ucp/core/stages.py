@@ -1,92 +1,136 @@
-"""The stages of a pipeline as one: each stage numbers its buffers and parameter groups from 0, the
-checkpoint all of them."""
+"""The places of a mesh as one: each stage, and on it each expert-parallel rank, numbers its buffers
+and parameter groups from 0, the checkpoint all of them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import on_stage
+from megatron_ucp.core.mesh import EXPERTS, Coords, without_experts
 from megatron_ucp.errors import ModelMismatchError
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds: the optimizer's flat buffers, its parameter groups, and one buffer (of
-    `values`) for every frozen parameter and module buffer."""
+    """What a rank of one stage holds: the optimizer's flat buffers, its parameter groups, and one
+    buffer (of `values`) for every frozen parameter and module buffer. `at` is the stage's place,
+    with that of the rank's experts (see Mesh.holding); a buffer of experts is one that an expert
+    axis cuts."""
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
     groups: tuple[ParamGroup, ...]
     values: tuple[FlatBuffer, ...] = ()
+    at: Coords = ()
 
 
 @dataclass(frozen=True)
 class Joined:
-    """All stages: their optimizer's buffers in the order of the stages, then their values.
-    `first_buffer`, `first_group` and `first_value` are the numbers under which each stage's
-    begin."""
+    """All places: their optimizer's buffers in the order of the places, then their values.
+    `numbers` has for each place the numbers that its own buffers have among all, `values` those of
+    its values, `first_group` the number under which its groups begin."""
 
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
     groups: tuple[ParamGroup, ...]
-    first_buffer: tuple[int, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
     first_group: tuple[int, ...]
-    first_value: tuple[int, ...]
 
 
 def join(stages: Sequence[Stage]) -> Joined:
-    """One list of everything. Raises ModelMismatchError where two stages describe a parameter
+    """One list of everything. What is no expert's is held at all expert-parallel ranks of a stage;
+    the first one's is taken. Raises ModelMismatchError where two places describe one thing
     differently."""
     params: dict[str, ParamSpec] = {}
     for spec in (spec for stage in stages for spec in stage.params):
-        if params.setdefault(spec.name, spec) != spec:
-            raise ModelMismatchError(
-                "two stages hold a parameter that is not the same",
-                parameter=spec.name,
-                expected=params[spec.name],
-                found=spec,
-            )
-    first_buffer = starts([len(stage.buffers) for stage in stages])
-    first_group = starts([len(stage.groups) for stage in stages])
-    first_value = starts([len(stage.values) for stage in stages], first_buffer[-1])
-    buffers = [
-        placed(buffer, number, len(stages), group)
-        for number, (stage, group) in enumerate(zip(stages, first_group, strict=False))
-        for buffer in stage.buffers
+        _same(params.setdefault(spec.name, spec), spec, "hold a parameter", spec.name)
+    groups: list[ParamGroup] = []
+    first_group: list[int] = []
+    first: dict[Coords, tuple[int, Stage]] = {}
+    for stage in stages:
+        number, other = first.setdefault(without_experts(stage.at), (len(groups), stage))
+        if other is stage:
+            groups += stage.groups
+        _same(other.groups, stage.groups, "have parameter groups")
+        first_group.append(number)
+    buffers = _Numbered()
+    numbers = [
+        buffers.of(stage.at, stage.buffers, group)
+        for stage, group in zip(stages, first_group, strict=True)
     ]
-    values = [
-        placed(buffer, number, len(stages))
-        for number, stage in enumerate(stages)
-        for buffer in stage.values
-    ]
+    values = _Numbered(len(buffers.all))
+    value_numbers = [values.of(stage.at, stage.values, 0) for stage in stages]
     return Joined(
         tuple(params.values()),
-        (*buffers, *values),
-        tuple(group for stage in stages for group in stage.groups),
-        first_buffer[:-1],
-        first_group[:-1],
-        first_value[:-1],
+        (*buffers.all, *values.all),
+        tuple(groups),
+        tuple(numbers),
+        tuple(value_numbers),
+        tuple(first_group),
     )
 
 
-def starts(counts: Sequence[int], first: int = 0) -> tuple[int, ...]:
-    """The number under which each one's things begin, and the one after the last."""
-    out = [first]
-    for count in counts:
-        out.append(out[-1] + count)
-    return tuple(out)
+class _Numbered:
+    """Buffers of all places, numbered from `first` on."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+        self.all: list[FlatBuffer] = []
+        self._dense: dict[Coords, list[int]] = {}
+
+    def of(self, at: Coords, buffers: Sequence[FlatBuffer], group: int) -> tuple[int, ...]:
+        """The numbers of a place's own buffers."""
+        known = self._dense.get(without_experts(at))
+        dense: list[int] = []
+        out: list[int] = []
+        for buffer in buffers:
+            is_expert = not EXPERTS.isdisjoint(buffer.axes)
+            placed = _placed(buffer, at if is_expert else without_experts(at), group)
+            if is_expert or known is None:
+                out.append(self._add(placed))
+            elif len(dense) < len(known):
+                out.append(known[len(dense)])
+                _same(self.all[out[-1] - self.first], placed, "have a buffer", _named(placed))
+            else:
+                _same(len(known), len(dense) + 1, "have buffers", _named(placed))
+            if not is_expert:
+                dense.append(out[-1])
+        if known is None:
+            self._dense[without_experts(at)] = dense
+        elif len(known) != len(dense):
+            _same(len(known), len(dense), "have buffers")
+        return tuple(out)
+
+    def _add(self, buffer: FlatBuffer) -> int:
+        self.all.append(buffer)
+        return self.first + len(self.all) - 1
 
 
-def placed(buffer: FlatBuffer, stage: int, stages: int, first_group: int = 0) -> FlatBuffer:
-    """A stage's buffer among those of all stages. Without a pipeline it stays as it is."""
-    if stages == 1:
+def _named(buffer: FlatBuffer) -> str | None:
+    return buffer.members[0].param if buffer.members else None
+
+
+def _same(one: Any, other: Any, what: str, param: str | None = None) -> None:
+    if one != other:
+        raise ModelMismatchError(
+            f"two ranks {what} that should be the same and is not",
+            parameter=param,
+            expected=one,
+            found=other,
+        )
+
+
+def _placed(buffer: FlatBuffer, at: Coords, first_group: int) -> FlatBuffer:
+    """A place's buffer among those of all places. At the only place it stays as it is."""
+    if not at:
         return buffer
     members = tuple(
         member if member.group is None else replace(member, group=member.group + first_group)
         for member in buffer.members
     )
-    return replace(buffer, members=members, at=(*on_stage(stage), *buffer.at))
+    return replace(buffer, members=members, at=(*at, *buffer.at))
 
 
 def replicas(manifest: Manifest) -> dict[str, tuple[int, ...]]:

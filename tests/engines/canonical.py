@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.masters import base_of as base_of
-from tests.engines.masters import global_name, named, runs_of, wrapper_of
+from tests.engines.masters import expert_group, global_name, named, runs_of, wrapper_of
 from tests.engines.masters import names as names
 
 STATES = (
@@ -92,7 +92,7 @@ def fill(engine: Any) -> None:
 def share(engine: Any, param: Any, number: int, key: str, local: torch.Size) -> torch.Tensor:
     """This rank's share of a whole tensor of provenance values, cut by megatron-core's own
     attributes."""
-    size, rank, cut = tensor_size(engine), tensor_rank(engine), cut_of(param)
+    (size, rank), cut = place_of(engine, param), cut_of(param)
     if size == 1 or cut is None:
         return provenance(number, key, local)
     dim, parts = cut
@@ -148,9 +148,13 @@ def canonical(engine: Any) -> dict[str, Any]:
     disagree.
     """
     schedule = engine.lr_scheduler.state_dict()
-    met = {n: (shape, cut_of(named(engine)[n])) for n, shape in shapes(engine).items()}
+    params = named(engine)
+    met = {
+        n: (shape, cut_of(params[n]), *place_of(engine, params[n]))
+        for n, shape in shapes(engine).items()
+    }
     pieces, numbers = _held_here(engine, schedule)
-    gathered = everywhere((stage_of(engine), tensor_rank(engine), met, pieces, numbers))
+    gathered = everywhere((stage_of(engine), met, pieces, numbers))
     scalars: dict[tuple[str, str], float] = {}
     hyper: dict[str, dict[str, Any]] = {}
     for *_, found in gathered:
@@ -199,18 +203,18 @@ def _settings(engine: Any, group: int, schedule: dict[str, Any]) -> dict[str, An
 
 def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
     """Whole tensors from the pieces of all ranks."""
-    known = {n: what for _, _, met, *_ in gathered for n, what in met.items()}
+    known = {n: what for _, met, *_ in gathered for n, what in met.items()}
     full: dict[tuple[str, str, int, int], torch.Tensor] = {}
-    for stage, tp, _, found, _ in gathered:
+    for stage, met, found, _ in gathered:
         for name, key, first, values in found:
             empty = torch.full(known[name][0], float("nan")).reshape(-1)
-            flat = full.setdefault((name, key, stage, tp), empty)
+            flat = full.setdefault((name, key, stage, met[name][3]), empty)
             flat[first : first + len(values)] = values
     out: dict[tuple[str, str], torch.Tensor] = {}
-    for name, key, stage, tp in full:
-        shape, cut = known[name]
-        if tp == 0:
-            ranks = range(tensor_size(engine))
+    for name, key, stage, index in full:
+        shape, cut, size, _ = known[name]
+        if index == 0:
+            ranks = range(size)
             whole = join([full[name, key, stage, t].reshape(shape) for t in ranks], cut)
             if not torch.equal(bits(out.setdefault((name, key), whole)), bits(whole)):
                 raise AssertionError(f"the stages disagree on {key} of {name}")
@@ -239,13 +243,21 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
     params, zero3 = named(engine), engine.zero_optimization_stage() == 3
     with deepspeed.zero.GatheredParameters(list(params.values()), enabled=zero3):
-        own = {n: (p.detach().clone().cpu(), cut_of(p)) for n, p in params.items()}
-        held = everywhere((stage_of(engine), tensor_rank(engine), own))
-    by_place = {(stage, tp): found for stage, tp, found in reversed(held)}
+        own = {
+            n: (p.detach().clone().cpu(), cut_of(p), *place_of(engine, p))
+            for n, p in params.items()
+        }
+        held = everywhere((stage_of(engine), own))
+    by_place = {
+        (name, stage, index): (value, cut, size)
+        for stage, found in reversed(held)
+        for name, (value, cut, size, index) in found.items()
+    }
     out: dict[str, torch.Tensor] = {}
-    for stage, tp in sorted(by_place):
-        for name, (_, cut) in by_place[stage, tp].items() if tp == 0 else ():
-            whole = join([by_place[stage, t][name][0] for t in range(tensor_size(engine))], cut)
+    for name, stage, index in sorted(by_place):
+        if index == 0:
+            _, cut, size = by_place[name, stage, 0]
+            whole = join([by_place[name, stage, t][0] for t in range(size)], cut)
             if not torch.equal(bits(out.setdefault(name, whole)), bits(whole)):
                 raise AssertionError(f"the stages disagree on the weight {name}")
     return out
@@ -263,6 +275,18 @@ def tensor_size(engine: Any) -> int:
 
 def tensor_rank(engine: Any) -> int:
     return engine.mpu.get_tensor_model_parallel_rank() if tensor_size(engine) > 1 else 0
+
+
+def place_of(engine: Any, param: Any) -> tuple[int, int]:
+    """Among how many ranks a parameter is cut, and which of them this one is."""
+    if expert_group(param) is None:
+        return tensor_size(engine), tensor_rank(engine)
+    from deepspeed.utils import groups
+
+    copies = dist.get_world_size(groups._get_expert_data_parallel_group(param.group_name))
+    ranks = dist.get_world_size(groups._get_expert_parallel_group(param.group_name))
+    size = dist.get_world_size() // (int(getattr(engine, "num_stages", 1)) * copies * ranks)
+    return size, dist.get_rank() % size
 
 
 Cut = tuple[int, int | tuple[int, ...]]  # the dim, and a rank's parts: how many, or their sizes

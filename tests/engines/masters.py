@@ -1,6 +1,7 @@
 """What this rank's masters hold, from the bookkeeping of DeepSpeed's wrappers of where gradients
 go, not from the package's formulas."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,36 @@ def names(engine: Any) -> dict[Any, str]:
 
 
 def global_name(engine: Any, name: str) -> str:
-    """The name that a GPTModel without pipeline has, where the pipeline's layers are embedding, L
-    layers, norm, head."""
+    """The name that a model of one rank has: with the number of an expert in the whole layer,
+    and as a GPTModel without pipeline has it."""
+    return _without_pipeline(engine, _numbered(engine, name))
+
+
+EXPERT = re.compile(r"(.*\.(?:local_experts|deepspeed_experts)\.)(\d+)(\..*)")
+
+
+def expert_group(param: Any) -> str | None:
+    """The name of DeepSpeed's group of an expert's parameter; None for any other parameter."""
+    return param.group_name if not getattr(param, "allreduce", True) else None
+
+
+def _numbered(engine: Any, name: str) -> str:
+    found = EXPERT.fullmatch(name)
+    params = dict(engine.module.named_parameters())
+    group = expert_group(params[name]) if found and name in params else None
+    if found is None or group is None:
+        return name
+    from deepspeed.utils import groups
+
+    head, number, rest = found.groups()
+    listed = filter(None, map(EXPERT.fullmatch, params))
+    own = {other[2] for other in listed if other[1] == head}
+    first = groups._get_expert_parallel_rank(group) * len(own)
+    return f"{head}{first + int(number)}{rest}"
+
+
+def _without_pipeline(engine: Any, name: str) -> str:
+    """Where the pipeline's layers are embedding, L layers, norm, head."""
     if not hasattr(engine, "num_stages"):
         return name
     head, _, rest = name.partition(".")

@@ -24,7 +24,6 @@ from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.optimizers import Kept, kept_by
 from megatron_ucp.reshard import agree
@@ -44,12 +43,11 @@ def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEn
     with agree.together() as stages:
         own = OwnStage(engine, model)
         part = own.part(present)
-        # one rank of each stage speaks; without a pipeline nobody needs to
-        speaks = own.mesh.pp > 1 and own.tp_rank == 0 and own.data_rank == 0
-        stages.value = part if speaks else None
+        # one rank of each place speaks; where there is one place nobody needs to
+        stages.value = part if own.at and own.speaks else None
     with agree.together():
         told = [part for part in stages.values if part is not None]
-        return LiveEngine(own, sorted(told, key=lambda part: part.number) or [part])
+        return LiveEngine(own, sorted(told, key=lambda part: part.holds.at) or [part])
 
 
 class LiveEngine:
@@ -60,18 +58,18 @@ class LiveEngine:
     """
 
     def __init__(self, own: OwnStage, parts: Sequence[Part]) -> None:
-        if len(parts) != own.mesh.pp:
+        places = [part.holds.at for part in parts]
+        if places != own.mesh.holding():
             raise UnsupportedError(
                 "the ranks of the engine don't make up whole stages",
-                expected=f"{own.mesh.pp} stages",
-                found=f"{len(parts)}",
+                expected=str(own.mesh.holding()),
+                found=str(places),
             )
         joined = join([part.holds for part in parts])
-        here = own.number
+        here = places.index(own.at)
         self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
-        self.first_buffer = joined.first_buffer[here]
+        self.numbers, self.values = joined.numbers[here], joined.values[here]
         self.first_group = joined.first_group[here]
-        self.first_value = joined.first_value[here]
         self.order = one_order(list(parts))
         self.manifest = _manifest(own, joined, parts)
         self.has_optimizer = own.wrapper.base is not None
@@ -91,19 +89,21 @@ class LiveEngine:
     def parts(self) -> list[tuple[int, Coords, int]]:
         """What this rank fills: number of the buffer, place along the axes that cut it,
         partition."""
-        cut = at_tp(self.own.tp_rank)
-        stepped = [(self.first_buffer + i, cut, live.part) for i, live in enumerate(self.buffers)]
-        values = self.own.values.values()
-        return stepped + [(self.first_value + i, cut, v.part) for i, v in enumerate(values)]
+        held = [*self.numbers, *self.values]
+        parts = [*(live.part for live in self.buffers), *(v.part for v in self.own.values.values())]
+        return [
+            (number, self.own.cut(self.manifest.buffers[number]), part)
+            for number, part in zip(held, parts, strict=True)
+        ]
 
     def _live(self, buffer: int) -> LiveBuffer:
         """This rank's part of a buffer of the optimizer, by its number in the manifest."""
-        return self.buffers[buffer - self.first_buffer]
+        return self.buffers[self.numbers.index(buffer)]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """The memory of one of this rank's slots, flat, detached."""
         if slot.state == VALUE:
-            value = list(self.own.values.values())[slot.buffer - self.first_value]
+            value = list(self.own.values.values())[self.values.index(slot.buffer)]
             return flat_view(value.tensor.detach())
         master = self._live(slot.buffer).master
         if slot.state == MASTER:

@@ -30,8 +30,8 @@ def _super(engine: Any) -> bool:
 
 _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
     (
-        "DeepSpeed-MoE layers",
-        lambda e: bool(e.has_moe_layers),
+        "AutoEP",
+        lambda e: any(type(m).__name__ == "AutoEPMoELayer" for m in e.module.modules()),
         "resume on the mesh that wrote the checkpoint",
     ),
     (

@@ -1,6 +1,6 @@
 """What this rank holds of a live DeepSpeed engine: its own pipeline stage. No collectives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -8,12 +8,21 @@ import torch
 
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.deepspeed.experts import with_experts
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
+from megatron_ucp.formats.deepspeed.experts import (
+    LocalExperts,
+    Spread,
+    counts_of,
+    expert_name,
+    expert_place,
+)
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
 from megatron_ucp.formats.optimizers import is_element, is_scalar, name_in_table
@@ -34,10 +43,9 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class Part:
-    """What one pipeline stage tells the others: all that it holds, and the order of each group's
-    parameters in the client's optimizer."""
+    """What one place (see `Mesh.holding`) tells the others: all that it holds, and the order of
+    each group's parameters in the client's optimizer."""
 
-    number: int
     holds: Stage
     order: tuple[tuple[str, ...], ...]
     ties: tuple[Tie, ...]
@@ -51,7 +59,12 @@ class OwnStage:
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
         self.wrapper = wrapper_of(engine)
         dp = int(engine.seq_dp_world_size)
-        self.mesh = Mesh(tp=tp, pp=pp, dp=dp, zero=self.wrapper.zero)
+        self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, dp=dp, zero=self.wrapper.zero))
+        rank = torch.distributed.get_rank()
+        self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
+        counts = counts_of(engine.param_names.values())
+        self.experts = LocalExperts(counts, self.mesh.ep, self.ep_rank)
+        self.spread = Spread.on(self.mesh)
         staged = model is not None and is_pipeline(engine)
         self.pipe = PipeNames(model.pipe) if staged and model is not None else None
         self.buffers = self.wrapper.buffers()
@@ -60,7 +73,25 @@ class OwnStage:
     def _name(self, name: str) -> str:
         """The canonical name of a parameter or buffer. Raises ModelMismatchError for one that the
         pipeline's family lacks."""
-        return self.pipe.find(name) if self.pipe else name
+        whole = self.experts.whole_name(name)
+        return self.pipe.find(whole) if self.pipe else whole
+
+    @property
+    def at(self) -> Coords:
+        """This rank's place (see `Mesh.holding`)."""
+        place = expert_place(self.number, self.ep_rank, self.etp_rank)
+        return tuple(at for at in place if at[0] in dict(self.mesh.holding()[0]))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first rank at its place."""
+        dense, expert = self.spread.is_first(self.mesh, torch.distributed.get_rank())
+        return expert if self.mesh.ep > 1 else dense
+
+    def cut(self, buffer: FlatBuffer) -> Coords:
+        """This rank's place along the axes that cut one of its buffers."""
+        here = {**dict(at_tp(self.tp_rank)), **dict(expert_place(0, 0, self.etp_rank))}
+        return tuple((axis, here[axis]) for axis in buffer.axes)
 
     @property
     def data_rank(self) -> int:
@@ -189,9 +220,9 @@ class OwnStage:
         values: list[FlatBuffer] = []
         for name, value in self.values.items():
             params.append(self._spec(name, value.shape, value.tensor, value.kind))
-            values.append(_value_buffer(name, value))
-        holds = Stage(tuple(params), tuple(buffers), self.groups(), tuple(values))
-        return Part(self.number, holds, self.order(), self.ties())
+            values.append(_value_buffer(name, value, self.spread.axes(name)))
+        holds = Stage(tuple(params), tuple(buffers), self.groups(), tuple(values), self.at)
+        return Part(holds, self.order(), self.ties())
 
     def _buffer(self, live: LiveBuffer, states: States) -> FlatBuffer:
         scalars = self.scalars(live)
@@ -200,7 +231,23 @@ class OwnStage:
             size = int(torch.Size(_shape(param)).numel())
             members.append(Member(self.names[param], start, size, live.group, scalars))
         kept = ((MASTER, dtype_name(live.master.dtype)), *states)
-        return FlatBuffer(tuple(members), live.length, live.partitions, live.rule, kept)
+        axes = self._axes_of([member.param for member in members])
+        return FlatBuffer(tuple(members), live.length, live.partitions, live.rule, kept, axes=axes)
+
+    def _axes_of(self, names: list[str]) -> tuple[str, ...]:
+        """The axes that cut a buffer of some parameters. Raises UnsupportedError where experts are
+        among others that other ranks share."""
+        found = dict.fromkeys(map(self.spread.axes, names)) or {self.spread.axes(""): None}
+        if len(found) > 1:
+            expert = next(name for name in names if self.spread.is_apart(name))
+            raise UnsupportedError(
+                "a parameter group mixes experts with parameters that other ranks share",
+                parameter=expert,
+                expected="groups of their own for experts",
+                found=f"a group of {len(names)} parameters",
+                fix="use deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer",
+            )
+        return next(iter(found))
 
     def _spec_of(self, param: Any) -> ParamSpec:
         return self._spec(self.names[param], _shape(param), param, "trainable")
@@ -210,7 +257,7 @@ class OwnStage:
         declaration."""
         dtype = dtype_name(tensor.dtype)
         if self.model is None or kind == "buffer":
-            return ParamSpec(name, local, dtype, kind)
+            return ParamSpec(name, local, dtype, kind, expert=self._expert_of(name))
         declared = self.model.find(name)
         share = declared.layout.local_shape(name, declared.shape, self.mesh.shares())
         if share != local:
@@ -233,7 +280,21 @@ class OwnStage:
                     found=found,
                     fix=f"check {self.model.family.source}",
                 )
-        return declared.spec(name, dtype, kind)
+        return replace(declared.spec(name, dtype, kind), expert=self._expert_of(name))
+
+    def _expert_of(self, name: str) -> tuple[int, int] | None:
+        """Number and count of the expert that a parameter belongs to."""
+        part = expert_name(name)
+        return (part.number, self._expert_counts[part.layer]) if part else None
+
+    @cached_property
+    def _expert_counts(self) -> dict[str, int]:
+        """Experts of each layer, by its canonical name."""
+        local = counts_of(map(self._pipe_name, self.engine.param_names.values()))
+        return {layer: count * self.mesh.ep for layer, count in local.items()}
+
+    def _pipe_name(self, name: str) -> str:
+        return self.pipe.find(name) if self.pipe else name
 
 
 def _shape(param: Any) -> tuple[int, ...]:
@@ -241,11 +302,11 @@ def _shape(param: Any) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def _value_buffer(name: str, value: LiveValue) -> FlatBuffer:
+def _value_buffer(name: str, value: LiveValue, axes: tuple[str, ...]) -> FlatBuffer:
     size = int(torch.Size(value.shape).numel())
     states = ((VALUE, dtype_name(value.tensor.dtype)),)
     if not value.split:
-        return alone(name, size, states)
+        return alone(name, size, states, axes=axes)
     length = -(-size // value.partitions)
     return FlatBuffer((Member(name, 0, size),), length, value.partitions, "each", states)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.paths import optimizer_name
 from megatron_ucp.formats.deepspeed.plain_values import number
@@ -20,14 +21,18 @@ class RankCounts:
     partitions: int
     stages: int
     tp: int
+    ep: int = 1
+    etp: int = 1
 
     @property
     def mesh(self) -> Mesh:
         """The mesh without its ZeRO stage."""
-        return Mesh(tp=self.tp, pp=self.stages, dp=self.dp)
+        return Mesh(tp=self.tp, pp=self.stages, dp=self.dp, ep=self.ep, etp=self.etp)
 
 
-def count_ranks(folder: TagFolder, model_name: str, pipeline: bool) -> RankCounts:
+def count_ranks(
+    folder: TagFolder, model_name: str, pipeline: bool, experts: ExpertFiles
+) -> RankCounts:
     """As the model file says, and as many files must be there. Raises NotFoundError for one that is
     missing, ForeignFileError for one too many, DamagedFileError for what is no number of ranks."""
     meta: Mapping[str, Any] = folder.tree(model_name)
@@ -35,7 +40,17 @@ def count_ranks(folder: TagFolder, model_name: str, pipeline: bool) -> RankCount
     dp, ranks = (_count(meta, key, file) for key in ("dp_world_size", "mp_world_size"))
     partitions = _partitions(folder, dp, ranks)
     stages, tp = _degrees(folder, meta, ranks, file, pipeline)
-    return RankCounts(dp, partitions, stages, tp)
+    return RankCounts(dp, partitions, stages, tp, *_of_experts(folder, meta, file, tp, experts))
+
+
+def _of_experts(
+    folder: TagFolder, meta: Mapping[str, Any], file: str, tp: int, experts: ExpertFiles
+) -> tuple[int, int]:
+    """Expert-parallel and expert-tensor-parallel ranks. DeepSpeed's own layers have one share or
+    one copy of an expert on each tensor-parallel rank."""
+    if folder.recorded is not None:
+        return folder.recorded.mesh.ep, folder.recorded.mesh.etp
+    return (experts.ranks(meta, file), tp) if folder.names.experts else (1, 1)
 
 
 def _count(meta: Mapping[str, Any], key: str, file: str) -> int:

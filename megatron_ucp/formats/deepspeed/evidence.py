@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Coords
 from megatron_ucp.errors import ForeignFileError
 
 
@@ -23,12 +24,12 @@ def difference(ours: object, theirs: object) -> dict[str, str]:
     return {"expected": repr(ours)[:200], "found": repr(theirs)[:200]}
 
 
-def group_order(manifest: Manifest, stage: int = 0) -> list[list[str]] | None:
-    """Names of each parameter group of a stage, in the optimizer's order; None where the files say
-    it themselves."""
+def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
+    """Names of each parameter group at a place (see `Mesh.holding`), in the optimizer's order; None
+    where the files say it themselves."""
     if manifest.engine != "zero0":
         return None
-    here = [b for b in manifest.buffers if b.stepped and b.stage == stage]
+    here = [b for b in manifest.buffers if b.stepped and b.is_held_at(at)]
     numbers = sorted({m.group for b in here for m in b.members if m.group is not None})
     if manifest.mesh.pp == 1:
         numbers = list(range(len(manifest.groups)))
@@ -44,7 +45,9 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
         groups[1] = groups[0]
     pairs: dict[str, Any] = {
         "engine": (recorded.engine, derived.engine),
-        "mesh": tuple((m.mesh.tp, m.mesh.pp, m.mesh.partitions) for m in both),
+        "mesh": tuple(
+            (m.mesh.tp, m.mesh.pp, m.mesh.partitions, m.mesh.ep, m.mesh.etp) for m in both
+        ),
         "scalars": tuple(_scalars(m.buffers[:count]) for m in both),
         "optimizer buffers": tuple(m.buffers[:count] for m in both),
         # files say which layer holds a value, not which stage

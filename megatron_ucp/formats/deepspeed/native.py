@@ -5,9 +5,10 @@ adds layouts and the order of parameters that stage 0 does not store, and every 
 with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
+from megatron_ucp.core.mesh import EXPERTS, Coord, Coords, stage_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.stages import Stage, check_replicas, join
@@ -32,6 +34,14 @@ from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.counts import count_ranks
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
+from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
+from megatron_ucp.formats.deepspeed.experts import (
+    LocalExperts,
+    Spread,
+    counts_of,
+    etp_of,
+    expert_name,
+)
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
@@ -41,7 +51,12 @@ from megatron_ucp.formats.deepspeed.optimizer_files import (
     PlainFile,
     reader_for,
 )
-from megatron_ucp.formats.deepspeed.paths import is_universal, tag_folder, tp_of
+from megatron_ucp.formats.deepspeed.paths import (
+    expert_optimizer_name,
+    is_universal,
+    tag_folder,
+    tp_of,
+)
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
@@ -103,7 +118,11 @@ class NativeCheckpoint(TagFolder):
         self.main_file = self.full_path(self.model_name)
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
         self.pipeline = bool(self.names.layers) or self.meta.get("module", {}) is None
-        self.counts = count_ranks(self, self.model_name, self.pipeline)
+        self._experts = ExpertFiles(self)
+        self.counts = count_ranks(self, self.model_name, self.pipeline, self._experts)
+        self.mesh = self.counts.mesh
+        self.spread = Spread.on(self.mesh, self.counts.partitions)
+        self.places = self.mesh.holding()
         if recorded is not None:
             self._specs, self._names = recorded.by_name, recorded.names
         elif not self._names and self.pipeline and self._rules is not None and self._rules.pipeline:
@@ -112,14 +131,28 @@ class NativeCheckpoint(TagFolder):
         self.declared = self._layout_source()
         self._formats: list[OptimizerFile] = []
         self.stages = self._stages(order, positions_too)
-        joined = join([Stage((), found.buffers, found.groups) for found in self.stages])
-        self.contents = replace(
+        self.contents = self._joined()
+        self.manifest: Manifest = self._with_evidence(self._derived(), recorded)
+
+    def _joined(self) -> Contents:
+        """The optimizers of all places as one."""
+        joined = join(
+            [
+                Stage((), found.buffers, found.groups, at=at)
+                for at, found in zip(self.places, self.stages, strict=True)
+            ]
+        )
+        indices = {
+            number: index
+            for numbers, found in zip(joined.numbers, self.stages, strict=True)
+            for number, index in zip(numbers, found.indices, strict=True)
+        }
+        return replace(
             self.stages[0],
             buffers=joined.buffers,
             groups=joined.groups,
-            indices=tuple(index for found in self.stages for index in found.indices),
+            indices=tuple(indices[number] for number in range(len(joined.buffers))),
         )
-        self.manifest: Manifest = self._with_evidence(self._derived(), recorded)
 
     def _layout_source(self) -> LayoutSource:
         """Raises UnsupportedError where nothing says how tensor-parallel parameters are cut."""
@@ -161,6 +194,13 @@ class NativeCheckpoint(TagFolder):
         return replace(recorded, groups=groups)
 
     def _weights(self) -> Weights:
+        beside = self._weights_of_all()
+        if not self.names.experts:
+            return beside
+        return WithExperts(beside, self._experts, self.mesh, beside.name_of)
+
+    def _weights_of_all(self) -> Weights:
+        """Without the experts that lie in files of their own."""
         tp = self.counts.tp
         if not self.pipeline:
             return WholeModel(self, {rank: self.model_of(rank) for rank in range(tp)})
@@ -175,20 +215,21 @@ class NativeCheckpoint(TagFolder):
         return LayerFiles(self, PipeNames(self._names), tp)
 
     def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
-        """The optimizer of every stage, as the files of its first tensor-parallel rank say. Each
-        numbers from 0."""
+        """The optimizer of every place (see `Mesh.holding`), as the files of its first rank say.
+        Each numbers from 0."""
         recorded, out, orders = self.recorded, list[Contents](), orders_of(self, order)
-        for stage in range(self.counts.stages):
-            mp = stage * self.counts.tp
-            wanted = orders[stage] if recorded is None else group_order(recorded, stage)
-            tree, file = self.optimizer_of(mp)
+        for at in self.places:
+            wanted = orders[stage_of(at)] if recorded is None else group_order(recorded, at)
+            rank = self.mesh.rank_of(at, 0)
+            tree, name = self._optimizer_of_rank(rank)
+            file = self.full_path(name)
             unnamed = not self.names.optimizer and wanted is None and positions_too
             if tree is None or unnamed:
                 self._formats.append(PlainFile())
                 out.append(Contents("none", (), (), {}, ()))
             else:
                 self._formats.append(reader_for(tree, file))
-                out.append(self.read_contents(tree, file, wanted, mp))
+                out.append(self.read_contents(tree, file, wanted, rank))
             if out[0].engine != out[-1].engine:
                 raise ForeignFileError(
                     "the stages of the pipeline have different kinds of optimizers",
@@ -203,13 +244,46 @@ class NativeCheckpoint(TagFolder):
         """The model file of each stage's first tensor-parallel rank."""
         return [self.model_of(stage * self.counts.tp) for stage in range(self.counts.stages)]
 
+    def file_place(self, rank: int) -> tuple[int, int]:
+        """(partition, model-parallel rank) in the names of a rank's files."""
+        at = self.mesh.coord(rank)
+        return self.mesh.partition_group(rank).index(rank), at.pp * self.mesh.tp + at.tp
+
+    def rank_of_file(self, part: int, mp: int) -> int:
+        """The rank whose files have a partition and a model-parallel rank in their names."""
+        stage, tp = divmod(mp, self.mesh.tp)
+        return self.mesh.partition_group(self.mesh.rank(Coord(tp=tp, pp=stage)))[part]
+
+    def _optimizer_of_rank(self, rank: int, of_experts: bool = True) -> tuple[Any, str]:
+        """The optimizer's state dict of a rank, and its file; at stage 0 of one like it."""
+        part, mp = self.file_place(rank)
+        if self.names.optimizer:
+            return self.optimizer_tree(part, mp), self.names.optimizer[part, mp]
+        name = self.model_of(mp)
+        tree = self.tree(name).get("optimizer")
+        if not self.names.expert_optimizer or (tree is not None and not of_experts):
+            return tree, name
+        name = self._expert_optimizer(rank)
+        return self.tree(name).get("optimizer"), name
+
+    def _expert_optimizer(self, rank: int) -> str:
+        """The file of stage 0 with the states of a rank's experts. Raises NotFoundError."""
+        ep, etp = self.mesh.expert_place(rank)
+        place = ep, self.mesh.coord(rank).pp * self.mesh.etp + etp
+        if place not in self.names.expert_optimizer:
+            raise NotFoundError(
+                "the optimizer file of an expert-parallel rank is missing",
+                file=self.folder / expert_optimizer_name(*place),
+                expected=f"expert-parallel rank {place[0]}, model-parallel rank {place[1]}",
+                found="no such file",
+                fix="restore it, or load another tag",
+            )
+        return self.names.expert_optimizer[place]
+
     def optimizer_of(self, mp: int) -> tuple[Any, str]:
-        """The optimizer's state dict of a model-parallel rank (of its first partition), and its
-        file."""
-        if not self.names.optimizer:
-            name = self.model_of(mp)
-            return self.tree(name).get("optimizer"), self.full_path(name)
-        return self.optimizer_tree(0, mp), self.full_path(self.names.optimizer[0, mp])
+        """The optimizer's state dict of the first rank of a model-parallel one, and its file."""
+        tree, name = self._optimizer_of_rank(self.rank_of_file(0, mp))
+        return tree, self.full_path(name)
 
     def optimizer_tree(self, part: int, mp: int = 0) -> Any:
         """The optimizer state dict of one partition's file."""
@@ -224,40 +298,38 @@ class NativeCheckpoint(TagFolder):
             )
         return cast("Any", tree)
 
-    def read_contents(self, tree: Any, file: str, order: Order | None, mp: int = 0) -> Contents:
-        """One optimizer file of the model-parallel rank `mp`, with canonical names."""
-        reader = self._formats[mp // self.counts.tp]
+    def place_of_rank(self, rank: int) -> int:
+        """The number of a rank's place among `places`."""
+        return self.places.index(self.mesh.at(rank, [axis for axis, _ in self.places[0]]))
+
+    def read_contents(self, tree: Any, file: str, order: Order | None, rank: int = 0) -> Contents:
+        """One optimizer file of a rank, with canonical names."""
+        reader = self._formats[self.place_of_rank(rank)]
         try:
-            named = self._flattened(tree, file, order, mp)
+            named = self._flattened(tree, file, order, rank)
             return reader.contents(
-                tree, named, self.counts.partitions, file, lambda ref: self.scalar(file, ref)
+                tree, named, self.spread, file, lambda ref: self.scalar(file, ref)
             )
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
 
     def _flattened(
-        self, tree: Any, file: str, order: Order | None, mp: int
+        self, tree: Any, file: str, order: Order | None, rank: int
     ) -> list[dict[str, Ints]]:
         """Names and rank-local shapes of each group's parameters in the order in which they are
         flattened."""
+        _, mp = self.file_place(rank)
         model = self.model_of(mp)
         shapes = shapes_by_group(self.tree(model))
         if self.names.optimizer and isinstance(shapes, list):
-            return [
-                {self.weights.name_of(name, model): shape for name, shape in named.items()}
-                for named in shapes
-            ]
+            name_of = self._names_at(rank, model)
+            return [{name_of(name): shape for name, shape in named.items()} for named in shapes]
         if self.names.optimizer and "param_slice_mappings" in tree:
             # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in
             # order
+            name_of = self._names_at(rank, model)
             order = [
-                list(
-                    dict.fromkeys(
-                        self.weights.name_of(name, model)
-                        for part in range(self.counts.partitions)
-                        for name in self.optimizer_tree(part, mp)["param_slice_mappings"][group]
-                    )
-                )
+                list(dict.fromkeys(name_of(name) for name in self._slices(rank, group)))
                 for group in range(len(tree["param_slice_mappings"]))
             ]
         elif self.names.optimizer:
@@ -277,6 +349,21 @@ class NativeCheckpoint(TagFolder):
             )
         module = self.weights.module(mp % self.counts.tp)
         return [{name: self.shape_of(module, name) for name in names} for names in order]
+
+    def _names_at(self, rank: int, file: str) -> Callable[[str], str]:
+        """The canonical name of what the module of a rank calls a parameter."""
+        ep, _ = self.mesh.expert_place(rank)
+        local = self._experts.local(self.mesh, ep) if self.mesh.ep > 1 else LocalExperts({})
+        return lambda name: self.weights.name_of(local.whole_name(name), file)
+
+    def _slices(self, rank: int, group: int) -> Iterator[str]:
+        """What the optimizer files of all partitions of a rank's buffer of a group name, in
+        order; of experts only the rank's own."""
+        own = self.mesh.expert_place(rank)
+        for other in self.mesh.partition_group(rank):
+            held = self.optimizer_tree(*self.file_place(other))["param_slice_mappings"][group]
+            alike = self.mesh.expert_place(other) == own
+            yield from (name for name in held if alike or not self.spread.is_apart(name))
 
     def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
@@ -341,9 +428,10 @@ class NativeCheckpoint(TagFolder):
     def _flat_shapes(self) -> dict[str, Ints]:
         """Rank-local shapes of what is flattened, as the model files of all stages say."""
         out: dict[str, Ints] = {}
-        for file in self.first_of_stages:
+        for stage, file in enumerate(self.first_of_stages):
+            name_of = self._names_at(self.rank_of_file(0, stage * self.counts.tp), file)
             for named in shapes_by_group(self.tree(file)) or []:
-                out |= {self.weights.name_of(name, file): shape for name, shape in named.items()}
+                out |= {name_of(name): shape for name, shape in named.items()}
         return out
 
     def _values(
@@ -373,10 +461,12 @@ class NativeCheckpoint(TagFolder):
         """The parameter with the declared layout, whose share of one rank must have the shape in
         the file."""
         declared = self.declared.find(name, local, kind)
-        # at tp=1 another shape is an error of the comparison with the target
-        other = self.counts.tp == 1 and (declared is None or declared.shape != local)
+        expert = self._expert_of(name)
+        # where nothing cuts it another shape is an error of the comparison with the target
+        cut = self.mesh.cut_of_dense if expert is None else self.mesh.cut_of_experts
+        other = cut == 1 and (declared is None or declared.shape != local)
         if other or (declared is None and kind == "buffer"):
-            return ParamSpec(name, local, dtype, kind)
+            return ParamSpec(name, local, dtype, kind, expert=expert)
         if declared is None:
             raise RuleError(
                 "a tensor-parallel parameter of the checkpoint is not declared",
@@ -396,7 +486,16 @@ class NativeCheckpoint(TagFolder):
                 found=local,
                 expected=f"{share} of {declared.shape} at tp={self.counts.tp}",
             )
-        return replace(declared, dtype=dtype, kind=kind)
+        return replace(declared, dtype=dtype, kind=kind, expert=expert)
+
+    def _expert_of(self, name: str) -> tuple[int, int] | None:
+        """Number and count of the expert that a parameter belongs to."""
+        part = expert_name(name)
+        return (part.number, self._expert_counts[part.layer]) if part else None
+
+    @cached_property
+    def _expert_counts(self) -> dict[str, int]:
+        return counts_of(self.weights.module())
 
     def _zero_stage(self, found: Contents) -> int:
         if found.engine == "zero12":
@@ -465,21 +564,25 @@ class NativeCheckpoint(TagFolder):
     def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
         """The tensor of a slot as its file has it, and the name of the file."""
         param = buffer.members[0].param if buffer.members else ""
-        tp = tp_of(slot.cut)
-        if slot.state == VALUE:
-            if buffer.rule == "each":
-                return self._fragment(param, slot.part, tp), self.model_of(tp, slot.part)
-            return self.weights.module(tp).get(param), self.weights.file_of(param, tp)
-        reader = self._formats[buffer.stage]
-        mp = buffer.stage * self.counts.tp + tp
-        index = self.contents.indices[slot.buffer]
-        if self.names.optimizer:
-            tree, file = self.optimizer_tree(slot.part, mp), self.names.optimizer[slot.part, mp]
-        elif slot.state == MASTER and isinstance(reader, PlainFile):
-            return self.weights.module(tp).get(param), self.weights.file_of(param, tp)
-        else:
-            tree, file = self.tree(self.model_of(mp))["optimizer"], self.model_of(mp)
-        return reader.element(tree, index, slot.state), file
+        if slot.state == VALUE and buffer.rule == "each":
+            tp = tp_of(slot.cut)
+            return self._fragment(param, slot.part, tp), self.model_of(tp, slot.part)
+        rank = self.mesh.rank_of((*buffer.at, *slot.cut), slot.part)
+        reader = self._formats[self.place_of_rank(rank)]
+        plain = isinstance(reader, PlainFile) and not self.names.optimizer
+        if slot.state == VALUE or (slot.state == MASTER and plain):
+            return self.weight(param, slot.cut)
+        of_experts = not EXPERTS.isdisjoint(buffer.axes)
+        tree, file = self._optimizer_of_rank(rank, of_experts)
+        return reader.element(tree, self.contents.indices[slot.buffer], slot.state), file
+
+    def weight(self, name: str, cut: Coords) -> tuple[Any, str]:
+        """The weight of a parameter at a place along the axes that cut it, and its file."""
+        etp, weights = etp_of(cut), self.weights
+        if etp is not None and isinstance(weights, WithExperts):
+            return weights.experts(etp).get(name, (None, self.model_name))
+        tp = tp_of(cut)
+        return weights.module(tp).get(name), weights.file_of(name, tp)
 
 
 class NativeFormat:

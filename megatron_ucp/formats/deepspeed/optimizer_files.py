@@ -23,6 +23,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.deepspeed import formulas, plain_values
+from megatron_ucp.formats.deepspeed.experts import Spread
 from megatron_ucp.formats.deepspeed.plain_values import (
     SCALER,
     Scalar,
@@ -62,7 +63,7 @@ class OptimizerFile(Protocol):
         self,
         tree: Tree,
         shapes: Sequence[Mapping[str, Ints]],
-        partitions: int,
+        spread: Spread,
         file: str,
         scalar: Scalar,
     ) -> Contents: ...
@@ -186,17 +187,17 @@ def _listed(tree: Tree, key: str, file: str) -> list[Any]:
     return value
 
 
-def _count(tree: Tree, partitions: int, file: str) -> None:
-    """Raises ForeignFileError unless the file was written by as many partitions as there are
+def _count(tree: Tree, partitions: Sequence[int], file: str) -> None:
+    """Raises ForeignFileError unless each group was written by as many partitions as there are
     files."""
-    value = tree.get("partition_count", partitions)
-    counts = value if isinstance(value, list) else [value]
-    if any(count != partitions for count in counts):
+    value = tree.get("partition_count", list(partitions))
+    counts = value if isinstance(value, list) else [value] * len(partitions)
+    if counts != list(partitions):
         raise ForeignFileError(
             "the partition count differs from the number of optimizer files",
             file=file,
             expected=f"{counts} files",
-            found=f"{partitions} files",
+            found=f"{list(partitions)} files",
             fix="put all optimizer files of one save, and no others, into the folder",
         )
 
@@ -208,13 +209,14 @@ class Zero12File:
         self,
         tree: Tree,
         shapes: Sequence[Mapping[str, Ints]],
-        partitions: int,
+        spread: Spread,
         file: str,
         scalar: Scalar,
     ) -> Contents:
         masters = _listed(tree, "single_partition_of_fp32_groups", file)
-        _count(tree, partitions, file)
+        first = [next(iter(named), "") for named in shapes]
         _check_groups(masters, shapes, "groups", file)
+        _count(tree, [spread.partitions(name) for name in first], file)
         base = _required(tree, "base_optimizer_state", file)
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
@@ -227,6 +229,7 @@ class Zero12File:
             if "base_optimizer_state_step" in tree:
                 kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
             group = index if elastic else _group_of(index, groups)
+            partitions = spread.partitions(first[index])
             buffers.append(
                 FlatBuffer(
                     _members(named, starts, group, kept),
@@ -234,6 +237,7 @@ class Zero12File:
                     partitions,
                     "whole",
                     ((MASTER, masters[index].storage.dtype), *element),
+                    axes=spread.axes(first[index]),
                 )
             )
         return Contents(
@@ -258,12 +262,13 @@ class Zero3File:
         self,
         tree: Tree,
         shapes: Sequence[Mapping[str, Ints]],
-        partitions: int,
+        spread: Spread,
         file: str,
         scalar: Scalar,
     ) -> Contents:
         masters = _listed(tree, "fp32_flat_groups", file)
-        _count(tree, partitions, file)
+        partitions = spread.dense
+        _count(tree, [partitions], file)
         _check_groups(masters, shapes, "sub-groups", file)
         base = _required(tree, "optimizer_state_dict", file)
         groups = base.get("param_groups", [])
@@ -312,7 +317,7 @@ class _Unpartitioned:
         self,
         tree: Tree,
         shapes: Sequence[Mapping[str, Ints]],
-        partitions: int,
+        spread: Spread,
         file: str,
         scalar: Scalar,
     ) -> Contents:
@@ -328,7 +333,8 @@ class _Unpartitioned:
                 _check_shapes(refs, name, shape, file)
                 dtype = masters[index].storage.dtype if masters else "float32"
                 states = ((MASTER, dtype), *element)
-                buffers.append(flat.alone(name, math.prod(shape), states, number, kept))
+                size, axes = math.prod(shape), spread.axes(name)
+                buffers.append(flat.alone(name, size, states, number, kept, axes=axes))
         return Contents(
             self.engine,
             tuple(buffers),
@@ -380,7 +386,7 @@ class FusedFlatFile:
         self,
         tree: Tree,
         shapes: Sequence[Mapping[str, Ints]],
-        partitions: int,
+        spread: Spread,
         file: str,
         scalar: Scalar,
     ) -> Contents:
@@ -400,7 +406,8 @@ class FusedFlatFile:
             group = _group_of(index, base["param_groups"])
             states = ((MASTER, masters[index].storage.dtype), *element)
             members = _members(named, starts, group, kept)
-            buffers.append(FlatBuffer(members, used, 1, "whole", states))
+            axes = spread.axes(next(iter(named), ""))
+            buffers.append(FlatBuffer(members, used, 1, "whole", states, axes=axes))
         return Contents(
             "zero0",
             tuple(buffers),

@@ -14,12 +14,15 @@ MODEL_PARTITION = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_mode
 OPTIMIZER = re.compile(
     r"(?P<pre>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
+EXPERT = re.compile(
+    r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"
+)
+EXPERT_OPTIMIZER = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 LAYER = re.compile(r"layer_(?P<layer>\d+)(-model_(?P<tp>\d+))?-model_states\.pt")
 REFUSED_FILES = {
     r"layer_\d+-(?!(model_\d+-)?model_states\.pt).*model_states\.pt": "layer files of a pipeline "
     "with other axes",
-    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of DeepSpeed-MoE",
-    r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt": "expert optimizer files of DeepSpeed-MoE",
+    r"expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of an old DeepSpeed-MoE",
     r"offloaded_tensors": "tensors that were offloaded to NVMe",
 }
 _MAX_NAME_CHARS = 255
@@ -47,20 +50,39 @@ def model_name(mp: int, part: int | None = None) -> str:
     return f"{prefix}mp_rank_{mp:02d}_model_states.pt"
 
 
+def expert_name(layer: int, expert: int, mp: int) -> str:
+    """The file of one expert: of the layer-th mixture of its stage, at a model-parallel rank."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def expert_optimizer_name(ep: int, mp: int) -> str:
+    """The optimizer file of an expert-parallel rank at stage 0."""
+    return f"expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt"
+
+
 @dataclass(frozen=True)
 class TagFiles:
     """The state files of one tag folder, by (partition, model-parallel rank); partition is None for
-    unpartitioned. `layers` are a pipeline's, by (position, tensor-parallel rank)."""
+    unpartitioned. `layers` are a pipeline's, by (position, tensor-parallel rank); `experts` by
+    (mixture of the stage, expert, model-parallel rank), `expert_optimizer` by (expert-parallel
+    rank, model-parallel rank)."""
 
     folder: Path
     model: Mapping[tuple[int | None, int], str]
     optimizer: Mapping[tuple[int, int], str]
     prefixes: tuple[str, ...] = field(default=())
     layers: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    experts: Mapping[tuple[int, int, int], str] = field(
+        default_factory=dict[tuple[int, int, int], str]
+    )
+    expert_optimizer: Mapping[tuple[int, int], str] = field(
+        default_factory=dict[tuple[int, int], str]
+    )
 
     @property
     def names(self) -> list[str]:
-        return sorted([*self.model.values(), *self.optimizer.values(), *self.layers.values()])
+        kinds = (self.model, self.optimizer, self.layers, self.experts, self.expert_optimizer)
+        return sorted(name for kind in kinds for name in kind.values())
 
 
 def tag_folder(path: str | Path, tag: str | None = None) -> Path:
@@ -188,6 +210,8 @@ def scan(folder: Path) -> TagFiles:
     model: dict[tuple[int | None, int], str] = {}
     optimizer: dict[tuple[int, int], str] = {}
     layers: dict[tuple[int, int], str] = {}
+    experts: dict[tuple[int, int, int], str] = {}
+    expert_optimizer: dict[tuple[int, int], str] = {}
     prefixes: set[str] = set()
     for name in sorted(p.name for p in folder.iterdir()):
         for pattern, what in REFUSED_FILES.items():
@@ -201,6 +225,10 @@ def scan(folder: Path) -> TagFiles:
             model[None, int(found["mp"])] = name
         elif found := MODEL_PARTITION.fullmatch(name):
             model[int(found["dp"]), int(found["mp"])] = name
+        elif found := EXPERT.fullmatch(name):
+            experts[int(found["layer"]), int(found["expert"]), int(found["mp"])] = name
+        elif found := EXPERT_OPTIMIZER.fullmatch(name):
+            expert_optimizer[int(found["ep"]), int(found["mp"])] = name
         elif found := LAYER.fullmatch(name):
             place = int(found["layer"]), int(found["tp"] or 0)
             if layers.setdefault(place, name) != name:
@@ -221,4 +249,5 @@ def scan(folder: Path) -> TagFiles:
             found="no such file",
             fix="load another tag",
         )
-    return TagFiles(folder, model, optimizer, tuple(sorted(prefixes)), layers)
+    kept = tuple(sorted(prefixes))
+    return TagFiles(folder, model, optimizer, kept, layers, experts, expert_optimizer)

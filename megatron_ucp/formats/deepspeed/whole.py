@@ -7,10 +7,10 @@ from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError
-from megatron_ucp.formats.base import ByteFile, Record
+from megatron_ucp.formats.base import ByteFile, Order, Record
 from megatron_ucp.formats.deepspeed.evidence import difference
+from megatron_ucp.formats.deepspeed.experts import expert_place
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
@@ -25,21 +25,39 @@ def check_file(checkpoint: "NativeCheckpoint", name: str, stale: bool = False) -
     or mesh. `stale` lets masters differ from the weights in the model file."""
     if name in checkpoint.names.optimizer.values():
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
-        _check_optimizer_file(checkpoint, name, part, mp)
+        rank = checkpoint.rank_of_file(part, mp)
+        _check_optimizer_file(checkpoint, name, checkpoint.optimizer_tree(part, mp), rank)
         if not stale and checkpoint.contents.engine in ("zero12", "bf16"):
-            _check_weights(checkpoint, part, mp)
+            _check_weights(checkpoint, rank)
+    elif name in checkpoint.names.expert_optimizer.values():
+        _check_expert_optimizer(checkpoint, name)
     elif name in checkpoint.names.model.values():
         _check_model_file(checkpoint, name)
     else:
         checkpoint.file(name)
-        if name in checkpoint.names.layers.values():
+        if name in {*checkpoint.names.layers.values(), *checkpoint.names.experts.values()}:
             checkpoint.weights.check(name)
 
 
-def _check_optimizer_file(checkpoint: "NativeCheckpoint", name: str, part: int, mp: int) -> None:
+def _check_expert_optimizer(checkpoint: "NativeCheckpoint", name: str) -> None:
+    """One of stage 0 against the first one of its expert-parallel rank."""
+    (ep, mp), *_ = (at for at, n in checkpoint.names.expert_optimizer.items() if n == name)
+    stage, etp = divmod(mp, checkpoint.mesh.etp)
+    rank = checkpoint.mesh.rank_of(expert_place(stage, ep, etp), 0)
+    at = checkpoint.place_of_rank(rank)
+    order = [
+        [m.param for b in checkpoint.stages[at].buffers for m in b.members if m.group == group]
+        for group in range(len(checkpoint.stages[at].groups))
+    ]
+    _check_optimizer_file(checkpoint, name, checkpoint.tree(name).get("optimizer"), rank, order)
+
+
+def _check_optimizer_file(
+    checkpoint: "NativeCheckpoint", name: str, tree: Any, rank: int, order: Order | None = None
+) -> None:
     file = checkpoint.full_path(name)
-    found = checkpoint.read_contents(checkpoint.optimizer_tree(part, mp), file, None, mp)
-    first = checkpoint.stages[mp // checkpoint.counts.tp]
+    found = checkpoint.read_contents(tree, file, order, rank)
+    first = checkpoint.stages[checkpoint.place_of_rank(rank)]
     for what in ("engine", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
         if ours != theirs:
@@ -68,18 +86,16 @@ def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> None:
             )
 
 
-def _check_weights(checkpoint: "NativeCheckpoint", part: int, mp: int) -> None:
+def _check_weights(checkpoint: "NativeCheckpoint", rank: int) -> None:
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run."""
     import torch  # inspecting a checkpoint must not need it
 
-    tp = mp % checkpoint.counts.tp
-    for index, fragment, name, weight in _sampled(checkpoint, part, mp):
-        where = checkpoint.where(Slot(index, at_tp(tp), part, MASTER))
+    for slot, fragment, name, weight, beside in _sampled(checkpoint, rank):
+        where = checkpoint.where(slot)
         middle = (fragment.high - fragment.low) // 2
         first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
         ours = _element(where.file, where.record, where.dtype, first + middle)
-        beside = checkpoint.weights.file_of(name, tp)
         model = checkpoint.file(beside)
         at = weight.offset_elems + fragment.low + middle
         theirs = _element(model, model.record(weight.storage), weight.storage.dtype, at)
@@ -96,25 +112,25 @@ def _check_weights(checkpoint: "NativeCheckpoint", part: int, mp: int) -> None:
 
 
 def _sampled(
-    checkpoint: "NativeCheckpoint", part: int, mp: int
-) -> Iterator[tuple[int, Fragment, str, TensorRef]]:
-    """Some fragments of a partition whose weights are in a file beside it: number of the buffer,
-    fragment, name, weight."""
-    stage, tp = divmod(mp, checkpoint.counts.tp)
-    manifest, module = checkpoint.manifest, checkpoint.weights.module(tp)
-    for index, buffer in enumerate(manifest.buffers):
-        if not buffer.stepped or buffer.stage != stage:
+    checkpoint: "NativeCheckpoint", rank: int
+) -> Iterator[tuple[Slot, Fragment, str, TensorRef, str]]:
+    """Some fragments of a rank's partitions whose weights are in a file beside them: slot of the
+    masters, fragment, name, weight, file of the weight."""
+    manifest = checkpoint.manifest
+    for index, cut, part in manifest.parts_of(rank):
+        buffer = manifest.buffers[index]
+        if not buffer.stepped:
             continue
         fragments = list(buffer.fragments(part))
         for fragment in fragments[:: max(1, len(fragments) // SAMPLES)]:
             name = buffer.members[fragment.member].param
-            weight = module.get(name)
+            weight, beside = checkpoint.weight(name, cut)
             # Of a tied parameter only the first stage's copy is in a layer file, and the others
             # need not be equal: what a stage has of a tied module without using it stays as it was
             # initialised.
             first = manifest.holders[name][0][0] == index
             if first and isinstance(weight, TensorRef) and weight.is_contiguous:
-                yield index, fragment, name, weight
+                yield Slot(index, cut, part, MASTER), fragment, name, weight, beside
 
 
 def _element(file: ByteFile, record: Record, dtype: str, index: int) -> Any:

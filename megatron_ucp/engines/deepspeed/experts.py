@@ -1,0 +1,63 @@
+"""Where a live engine's experts lie: which ranks hold other experts, and which hold copies."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.deepspeed.experts import is_expert
+
+
+def with_experts(engine: Any, mesh: Mesh) -> Mesh:
+    """The mesh of an engine with the axes of its experts, as the groups say with which DeepSpeed
+    reduces their gradients. Experts without such groups are parameters like all others.
+
+    Raises UnsupportedError for groups that no mesh has.
+    """
+    from deepspeed.moe.utils import is_moe_param
+
+    groups = {param.group_name for param in engine.module.parameters() if is_moe_param(param)}
+    if not groups:
+        ordinary = any(is_expert(name) for name in engine.param_names.values())
+        return mesh.with_experts(1, mesh.cut_of_dense) if ordinary else mesh
+    if len(groups) > 1:
+        raise UnsupportedError(
+            "the layers' experts are divided among different numbers of ranks",
+            expected="one expert-parallel size for all layers",
+            found=", ".join(sorted(groups)),
+        )
+    (name,) = groups
+    parallel, copies = _ranks(name)
+    found = mesh.with_experts(len(parallel), mesh.world // (mesh.pp * len(parallel) * len(copies)))
+    _check(found, name, parallel, copies)
+    return found
+
+
+def _ranks(name: str) -> tuple[list[int], list[int]]:
+    """Ranks among which the experts are divided, and those that hold this rank's."""
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    return (
+        list(dist.get_process_group_ranks(groups._get_expert_parallel_group(name))),
+        list(dist.get_process_group_ranks(groups._get_expert_data_parallel_group(name))),
+    )
+
+
+def _check(mesh: Mesh, name: str, parallel: list[int], copies: list[int]) -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    want: Mapping[str, list[int]] = {
+        "expert-data-parallel": list(mesh.expert_data_group(rank)),
+        "expert-parallel": mesh.expert_parallel_group(rank),
+    }
+    for (what, ranks), found in zip(want.items(), (copies, parallel), strict=True):
+        if sorted(found) != ranks:
+            raise UnsupportedError(
+                f"the {what} groups of the experts are not those of a mesh",
+                expected=f"ranks {ranks} for {name}",
+                found=str(found),
+                fix="make the groups in the order of megatron-core: expert-tensor-parallel ranks "
+                "first, then expert-parallel ones, then copies",
+            )

@@ -1,0 +1,173 @@
+"""Expert files of a tag: one per expert of each mixture of a stage, at each model-parallel rank."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from megatron_ucp.core.manifest import Tie
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats.deepspeed.experts import (
+    LocalExperts,
+    counts_of,
+    expert_name,
+    is_expert,
+    ranks_of,
+)
+from megatron_ucp.formats.deepspeed.folder import TagFolder
+from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.weights import Weights
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+Held = dict[str, tuple[TensorRef, str]]  # name in the module -> tensor, name of its file
+
+
+class ExpertFiles:
+    """The experts of a tag folder under the names that the files have for them, in which an expert
+    has the number of the whole layer."""
+
+    def __init__(self, folder: TagFolder) -> None:
+        self._folder = folder
+        self._held: dict[int, Held] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files."""
+        return frozenset(self._folder.names.experts.values())
+
+    def of(self, mp: int) -> Held:
+        """The experts of a model-parallel rank. Raises ForeignFileError for one that two files
+        hold and that is not the same in both, DamagedFileError for what is no expert."""
+        if mp not in self._held:
+            out: Held = {}
+            for (_, number, rank), file in sorted(self._folder.names.experts.items()):
+                for name, ref in self._read(file, number).items() if rank == mp else ():
+                    if name in out:
+                        self._same(name, out[name], (ref, file))
+                    out[name] = ref, file
+            self._held[mp] = out
+        return self._held[mp]
+
+    def _read(self, file: str, number: int) -> dict[str, TensorRef]:
+        out: dict[str, TensorRef] = {}
+        for name, ref in self._folder.tree(file).items():
+            part = expert_name(name) if isinstance(name, str) else None
+            if part is None or not isinstance(ref, TensorRef) or part.number != number:
+                raise DamagedFileError(
+                    "an expert file holds something else",
+                    file=self._folder.full_path(file),
+                    expected=f"tensors of expert {number}",
+                    found=str(name)[:120],
+                )
+            out[name] = ref
+        return out
+
+    def _same(self, name: str, one: tuple[TensorRef, str], two: tuple[TensorRef, str]) -> None:
+        sums = [
+            (ref.shape, ref.storage.dtype, self._folder.file(file).record(ref.storage).crc32)
+            for ref, file in (one, two)
+        ]
+        if sums[0] != sums[1]:
+            raise ForeignFileError(
+                "an expert is held by two files, which differ",
+                file=self._folder.full_path(two[1]),
+                parameter=name,
+                expected=f"what {one[1]} holds",
+                found="other bytes",
+                fix="put the files of one save, and no others, into the folder",
+            )
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file."""
+        names = self._folder.names
+        told: dict[int, list[Any]] = {}
+        for (_, mp), file in names.model.items():
+            said = self._folder.tree(file).get("num_experts")
+            told[mp] = said if isinstance(said, list) else []
+        found: dict[tuple[int, int], set[int]] = {}
+        for layer, number, mp in names.experts:
+            found.setdefault((mp, layer), set()).add(number)
+        for (mp, layer), numbers in sorted(found.items()):
+            said = told.get(mp) or next((each for each in told.values() if each), [])
+            wanted = said[layer] if layer < len(said) else max(numbers) + 1
+            missing = sorted({*range(int(wanted))} - numbers)
+            if missing:
+                raise NotFoundError(
+                    "an expert file is missing",
+                    file=self._folder.folder
+                    / f"layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt",
+                    expected=f"experts 0 to {int(wanted) - 1}",
+                    found=f"{len(numbers)} of them",
+                    fix="restore it, or load another tag",
+                )
+        return counts_of(name for mp in {mp for _, _, mp in names.experts} for name in self.of(mp))
+
+    def ranks(self, meta: Mapping[str, Any], file: str) -> int:
+        """Expert-parallel ranks of the run that wrote the files, as they show it: by the optimizer
+        files of stage 0, or by the experts that the model file lists for one rank."""
+        if self._folder.names.expert_optimizer:
+            return 1 + max(ep for ep, _ in self._folder.names.expert_optimizer)
+        shapes = shapes_by_group(meta) or []
+        return ranks_of(counts_of(name for named in shapes for name in named), self.counts, file)
+
+    def local(self, mesh: Mesh, index: int) -> LocalExperts:
+        """What an expert-parallel rank has of them."""
+        counts = {layer: count // mesh.ep for layer, count in self.counts.items()}
+        return LocalExperts(counts, mesh.ep, index)
+
+
+class WithExperts:
+    """Weights whose experts lie in files of their own. `name_of` gives the canonical name of what a
+    file calls an expert."""
+
+    def __init__(
+        self, beside: Weights, files: ExpertFiles, mesh: Mesh, name_of: Callable[[str, str], str]
+    ) -> None:
+        self._beside, self._files, self._mesh, self._name_of = beside, files, mesh, name_of
+        self._held: dict[int, Held] = {}
+
+    def experts(self, etp: int) -> Held:
+        """Every expert's share at an expert-tensor-parallel rank, by canonical name."""
+        if etp not in self._held:
+            self._held[etp] = {
+                self._name_of(name, held[1]): held
+                for stage in range(self._mesh.pp)
+                for name, held in self._files.of(stage * self._mesh.etp + etp).items()
+            }
+        return self._held[etp]
+
+    def name_of(self, name: str, file: str) -> str:
+        return self._beside.name_of(name, file)
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        dense = self._beside.module(tp)
+        own = {name: ref for name, ref in dense.items() if not is_expert(name)}
+        return own | {name: ref for name, (ref, _) in self.experts(tp % self._mesh.etp).items()}
+
+    def file_of(self, name: str, tp: int = 0) -> str:
+        held = self.experts(tp % self._mesh.etp).get(name)
+        return held[1] if held else self._beside.file_of(name, tp)
+
+    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
+        return self._beside.ties(name for name in flat if not is_expert(name))
+
+    def stateless(self) -> dict[str, Any]:
+        return self._beside.stateless()
+
+    def check(self, file: str) -> None:
+        """Also an expert file with that of the first expert-tensor-parallel rank."""
+        first = self.experts(0)
+        for etp in range(self._mesh.etp):
+            for name, (ref, held_by) in self.experts(etp).items():
+                want = first.get(name, (None, ""))[0]
+                if held_by == file and (want is None or want.shape != ref.shape):
+                    raise ForeignFileError(
+                        "an expert file differs from that of the first expert-tensor-parallel rank",
+                        file=file,
+                        parameter=name,
+                        expected=want and want.shape,
+                        found=ref.shape,
+                    )
+        if file not in self._files.names:
+            self._beside.check(file)

@@ -1,0 +1,149 @@
+"""Experts in DeepSpeed's files and in live modules: a rank numbers its own from 0, files number
+those of the whole layer."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, EXPERT_RANK, Coords, Mesh, on_stage
+from megatron_ucp.errors import ModelMismatchError, UnsupportedError
+
+# One module per expert: megatron-core's SequentialMLP, DeepSpeed's own layer.
+_EXPERT = re.compile(
+    r"(?P<layer>.*\b(?:local_experts|deepspeed_experts))\.(?P<number>\d{1,6})\.(?P<rest>.+)"
+)
+
+
+@dataclass(frozen=True)
+class ExpertName:
+    """A parameter's name in parts: the layer's list of experts, the number, the name in the
+    expert."""
+
+    layer: str
+    number: int
+    rest: str
+
+    def at(self, number: int) -> str:
+        """The name of the same parameter of another expert."""
+        return f"{self.layer}.{number}.{self.rest}"
+
+
+def expert_name(name: str) -> ExpertName | None:
+    """A name in parts; None for what is no expert's."""
+    found = _EXPERT.fullmatch(name)
+    return ExpertName(found["layer"], int(found["number"]), found["rest"]) if found else None
+
+
+def is_expert(name: str) -> bool:
+    """Whether a name is that of an expert's parameter."""
+    return expert_name(name) is not None
+
+
+def counts_of(names: Iterable[str]) -> dict[str, int]:
+    """Layer's list of experts -> how many there are. Raises ModelMismatchError where numbers are
+    left out."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if (part := expert_name(name)) is not None:
+            found.setdefault(part.layer, set()).add(part.number)
+    for layer, numbers in found.items():
+        missing = sorted({*range(max(numbers))} - numbers)
+        if missing:
+            raise ModelMismatchError(
+                "an expert is missing",
+                parameter=f"{layer}.{missing[0]}",
+                expected=f"experts 0 to {max(numbers)}",
+                found=f"{len(numbers)} of them",
+            )
+    return {layer: len(numbers) for layer, numbers in found.items()}
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of an expert-parallel rank: `counts` are those that it has of each layer, `index`
+    of `ranks` is its place. Rank i has the i-th run of them, as megatron-core's MoELayer and
+    DeepSpeed's MoE divide experts."""
+
+    counts: Mapping[str, int]
+    ranks: int = 1
+    index: int = 0
+
+    def whole_name(self, name: str) -> str:
+        """The name with the number that the expert has in the whole layer."""
+        part = expert_name(name)
+        if part is None or self.ranks == 1:
+            return name
+        return part.at(self.index * self.counts[part.layer] + part.number)
+
+    def own_name(self, name: str) -> str | None:
+        """The name that this rank's module gives an expert of the whole layer; None where another
+        rank has it."""
+        part = expert_name(name)
+        if part is None or self.ranks == 1:
+            return name
+        rank, number = divmod(part.number, self.counts[part.layer])
+        return part.at(number) if rank == self.index else None
+
+
+def ranks_of(local: Mapping[str, int], whole: Mapping[str, int], file: str) -> int:
+    """Expert-parallel ranks, from the experts that a rank has of each layer and those of the whole
+    layers. Raises UnsupportedError where layers are divided among different numbers of ranks."""
+    found = {layer: divmod(whole[layer], local[layer]) for layer in local if layer in whole}
+    ranks = {count for count, _ in found.values()}
+    if len(ranks) > 1 or any(rest for _, rest in found.values()):
+        raise UnsupportedError(
+            "the layers' experts are not divided among one number of ranks",
+            file=file,
+            expected="one expert-parallel size for all layers",
+            found=", ".join(f"{whole[k]} in {local[k]} each of {k}" for k in list(found)[:3]),
+        )
+    return next(iter(ranks), 1)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which ranks share a buffer: over how many ZeRO partitions it, and which axes cut it, for what
+    is an expert's and for what is not."""
+
+    dense: int
+    expert: int
+    apart: bool
+
+    @classmethod
+    def on(cls, mesh: Mesh, partitions: int | None = None) -> "Spread":
+        """On a mesh; `partitions` (as files count them) stands for its dense ones."""
+        dense = mesh.partitions if partitions is None else partitions
+        expert = mesh.expert_partitions if dense > 1 or mesh.partitions == dense else 1
+        return cls(dense, expert, mesh.experts_apart)
+
+    @staticmethod
+    def is_first(mesh: Mesh, rank: int) -> tuple[bool, bool]:
+        """Whether a rank is the first of its stage, and the first with its experts."""
+        stage, (ep, _) = mesh.coord(rank).pp, mesh.expert_place(rank)
+        dense = mesh.rank_of(on_stage(stage), 0)
+        return rank == dense, rank == mesh.rank_of(expert_place(stage, ep, 0), 0)
+
+    def is_apart(self, name: str) -> bool:
+        """Whether a parameter is shared by other ranks than the dense ones are."""
+        return self.apart and is_expert(name)
+
+    def partitions(self, name: str) -> int:
+        """Partitions of a buffer that holds the parameter."""
+        return self.expert if self.is_apart(name) else self.dense
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The axes that cut a buffer that holds the parameter."""
+        return EXPERT_CUT if self.is_apart(name) else DENSE_CUT
+
+
+ONE_RANK = Spread(1, 1, False)
+
+
+def expert_place(stage: int, ep: int, etp: int) -> Coords:
+    """The place of an expert-parallel and an expert-tensor-parallel rank on a stage."""
+    return (*on_stage(stage), (EXPERT_RANK, ep), (EXPERT_CUT[0], etp))
+
+
+def etp_of(cut: Coords) -> int | None:
+    """The expert-tensor-parallel rank of a place; None where it is none of experts alone."""
+    return dict(cut).get(EXPERT_CUT[0])

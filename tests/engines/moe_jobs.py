@@ -1,0 +1,165 @@
+"""What the ranks do in the tests of DeepSpeed's own mixtures, `deepspeed.moe.layer.MoE`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from tests.engines import tensor_jobs
+
+WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
+
+
+@dataclass(frozen=True)
+class Moe:
+    """A model with two mixtures. `experts` are those of each one (PR-MoE has different numbers);
+    `residual` adds a dense MLP beside each (residual MoE)."""
+
+    ep: int
+    zero: int
+    dtype: str = "fp32"
+    experts: tuple[int, int] = (4, 4)
+    residual: bool = False
+    seed: int = 1
+
+
+class Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 5)
+        self.down = torch.nn.Linear(5, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, setup: Moe) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
+        self.mixtures = torch.nn.ModuleList(
+            MoE(
+                WIDTH,
+                Expert(),
+                num_experts=count,
+                ep_size=setup.ep,
+                k=2,
+                drop_tokens=False,
+                use_rts=False,
+                use_residual=setup.residual,
+                top2_2nd_expert_sampling=False,
+            )
+            for count in setup.experts
+        )
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for mixture in self.mixtures:
+            x = x + mixture(x)[0]
+        logits = self.head(self.norm(x) * self.scale.to(x.dtype)).float()
+        return torch.nn.functional.cross_entropy(
+            logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1)
+        )
+
+
+def draw(net: torch.nn.Module, seed: int, ep: int) -> None:
+    """The same first values on every mesh: those of an expert follow from its number."""
+    ep_rank = dist.get_rank() % ep
+    counts: dict[str, set[str]] = {}
+    for name in dict(net.named_parameters()):
+        head, found, rest = name.partition("deepspeed_experts.")
+        if found:
+            counts.setdefault(head, set()).add(rest.partition(".")[0])
+    for name, param in net.named_parameters():
+        head, found, rest = name.partition("deepspeed_experts.")
+        if found:
+            number, _, inner = rest.partition(".")
+            name = f"{head}{int(number) + ep_rank * len(counts[head])}.{inner}"
+        own = torch.Generator().manual_seed(hash_of(name) + seed)
+        param.data.copy_(torch.randn(param.shape, generator=own) * 0.5)
+
+
+def hash_of(name: str) -> int:
+    """Of every name another one, the same in every process."""
+    import zlib
+
+    return zlib.crc32(name.encode())
+
+
+def make(setup: Moe, attach: bool = True) -> Any:
+    """An engine with two groups, which DeepSpeed's function splits, and LambdaLR."""
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    torch.manual_seed(setup.seed)
+    dist.barrier()
+    net = Net(setup)
+    draw(net, setup.seed, setup.ep)
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    groups = [
+        {"name": "matrices", "params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"name": "vectors", "params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(split(groups), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
+        # at stage 0 each rank clips by the norm of its own experts, and the copies of all else go
+        # apart (deepspeed 0.19.8, clip_grad_norm_ without an mpu)
+        "gradient_clipping": 1.0 if setup.zero else 0.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "reduce_scatter": True},
+    }
+    if setup.dtype != "fp32":
+        config[setup.dtype] = {"enabled": True}
+    made = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=config,
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made) if attach else made
+
+
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for step in range(first, first + steps):
+        drawn = torch.randint(
+            VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
+        )
+        loss = engine(drawn.chunk(world)[rank].contiguous())
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().double().reshape(1)
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    return losses
+
+
+def save(setup: Moe, folder: str, **options: Any) -> None:
+    """As tensor_jobs.save."""
+    tensor_jobs.save(setup, folder, making=make, training=train, **options)
+
+
+def resume(setup: Moe, folder: str, **options: Any) -> dict[str, Any]:
+    """As tensor_jobs.resume."""
+    return tensor_jobs.resume(
+        setup, folder, making=make, training=train, planting=plant_fault, **options
+    )
+
+
+def plant_fault(engine: Any, fault: str) -> None:
+    """One small wrong thing that a comparison has to see."""
+    raise ValueError(fault)
