@@ -120,6 +120,7 @@ def _from_version_1(data: dict[str, Any]) -> None:
     scalars: list[Any] = data.pop("scalars") or [{}] * len(data["buffers"])
     for buffer, kept in zip(data["buffers"], scalars, strict=True):
         buffer["scalars"] = kept
+    data["mesh"].pop("etp", None)  # nobody had experts yet, and said 1
     optimizer = data.pop("optimizer")
     data["groups"] = [[optimizer, settings] for settings in data["groups"]]
 

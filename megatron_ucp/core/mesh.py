@@ -69,14 +69,14 @@ class Coord:
 @dataclass(frozen=True)
 class Mesh:
     """Sizes of the axes. `dp` counts data-parallel replicas without `sp` (Ulysses) and `cp`; `ep`
-    and `etp` re-divide the same ranks for experts. `zero` is the ZeRO stage; `order` names the rank
-    order (see ORDERS)."""
+    and `etp` re-divide the same ranks for experts, `etp` as `tp` does where it is given as 0.
+    `zero` is the ZeRO stage; `order` names the rank order (see ORDERS)."""
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
-    etp: int = 1
+    etp: int = 0
     cp: int = 1
     sp: int = 1
     dp: int = 1
@@ -84,6 +84,8 @@ class Mesh:
     order: str = "dp-pp"
 
     def __post_init__(self) -> None:
+        if self.etp == 0 and isinstance(self.tp, int):
+            object.__setattr__(self, "etp", self.tp)
         sizes = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
         }
@@ -102,10 +104,11 @@ class Mesh:
             )
 
     def __str__(self) -> str:
+        usual = {**type(self).__dict__, "etp": self.tp}
         shown = {
             k: v
             for k, v in asdict(self).items()
-            if k in ("tp", "pp", "dp", "zero") or v != type(self).__dict__[k]
+            if k in ("tp", "pp", "dp", "zero") or v != usual[k]
         }
         return ",".join(f"{name}={value}" for name, value in shown.items())
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
@@ -70,7 +70,7 @@ class LiveEngine:
         self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
         self.numbers, self.values = joined.numbers[here], joined.values[here]
         self.first_group = joined.first_group[here]
-        self.order = one_order(list(parts))
+        self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
         self.manifest = _manifest(own, joined, parts)
         self.has_optimizer = own.wrapper.base is not None
 

@@ -1,12 +1,14 @@
 """Experts in DeepSpeed's files and in live modules: a rank numbers its own from 0, files number
 those of the whole layer."""
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, EXPERT_RANK, Coords, Mesh, on_stage
-from megatron_ucp.errors import ModelMismatchError, UnsupportedError
+from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError
+from megatron_ucp.formats.base import Order
 
 # One module per expert: megatron-core's SequentialMLP, DeepSpeed's own layer.
 _EXPERT = re.compile(
@@ -22,6 +24,11 @@ class ExpertName:
     layer: str
     number: int
     rest: str
+
+    @property
+    def name(self) -> str:
+        """The whole name."""
+        return self.at(self.number)
 
     def at(self, number: int) -> str:
         """The name of the same parameter of another expert."""
@@ -85,6 +92,50 @@ class LocalExperts:
         return part.at(number) if rank == self.index else None
 
 
+def for_experts(order: Order, counts: Mapping[str, int], file: str) -> list[list[str]]:
+    """The order of each group's parameters for a rank that has other numbers of experts of each
+    layer than the one whose order it is.
+
+    Raises StateMismatchError where a group does not list a layer's experts one after the other.
+    """
+    return [
+        [name for block in _blocks(names) for name in _resized(block, counts, file)]
+        for names in order
+    ]
+
+
+def _blocks(names: Iterable[str]) -> Iterator[list[str]]:
+    """Runs of names: of one layer's experts, or of no expert."""
+    for _, run in itertools.groupby(names, lambda name: (p := expert_name(name)) and p.layer):
+        yield list(run)
+
+
+def _resized(block: Sequence[str], counts: Mapping[str, int], file: str) -> list[str]:
+    parts = [part for part in map(expert_name, block) if part is not None]
+    if not parts or len({part.number for part in parts}) == counts.get(parts[0].layer):
+        return list(block)
+    rests = [part.rest for part in parts if part.number == parts[0].number]
+    if parts != [
+        replace(parts[0], number=number, rest=rest)
+        for number in range(len(parts) // len(rests))
+        for rest in rests
+    ]:
+        raise StateMismatchError(
+            "the order in which the run's optimizer listed its experts is not known",
+            file=file,
+            parameter=block[0],
+            expected="a group that lists the experts of a layer one after the other",
+            found=", ".join(block[:3]),
+            fix="load at the expert-parallel size of the run, or save with a manifest "
+            "(megatron_ucp.attach)",
+        )
+    return [
+        replace(parts[0], number=number, rest=rest).name
+        for number in range(counts.get(parts[0].layer, 0))
+        for rest in rests
+    ]
+
+
 def ranks_of(local: Mapping[str, int], whole: Mapping[str, int], file: str) -> int:
     """Expert-parallel ranks, from the experts that a rank has of each layer and those of the whole
     layers. Raises UnsupportedError where layers are divided among different numbers of ranks."""
@@ -136,7 +187,11 @@ class Spread:
         return EXPERT_CUT if self.is_apart(name) else DENSE_CUT
 
 
-ONE_RANK = Spread(1, 1, False)
+def in_own_file(name: str, apart: bool) -> bool:
+    """Whether DeepSpeed keeps a parameter in an expert file: an expert of its own layer always,
+    another one where other ranks share it."""
+    part = expert_name(name)
+    return part is not None and (apart or part.layer.endswith(".deepspeed_experts"))
 
 
 def expert_place(stage: int, ep: int, etp: int) -> Coords:

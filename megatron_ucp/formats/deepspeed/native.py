@@ -41,6 +41,7 @@ from megatron_ucp.formats.deepspeed.experts import (
     counts_of,
     etp_of,
     expert_name,
+    for_experts,
 )
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
@@ -217,10 +218,14 @@ class NativeCheckpoint(TagFolder):
     def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
         """The optimizer of every place (see `Mesh.holding`), as the files of its first rank say.
         Each numbers from 0."""
-        recorded, out, orders = self.recorded, list[Contents](), orders_of(self, order)
+        recorded, out = self.recorded, list[Contents]()
+        orders = orders_of(self, self._own_order(order))
         for at in self.places:
-            wanted = orders[stage_of(at)] if recorded is None else group_order(recorded, at)
             rank = self.mesh.rank_of(at, 0)
+            if recorded is not None:
+                wanted = group_order(recorded, at)
+            else:
+                wanted = self._renumbered(orders[stage_of(at)], rank)
             tree, name = self._optimizer_of_rank(rank)
             file = self.full_path(name)
             unnamed = not self.names.optimizer and wanted is None and positions_too
@@ -238,6 +243,23 @@ class NativeCheckpoint(TagFolder):
                     found=out[-1].engine,
                 )
         return out
+
+    def _own_order(self, order: Order | None) -> Order | None:
+        """The order that an engine told, for a rank of this run, which may have other numbers of
+        experts."""
+        if order is None or self.recorded is not None or not self.names.experts:
+            return order
+        counts = {layer: count // self.mesh.ep for layer, count in self._expert_counts.items()}
+        return for_experts(order, counts, str(self.folder))
+
+    def _renumbered(self, order: Order | None, rank: int) -> Order | None:
+        """The order at the first expert-parallel rank, for a rank with other experts."""
+        ep, _ = self.mesh.expert_place(rank)
+        if order is None or not ep:
+            return order
+        counts = {layer: count // self.mesh.ep for layer, count in self._expert_counts.items()}
+        local = LocalExperts(counts, self.mesh.ep, ep)
+        return [[local.whole_name(name) for name in names] for names in order]
 
     @property
     def first_of_stages(self) -> list[str]:
