@@ -84,7 +84,7 @@ class Mesh:
     order: str = "dp-pp"
 
     def __post_init__(self) -> None:
-        if self.etp == 0 and isinstance(self.tp, int):
+        if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
         sizes = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
@@ -276,6 +276,10 @@ class Mesh:
                 for d, s, c in itertools.product(range(self.dp), range(self.sp), range(self.cp))
             )
         )
+
+    def sharers_at(self, stage: int, tp: int) -> tuple[int, ...]:
+        """The ranks of a stage that share the dense buffers of a tensor-parallel rank."""
+        return self.partition_group(self.rank(Coord(tp=tp, pp=stage)))
 
     def expert_data_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same experts as `rank`: etp is fastest, then ep, then the copies,

@@ -232,7 +232,8 @@ class _Job:
         """A target that holds the training copies of one parameter."""
         spec, mesh = self.manifest.by_name[name], self.manifest.mesh
         size = math.prod(self.manifest.local_shape(name))
-        buffer = alone(name, size, ((MASTER, spec.dtype),))
+        axes = self.manifest.first_holder(name)[0].axes
+        buffer = alone(name, size, ((MASTER, spec.dtype),), axes=axes)
         return Manifest("weight", replace(mesh, zero=0), (spec,), (buffer,))
 
     def _storage(self, output: Output, key: str) -> tuple[int, str]:

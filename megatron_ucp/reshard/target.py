@@ -9,10 +9,17 @@ from typing import Any
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.errors import RuleError, StateMismatchError, UnsupportedError, UsageError
+from megatron_ucp.errors import (
+    LayoutError,
+    RuleError,
+    StateMismatchError,
+    UnsupportedError,
+    UsageError,
+)
+from megatron_ucp.formats.deepspeed.experts import Spread
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
@@ -79,13 +86,17 @@ def target_manifest(wanted: Wanted) -> Manifest:
             fix="give --rules FILE (megatron-ucp rules writes a draft)",
         )
     match_ties(source, True, file)
-    groups = wanted.named_groups()
+    groups = _with_experts_apart(wanted.named_groups(), mesh)
     shares = mesh.shares()
     local = {
         spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, shares))
         for spec in source.params
     }
-    stages = [_stage(wanted, groups, local, held) for held in _placed(wanted, local)]
+    by_stage = _placed(wanted, local)
+    stages = [
+        _stage(wanted, groups, local, held_at(by_stage[stage_of(at)], source, at, mesh, file), at)
+        for at in mesh.holding()
+    ]
     joined = join(stages)
     layers = wanted.layers if mesh.pp > 1 else None
     return Manifest(
@@ -101,31 +112,86 @@ def target_manifest(wanted: Wanted) -> Manifest:
     )
 
 
+def held_at(
+    names: frozenset[str], source: Manifest, at: Coords, mesh: Mesh, file: str
+) -> frozenset[str]:
+    """What a place of a mesh holds of a stage's parameters: everything but other ranks' experts.
+
+    Raises LayoutError where the expert-parallel ranks don't divide the experts.
+    """
+    return frozenset(
+        name for name in names if _is_here(source.by_name[name], expert_rank_of(at), mesh, file)
+    )
+
+
+def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
+    if spec.expert is None:
+        return True
+    number, count = spec.expert
+    if count % mesh.ep:
+        works = [n for n in range(1, count + 1) if not count % n]
+        raise LayoutError(
+            "the expert-parallel size does not divide the experts of a layer",
+            file=file,
+            parameter=spec.name,
+            expected=f"a divisor of {count}",
+            found=mesh.ep,
+            fix=f"use an expert-parallel size of {', '.join(map(str, works))}",
+        )
+    return number // (count // mesh.ep) == ep_rank
+
+
+def _with_experts_apart(groups: list[NamedGroup], mesh: Mesh) -> list[NamedGroup]:
+    """Groups in which no expert is among parameters that other ranks share; those of experts come
+    last, as DeepSpeed's own function splits them."""
+    spread = Spread.on(mesh)
+    apart: list[NamedGroup] = []
+    others: list[NamedGroup] = []
+    for one in groups:
+        experts = tuple(name for name in one.names if spread.is_apart(name))
+        rest = tuple(name for name in one.names if not spread.is_apart(name))
+        if experts and rest:
+            marks = {**one.group.marks, "name": f"ep_size_{mesh.ep}", "moe": True}
+            apart.append(NamedGroup(replace(one.group, marks=marks), experts))
+            others.append(replace(one, names=rest))
+        else:
+            others.append(one)
+    return [*others, *apart]
+
+
 def _stage(
-    wanted: Wanted, groups: list[NamedGroup], local: Mapping[str, int], held: frozenset[str]
+    wanted: Wanted,
+    groups: list[NamedGroup],
+    local: Mapping[str, int],
+    held: frozenset[str],
+    at: Coords,
 ) -> Stage:
-    """What one stage of the target holds. `local` are the elements of each parameter that a rank
+    """What one place of the target holds. `local` are the elements of each parameter that a rank
     has."""
     target, dtype, params = wanted.target, wanted.dtype, wanted.params
-    engine = target.engine(dtype)
+    engine, spread = target.engine(dtype), Spread.on(target.mesh)
     here = [replace(one, names=tuple(n for n in one.names if n in held)) for one in groups]
     here = [one for one in here if one.names]
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(here):
         sizes = [(name, local[name]) for name in one.names]
         states = _states(wanted, one, engine)
-        on_rank = GroupOnRank(number, one.group.optimizer, sizes, states, wanted.source.scalars_of)
+        first, scalars = one.names[0], wanted.source.scalars_of
+        parts, axes = spread.partitions(first), spread.axes(first)
+        on_rank = GroupOnRank(number, one.group.optimizer, sizes, states, scalars, parts, axes)
         buffers += target.buffers(on_rank, engine, dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
         one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)
     frozen_parts = target.mesh.partitions if engine == "zero3" else None
     values = [
-        _value(spec, local[name], frozen_parts if spec.kind == "frozen" else None)
+        _value(
+            spec, local[name], frozen_parts if spec.kind == "frozen" else None, spread.axes(name)
+        )
         for name, spec in params.items()
         if spec.kind != "trainable" and name in held
     ]
     specs = tuple(spec for name, spec in params.items() if name in held)
-    return Stage(specs, tuple(buffers), tuple(one.group for one in here), tuple(values))
+    return Stage(specs, tuple(buffers), tuple(one.group for one in here), tuple(values), at)
 
 
 def universal_manifest(wanted: Wanted) -> Manifest:
@@ -181,12 +247,12 @@ def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
     return with_states(found, wanted.dtype if plain else str(masters.pop()))
 
 
-def _value(spec: ParamSpec, elems: int, parts: int | None) -> FlatBuffer:
+def _value(spec: ParamSpec, elems: int, parts: int | None, axes: tuple[str, ...]) -> FlatBuffer:
     """A frozen parameter or buffer; `parts` are ZeRO-3's partitions of it, None where it is
-    whole."""
+    whole; `axes` cut it."""
     states = ((VALUE, spec.dtype),)
     if parts is None:
-        return alone(spec.name, elems, states)
+        return alone(spec.name, elems, states, axes=axes)
     return FlatBuffer((Member(spec.name, 0, elems),), -(-elems // parts), parts, "each", states)
 
 

@@ -187,6 +187,15 @@ class Spread:
         return EXPERT_CUT if self.is_apart(name) else DENSE_CUT
 
 
+def by_layer(names: Iterable[str]) -> list[dict[int, list[str]]]:
+    """For each layer's list of experts: number -> the names of the expert's parameters."""
+    out: dict[str, dict[int, list[str]]] = {}
+    for name in names:
+        if (part := expert_name(name)) is not None:
+            out.setdefault(part.layer, {}).setdefault(part.number, []).append(name)
+    return list(out.values())
+
+
 def in_own_file(name: str, apart: bool) -> bool:
     """Whether DeepSpeed keeps a parameter in an expert file: an expert of its own layer always,
     another one where other ranks share it."""

@@ -16,7 +16,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
-from megatron_ucp.core.mesh import EXPERTS, Coord, Coords, stage_of
+from megatron_ucp.core.mesh import EXPERTS, Coords, stage_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.stages import Stage, check_replicas, join
@@ -273,8 +273,7 @@ class NativeCheckpoint(TagFolder):
 
     def rank_of_file(self, part: int, mp: int) -> int:
         """The rank whose files have a partition and a model-parallel rank in their names."""
-        stage, tp = divmod(mp, self.mesh.tp)
-        return self.mesh.partition_group(self.mesh.rank(Coord(tp=tp, pp=stage)))[part]
+        return self.mesh.sharers_at(*divmod(mp, self.mesh.tp))[part]
 
     def _optimizer_of_rank(self, rank: int, of_experts: bool = True) -> tuple[Any, str]:
         """The optimizer's state dict of a rank, and its file; at stage 0 of one like it."""

@@ -16,10 +16,24 @@ from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.mesh import EXPERT_CUT, Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.paths import at_tp, model_name, optimizer_name, tp_of
+from megatron_ucp.formats.deepspeed.experts import (
+    LocalExperts,
+    by_layer,
+    counts_of,
+    expert_place,
+    in_own_file,
+)
+from megatron_ucp.formats.deepspeed.paths import (
+    at_tp,
+    expert_file_name,
+    expert_optimizer_name,
+    model_name,
+    optimizer_name,
+)
 from megatron_ucp.formats.deepspeed.stock_info import patterns_of
 from megatron_ucp.formats.pt.output import Output, Weight, plain
 from megatron_ucp.formats.pt.values import Global, Stand, TensorRef
@@ -60,6 +74,25 @@ class RunSettings:
     scheduler: Callable[[int], Any]
 
 
+@dataclass(frozen=True)
+class Own:
+    """One rank: its stage, tensor-parallel rank and partition of the dense buffers, its
+    expert-tensor-parallel rank and its experts. `parts` has for each buffer that it holds its
+    place along the axes that cut the buffer, and its partition."""
+
+    stage: int
+    tp: int
+    part: int
+    etp: int
+    experts: LocalExperts
+    parts: Mapping[int, tuple[Coords, int]]
+
+    def slot(self, buffer: int, state: str) -> Slot:
+        """The slot that the rank has of a state of a buffer."""
+        cut, part = self.parts[buffer]
+        return Slot(buffer, cut, part, state)
+
+
 class NativeWriter:
     """The files of a manifest. `layers` are those of its pipeline."""
 
@@ -72,6 +105,7 @@ class NativeWriter:
             for b, buffer in enumerate(manifest.buffers)
             if not buffer.stepped
         }
+        self._counts = counts_of(spec.name for spec in manifest.params)
         self._info = self._patterns()
 
     def outputs(self) -> Iterator[Output]:
@@ -79,34 +113,57 @@ class NativeWriter:
         mesh = self.mesh
         for stage in range(mesh.pp):
             for tp in range(mesh.tp):
-                for part in range(mesh.partitions if mesh.zero == 3 else 1):
-                    yield self._model(stage, tp, part)
+                ranks = mesh.sharers_at(stage, tp)
+                for rank in ranks if mesh.zero == 3 else ranks[:1]:
+                    yield self._model(self._own(rank))
                 if self.manifest.engine != "zero0":
-                    for part in range(mesh.partitions):
-                        yield self._optimizer(stage, tp, part)
+                    for rank in ranks:
+                        yield self._optimizer(self._own(rank))
+            yield from self._experts(stage)
         for position in range(len(self.layers.held)) if self.layers else ():
             for tp in range(mesh.tp):
                 if output := self._layer(position, tp):
                     yield output
 
+    def _own(self, rank: int) -> Own:
+        """What a rank writes of."""
+        at, (ep, etp) = self.mesh.coord(rank), self.mesh.expert_place(rank)
+        parts = {number: (cut, part) for number, cut, part in self.manifest.parts_of(rank)}
+        part = self.mesh.partition_group(rank).index(rank)
+        counts = {layer: count // self.mesh.ep for layer, count in self._counts.items()}
+        return Own(at.pp, at.tp, part, etp, LocalExperts(counts, self.mesh.ep, ep), parts)
+
     # ---------------------------------------------------------------- the structure of a stage
 
-    def _buffers(self, stage: int) -> list[tuple[int, FlatBuffer]]:
-        """The optimizer's buffers of a stage, with their numbers in the manifest."""
-        every = enumerate(self.manifest.buffers)
-        return [(b, buffer) for b, buffer in every if buffer.stepped and buffer.stage == stage]
+    def _buffers(self, own: Own) -> list[tuple[int, FlatBuffer]]:
+        """The optimizer's buffers that a rank holds, group by group, with their numbers in the
+        manifest."""
+        held = [(number, self.manifest.buffers[number]) for number in own.parts]
+        return sorted(
+            ((b, buffer) for b, buffer in held if buffer.stepped),
+            key=lambda entry: (entry[1].group or 0, entry[0]),
+        )
 
-    def _groups(self, stage: int) -> list[tuple[ParamGroup, list[int]]]:
-        """Each parameter group of a stage, and the places of its buffers among the stage's."""
+    def _groups(self, own: Own) -> list[tuple[ParamGroup, list[int]]]:
+        """Each parameter group of a rank, and the places of its buffers among the rank's."""
         out: dict[int, list[int]] = {}
-        for at, (_, buffer) in enumerate(self._buffers(stage)):
+        for at, (_, buffer) in enumerate(self._buffers(own)):
             out.setdefault(buffer.group or 0, []).append(at)
         return [(self.manifest.groups[number], places) for number, places in sorted(out.items())]
 
-    def _values(self, stage: int, kind: str) -> list[tuple[int, str]]:
-        """Frozen parameters or module buffers of a stage: buffer number and name."""
-        held = [(b, name) for (at, name), b in self._number.items() if at == stage]
-        return [(b, name) for b, name in held if self.manifest.by_name[name].kind == kind]
+    def _values(self, own: Own, kind: str) -> list[tuple[int, str]]:
+        """Frozen parameters or module buffers of a rank, but for experts that have files of their
+        own: buffer number and name."""
+        held = [(b, name) for (_, name), b in self._number.items() if b in own.parts]
+        return [
+            (b, name)
+            for b, name in held
+            if self.manifest.by_name[name].kind == kind and not self._apart(name)
+        ]
+
+    def _apart(self, name: str) -> bool:
+        """Whether a parameter lies in an expert file."""
+        return in_own_file(name, self.mesh.experts_apart)
 
     def _local(self, name: str) -> Ints:
         return self.manifest.local_shape(name)
@@ -114,6 +171,12 @@ class NativeWriter:
     def _named(self, name: str) -> str:
         """The name that the engine's module gives a parameter."""
         return self._pipe.get(name, name) if self.layers else name
+
+    def _expert_counts(self, stage: int) -> list[int]:
+        """Experts of each mixture of a stage that lie in files of their own."""
+        here = {m.param for b in self.manifest.buffers if b.stage == stage for m in b.members}
+        held = [s.name for s in self.manifest.params if s.name in here and self._apart(s.name)]
+        return [len(names) for names in by_layer(held)]
 
     def _patterns(self) -> Any:
         """How stock's own converter has to put parameters together: the source's word was for the
@@ -129,19 +192,21 @@ class NativeWriter:
 
     # ------------------------------------------------ model files
 
-    def _model(self, stage: int, tp: int, part: int) -> Output:
+    def _model(self, own: Own) -> Output:
         mesh, extras = self.mesh, self.run.extras
-        output = Output(model_name(self._mp(stage, tp), part if mesh.zero == 3 else None))
+        output = Output(
+            model_name(self._mp(own.stage, own.tp), own.part if mesh.zero == 3 else None)
+        )
         split = self.manifest.engine in ("zero12", "zero3", "bf16")
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         output.tree = {
-            "module": None if self.layers else self._module(output, stage, tp, part),
-            "buffer_names": [self._named(name) for _, name in self._values(stage, "buffer")],
-            "optimizer": None if split else self._unpartitioned(output, stage, tp),
-            "param_shapes": self._param_shapes(stage) if split and mesh.zero else None,
-            **self._frozen(output, stage, tp, part),
+            "module": None if self.layers else self._module(output, own),
+            "buffer_names": [self._named(name) for _, name in self._values(own, "buffer")],
+            "optimizer": None if split else self._unpartitioned(output, own),
+            "param_shapes": self._param_shapes(own) if split and mesh.zero else None,
+            **self._frozen(output, own),
             "shared_params": shared if split else None,
-            "lr_scheduler": output.adopt(self.run.scheduler(stage)),
+            "lr_scheduler": output.adopt(self.run.scheduler(own.stage)),
             **model_extras(output, extras),
             "dp_world_size": mesh.partitions,
             "mp_world_size": mesh.tp * mesh.pp,
@@ -150,30 +215,34 @@ class NativeWriter:
             "ds_version": self.run.version,
             **{key: output.adopt(value) for key, value in extras.client_state.items()},
         }
-        if self._info:
+        if counts := self._expert_counts(own.stage):
+            output.tree |= {"num_experts": counts, "ds_autoep_layers": None}
+        elif self._info:
             output.tree["universal_checkpoint_info"] = output.adopt(self._info)
         return output
 
-    def _frozen(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
+    def _frozen(self, output: Output, own: Own) -> dict[str, Any]:
         """What ZeRO-2 and 3 say of frozen parameters."""
         if self.mesh.zero < 2:
             return {"frozen_param_shapes": None, "frozen_param_fragments": None}
-        frozen = self._values(stage, "frozen")
+        frozen = self._values(own, "frozen")
         shapes = OrderedDict((self._named(name), _size(self._local(name))) for _, name in frozen)
-        fragments = self._fragments(output, frozen, tp, part)
+        fragments = self._fragments(output, frozen, own)
         return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}
 
-    def _module(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
+    def _module(self, output: Output, own: Own) -> dict[str, Any]:
         """`state_dict` of the module: at ZeRO-3 parameters are empty."""
         out: dict[str, Any] = OrderedDict()
         for spec in self.manifest.params:
+            if self._apart(spec.name):
+                continue
             if spec.kind == "buffer" or (spec.kind == "frozen" and self.mesh.zero < 3):
-                out[spec.name] = self._value(output, spec.name, stage, tp)
+                out[spec.name] = self._value(output, spec.name, own)
             elif self.mesh.zero == 3:
                 out[spec.name] = output.tensor(b"", spec.dtype, (0,))
             else:
                 out[spec.name] = output.tensor(
-                    Weight(spec.name, at_tp(tp)), spec.dtype, self._local(spec.name)
+                    Weight(spec.name, at_tp(own.tp)), spec.dtype, self._local(spec.name)
                 )
         for tie in self.manifest.ties:
             out.update(dict.fromkeys(tie.aliases, out[tie.canonical]))
@@ -183,30 +252,66 @@ class NativeWriter:
             if name not in out
         }
 
-    def _value(self, output: Output, name: str, stage: int, tp: int) -> TensorRef:
-        number = self._number[stage, name]
+    def _value(self, output: Output, name: str, own: Own) -> TensorRef:
+        number = self._number[own.stage, name]
         dtype = self.manifest.buffers[number].states[0][1]
-        return output.tensor(Slot(number, at_tp(tp), 0, VALUE), dtype, self._local(name))
+        return output.tensor(own.slot(number, VALUE), dtype, self._local(name))
 
     def _fragments(
-        self, output: Output, frozen: Sequence[tuple[int, str]], tp: int, part: int
+        self, output: Output, frozen: Sequence[tuple[int, str]], own: Own
     ) -> dict[str, Any]:
         """Frozen parameters as ZeRO keeps them: whole at stage 2, this rank's chunk at stage 3."""
         out: dict[str, Any] = {}
         for number, name in frozen:
             buffer = self.manifest.buffers[number]
             cut = self.mesh.zero == 3
-            slot = Slot(number, at_tp(tp), part if cut else 0, VALUE)
+            slot = own.slot(number, VALUE)
             out[self._named(name)] = output.tensor(
                 slot, buffer.states[0][1], (buffer.length,) if cut else self._local(name)
             )
         return out
 
-    def _param_shapes(self, stage: int) -> list[dict[str, Stand]]:
+    def _param_shapes(self, own: Own) -> list[dict[str, Stand]]:
         return [
-            OrderedDict((self._named(m.param), _size(self._local(m.param))) for m in buffer.members)
-            for _, buffer in self._buffers(stage)
+            OrderedDict(
+                (self._own_name(m.param, own), _size(self._local(m.param))) for m in buffer.members
+            )
+            for _, buffer in self._buffers(own)
         ]
+
+    def _own_name(self, name: str, own: Own) -> str:
+        """The name that a rank's module gives one of its parameters."""
+        return self._named(own.experts.own_name(name) or name)
+
+    def _experts(self, stage: int) -> Iterator[Output]:
+        """The files of a stage's experts, and at stage 0 the optimizers of its expert-parallel
+        ranks."""
+        mesh = self.mesh
+        here = {m.param for b in self.manifest.buffers if b.stage == stage for m in b.members}
+        held = [s.name for s in self.manifest.params if s.name in here and self._apart(s.name)]
+        for etp in range(mesh.etp if held else 0):
+            for layer, names in enumerate(by_layer(held)):
+                for number, params in names.items():
+                    yield self._expert(layer, number, stage * mesh.etp + etp, etp, params)
+            for ep in range(mesh.ep if self.manifest.engine == "zero0" else 0):
+                output = Output(expert_optimizer_name(ep, stage * mesh.etp + etp))
+                own = self._own(mesh.rank_of(expert_place(stage, ep, etp), 0))
+                output.tree = {"optimizer": self._unpartitioned(output, own)}
+                yield output
+
+    def _expert(self, layer: int, number: int, mp: int, etp: int, params: list[str]) -> Output:
+        """The file of one expert, whose name has its number in the whole layer."""
+        output = Output(expert_file_name(layer, number, mp))
+        tree: dict[str, Any] = OrderedDict()
+        for name in params:
+            spec, (buffer, _) = self.manifest.by_name[name], self.manifest.first_holder(name)
+            cut = tuple((axis, etp) for axis in buffer.axes)
+            payload: Weight | Slot = Weight(name, cut)
+            if spec.kind != "trainable":
+                payload = Slot(self._number[buffer.stage, name], cut, 0, VALUE)
+            tree[self._named(name)] = output.tensor(payload, spec.dtype, self._local(name))
+        output.tree = tree
+        return output
 
     def _layer(self, position: int, tp: int) -> Output | None:
         """The weights at one position of the pipeline; None where it has none."""
@@ -216,14 +321,16 @@ class NativeWriter:
         output = Output(f"layer_{position:02d}-model_{tp:02d}-model_states.pt")
         here = {*layers.canonical[position]}
         holding = (b for b in self.manifest.buffers if any(m.param in here for m in b.members))
-        stage = next((buffer.stage for buffer in holding), 0)
+        own = self._own(self.mesh.sharers_at(next((buffer.stage for buffer in holding), 0), tp)[0])
         tree: dict[str, Any] = OrderedDict()
         for key, name in zip(layers.held[position], layers.canonical[position], strict=True):
             spec = self.manifest.by_name[name]
+            if self._apart(name):
+                continue
             if spec.kind == "trainable":
                 tree[key] = output.tensor(Weight(name, at_tp(tp)), spec.dtype, self._local(name))
             else:
-                tree[key] = self._value(output, name, stage, tp)
+                tree[key] = self._value(output, name, own)
         prefixes = {
             name.removesuffix(key)
             for key, name in zip(layers.held[position], layers.canonical[position], strict=True)
@@ -238,35 +345,35 @@ class NativeWriter:
 
     # ---------------------------------------------------------------- optimizer files
 
-    def _optimizer(self, stage: int, tp: int, part: int) -> Output:
+    def _optimizer(self, own: Own) -> Output:
         prefix = "bf16_" if self.run.dtype == "bfloat16" else ""
-        output = Output(optimizer_name(part, self._mp(stage, tp), prefix))
+        output = Output(optimizer_name(own.part, self._mp(own.stage, own.tp), prefix))
         wrappers = {"zero12": self._zero12, "bf16": self._bf16, "zero3": self._zero3}
         build = wrappers[self.manifest.engine]
         output.tree = {
-            "optimizer_state_dict": build(output, stage, tp, part),
+            "optimizer_state_dict": build(output, own),
             "ds_config": self.run.config,
             "ds_version": self.run.version,
         }
         return output
 
     def _flat(
-        self, output: Output, number: int, tp: int, part: int, state: str, used: int | None = None
+        self, output: Output, number: int, own: Own, state: str, used: int | None = None
     ) -> TensorRef:
         buffer = self.manifest.buffers[number]
         return output.tensor(
-            Slot(number, at_tp(tp), part, state),
+            own.slot(number, state),
             dict(buffer.states)[state],
             (buffer.partition_elems,),
             None if used is None else (used,),
         )
 
     def _base(
-        self, output: Output, stage: int, element: Callable[[int, str], TensorRef]
+        self, output: Output, own: Own, element: Callable[[int, str], TensorRef]
     ) -> dict[str, Any]:
         """torch's `state_dict` of the base optimizer, one entry for each buffer."""
         state: dict[int, Any] = {}
-        for at, (number, buffer) in enumerate(self._buffers(stage)):
+        for at, (number, buffer) in enumerate(self._buffers(own)):
             scalars = buffer.members[0].scalars if buffer.members else {}
             entry: dict[str, Any] = {
                 name: self._scalar(output, name, value) for name, value in scalars.items()
@@ -274,15 +381,15 @@ class NativeWriter:
             entry |= {name: element(number, name) for name, _ in buffer.states if name != MASTER}
             if entry:
                 state[at] = entry
-        groups = [group_tree(output, group, places) for group, places in self._groups(stage)]
+        groups = [group_tree(output, group, places) for group, places in self._groups(own)]
         return {"state": state, "param_groups": groups}
 
     def _scalar(self, output: Output, name: str, value: float) -> Any:
         return int(value) if name == "step" and self.run.int_steps else scalar_tensor(output, value)
 
-    def _zero12(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
-        buffers = self._buffers(stage)
-        paddings = [_padding(buffer, part) for _, buffer in buffers]
+    def _zero12(self, output: Output, own: Own) -> dict[str, Any]:
+        buffers = self._buffers(own)
+        paddings = [_padding(buffer, own.parts[number][1]) for number, buffer in buffers]
         scaler, dynamic = scaler_of(self.run)
         return {
             "loss_scaler": scaler,
@@ -290,48 +397,52 @@ class NativeWriter:
             "overflow": False,
             "clip_grad": self.run.clip_grad,
             "base_optimizer_state": self._base(
-                output, stage, lambda number, state: self._flat(output, number, tp, part, state)
+                output, own, lambda number, state: self._flat(output, number, own, state)
             ),
             "single_partition_of_fp32_groups": [
-                self._flat(output, number, tp, part, MASTER, buffer.partition_elems - padding)
+                self._flat(output, number, own, MASTER, buffer.partition_elems - padding)
                 for (number, buffer), padding in zip(buffers, paddings, strict=True)
             ],
             "zero_stage": Stand(_STAGE, (2 if self.mesh.zero == 2 else 1,)),
             "group_paddings": paddings,
             "param_alignment_paddings": [_gaps(buffer) for _, buffer in buffers],
-            "partition_count": [self.mesh.partitions] * len(buffers),
+            "partition_count": [buffer.partitions for _, buffer in buffers],
             "ds_version": self.run.version,
-            "param_slice_mappings": [self._slices(buffer, part) for _, buffer in buffers],
+            "param_slice_mappings": [
+                self._slices(buffer, own.parts[number][1], own) for number, buffer in buffers
+            ],
         }
 
-    def _bf16(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
-        buffers, last = self._buffers(stage), part == self.mesh.partitions - 1
+    def _bf16(self, output: Output, own: Own) -> dict[str, Any]:
+        buffers, last = self._buffers(own), own.part == self.mesh.partitions - 1
         return {
             "clip_grad": self.run.clip_grad,
             "base_optimizer_state": self._base(
-                output, stage, lambda number, state: self._flat(output, number, tp, part, state)
+                output, own, lambda number, state: self._flat(output, number, own, state)
             ),
             "single_partition_of_fp32_groups": [
-                self._flat(output, number, tp, part, MASTER) for number, _ in buffers
+                self._flat(output, number, own, MASTER) for number, _ in buffers
             ],
             "group_paddings": [
                 buffer.length - buffer.used() if last else 0 for _, buffer in buffers
             ],
-            "partition_count": [self.mesh.partitions] * len(buffers),
+            "partition_count": [buffer.partitions for _, buffer in buffers],
             "ds_version": self.run.version,
-            "param_slice_mappings": [self._slices(buffer, part) for _, buffer in buffers],
+            "param_slice_mappings": [
+                self._slices(buffer, own.parts[number][1], own) for number, buffer in buffers
+            ],
         }
 
-    def _slices(self, buffer: FlatBuffer, part: int) -> dict[str, Stand]:
+    def _slices(self, buffer: FlatBuffer, part: int, own: Own) -> dict[str, Stand]:
         return OrderedDict(
             (
-                self._named(buffer.members[f.member].param),
+                self._own_name(buffer.members[f.member].param, own),
                 Stand(_FRAGMENT, (), {"numel": f.high - f.low, "start": f.offset}),
             )
             for f in buffer.fragments(part)
         )
 
-    def _zero3(self, output: Output, stage: int, tp: int, part: int) -> dict[str, Any]:
+    def _zero3(self, output: Output, own: Own) -> dict[str, Any]:
         scaler, dynamic = scaler_of(self.run)
         return {
             "zero_stage": Stand(_STAGE, (3,)),
@@ -340,30 +451,30 @@ class NativeWriter:
             "overflow": False,
             "partition_count": self.mesh.partitions,
             "optimizer_state_dict": self._base(
-                output, stage, lambda number, state: self._flat(output, number, tp, part, state)
+                output, own, lambda number, state: self._flat(output, number, own, state)
             ),
             "fp32_flat_groups": [
-                self._flat(output, number, tp, part, MASTER) for number, _ in self._buffers(stage)
+                self._flat(output, number, own, MASTER) for number, _ in self._buffers(own)
             ],
         }
 
-    def _unpartitioned(self, output: Output, stage: int, tp: int) -> dict[str, Any]:
+    def _unpartitioned(self, output: Output, own: Own) -> dict[str, Any]:
         """The optimizer of stage 0, which lies in the model file: shaped states, or one flat buffer
         per group."""
-        buffers = self._buffers(stage)
+        buffers = self._buffers(own)
         flat = any(len(buffer.members) > 1 for _, buffer in buffers)
 
         def tensor(number: int, state: str) -> TensorRef:
             if flat:
-                return self._flat(output, number, tp, 0, state)
+                return self._flat(output, number, own, state)
             buffer = self.manifest.buffers[number]
             return output.tensor(
-                Slot(number, at_tp(tp), 0, state),
+                own.slot(number, state),
                 dict(buffer.states)[state],
                 self._local(buffer.members[0].param),
             )
 
-        base = self._base(output, stage, tensor)
+        base = self._base(output, own, tensor)
         if self.run.dtype == "float32":
             return base
         fields: dict[str, Any] = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
@@ -389,8 +500,7 @@ class NativeWriter:
             **fields,
             "optimizer_state_dict": base,
             "fp32_groups": [
-                [tensor(buffers[at][0], MASTER) for at in places]
-                for _, places in self._groups(stage)
+                [tensor(buffers[at][0], MASTER) for at in places] for _, places in self._groups(own)
             ],
         }
 
@@ -467,7 +577,11 @@ def _gaps(buffer: FlatBuffer) -> list[int]:
 def state_file(manifest: Manifest, slot: Slot) -> str:
     """The file in which DeepSpeed would keep a slot of a manifest that trains in bf16."""
     buffer, mesh = manifest.buffers[slot.buffer], manifest.mesh
-    mp = buffer.stage * mesh.tp + tp_of(slot.cut)
+    rank = mesh.rank_of((*buffer.at, *slot.cut), slot.part)
+    mp = buffer.stage * mesh.tp + mesh.coord(rank).tp
     if buffer.stepped and manifest.engine != "zero0":
-        return optimizer_name(slot.part, mp, "bf16_")
+        return optimizer_name(mesh.partition_group(rank).index(rank), mp, "bf16_")
+    ep, etp = mesh.expert_place(rank)
+    if buffer.stepped and buffer.axes == EXPERT_CUT:
+        return expert_optimizer_name(ep, buffer.stage * mesh.etp + etp)
     return model_name(mp, slot.part if mesh.zero == 3 else None)

@@ -50,7 +50,7 @@ def model_name(mp: int, part: int | None = None) -> str:
     return f"{prefix}mp_rank_{mp:02d}_model_states.pt"
 
 
-def expert_name(layer: int, expert: int, mp: int) -> str:
+def expert_file_name(layer: int, expert: int, mp: int) -> str:
     """The file of one expert: of the layer-th mixture of its stage, at a model-parallel rank."""
     return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 

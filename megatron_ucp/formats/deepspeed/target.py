@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed import formulas
@@ -31,13 +31,16 @@ _SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 class GroupOnRank:
     """A parameter group as a rank has it: `sizes` are names and rank-local elements in the
     optimizer's order, `states` (name, dtype) with the masters first, `scalars` gives the scalar
-    states of a parameter."""
+    states of a parameter. `partitions` is over how many ranks ZeRO divides a buffer of it, `axes`
+    are those that cut it."""
 
     number: int
     optimizer: str
     sizes: Sequence[tuple[str, int]]
     states: States
     scalars: Callable[[str], Scalars]
+    partitions: int
+    axes: tuple[str, ...] = DENSE_CUT
 
     def members(
         self, sizes: Sequence[tuple[str, int]], starts: Sequence[int]
@@ -84,9 +87,11 @@ class Target:
                 expected="zero=0 or zero=1",
                 found=self.mesh,
             )
-        if self.mesh.cp * self.mesh.vpp * self.mesh.ep * self.mesh.etp > 1:
+        if self.mesh.cp * self.mesh.vpp > 1:
             raise UsageError(
-                "this axis is not converted", expected="tp, pp, dp, sp and zero", found=self.mesh
+                "this axis is not converted",
+                expected="tp, pp, dp, sp, ep, etp and zero",
+                found=self.mesh,
             )
 
     def completed(self, config: Mapping[str, Any]) -> "Target":
@@ -132,13 +137,14 @@ class Target:
         elif engine == "zero0" and not (group.optimizer == FLAT_AT_STAGE_0 and dtype != "float32"):
             for name, size in group.sizes:
                 kept = group.scalars(name)
-                yield flat.alone(name, size, group.states, group.number, kept)
+                axes = group.axes
+                yield flat.alone(name, size, group.states, group.number, kept, axes=axes)
         else:
             yield self._flattened(group, engine, dtype)
 
     def _sub_groups(self, group: GroupOnRank) -> Iterator[FlatBuffer]:
         """ZeRO-3: every member is cut for itself."""
-        parts, sizes = self.mesh.partitions, [size for _, size in group.sizes]
+        parts, sizes = group.partitions, [size for _, size in group.sizes]
         for chosen in formulas.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
             starts, used = flat.aligned_starts([-(-sizes[i] // parts) for i in chosen])
             members = group.members([group.sizes[i] for i in chosen], starts)
@@ -146,7 +152,7 @@ class Target:
 
     def _flattened(self, group: GroupOnRank, engine: str, dtype: str) -> FlatBuffer:
         """One buffer for the whole group."""
-        parts, sizes = self.mesh.partitions, group.sizes
+        parts, sizes = group.partitions, group.sizes
         if engine == "zero12" and self.round_robin and parts > 1:
             sizes = [sizes[i] for i in formulas.round_robin(len(sizes), parts)]
         alignment = 1
@@ -157,7 +163,8 @@ class Target:
             parts, length = 1, used
         else:
             length = formulas.whole_length(used, parts)
-        return FlatBuffer(group.members(sizes, starts), length, parts, "whole", group.states)
+        members = group.members(sizes, starts)
+        return FlatBuffer(members, length, parts, "whole", group.states, axes=group.axes)
 
 
 def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
