@@ -124,7 +124,7 @@ class Mesh:
                     "this is no mesh", expected="tp=2,pp=1,ep=1,dp=4,zero=1", found=text
                 )
             values[name] = value if name == "order" else int(value)
-        return replace(cls(), **values)  # type: ignore[arg-type]
+        return cls(**values)  # type: ignore[arg-type]
 
     @property
     def world(self) -> int:
