@@ -1,0 +1,182 @@
+"""What the ranks do in the tests of models with experts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.engines.megatron import experts, models, pipeline
+from megatron_ucp.engines.megatron.experts import Experts
+
+GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
+MIXTRAL = models.ModelConfig(
+    "mixtral",
+    layers=2,
+    hidden=16,
+    head_dim=4,
+    ffn=24,
+    heads=4,
+    groups=2,
+    vocab=VOCAB,
+    true_vocab=VOCAB,
+    positions=SEQUENCE,
+    init_std=0.15,
+    experts=Experts(4, ffn=24, aux_loss=0.1, shared_ffn=8),
+)
+
+
+def with_experts(**changes: Any) -> models.ModelConfig:
+    """The model with other experts."""
+    assert MIXTRAL.experts is not None
+    return replace(MIXTRAL, experts=replace(MIXTRAL.experts, **changes))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model with experts is cut, and how DeepSpeed runs it. `etp` 0: as `tp`; `pp` 0: without
+    DeepSpeed's pipeline."""
+
+    ep: int = 1
+    etp: int = 0
+    tp: int = 1
+    pp: int = 0
+    zero: int = 0
+    model: models.ModelConfig = MIXTRAL
+    dtype: str = "fp32"
+    fp32_sums: bool = False
+    clip: float = 1e9  # the norm is computed, nothing is clipped
+    plant: str = ""
+
+    def __str__(self) -> str:
+        return f"ep{self.ep}-etp{self.etp or self.tp}-tp{self.tp}-pp{self.pp}-zero{self.zero}"
+
+
+def build(cut: Cut) -> Any:
+    """Starts the groups and builds the model, or this rank's stage."""
+    config = replace(cut.model, dtype=cut.dtype, sequence_parallel=cut.tp > 1)
+    models.start(cut.tp, config.seed, cut.pp or 1, cut.ep, cut.etp or None)
+    return pipeline.build_pipeline(config, cut.pp) if cut.pp else models.build(config)
+
+
+def canonical(model: Any, cut: Cut) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by canonical name."""
+    stages, names = cut.model.model().pipe, experts.global_expert_names(model)
+    return {
+        stages[names[name]] if cut.pp else names[name]: param
+        for name, param in model.named_parameters()
+    }
+
+
+def engine_of(cut: Cut, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Always one sequence in a micro batch: the auxiliary loss is that of a micro batch."""
+    import deepspeed
+
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulate(cut),
+        "gradient_clipping": cut.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": cut.zero, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    if cut.dtype != "fp32":
+        settings[cut.dtype] = {"enabled": True}
+    if cut.fp32_sums:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=settings,
+        mpu=None if cut.pp else models.mpu(),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def accumulate(cut: Cut) -> int:
+    return GLOBAL_BATCH // (dist.get_world_size() // cut.tp // (cut.pp or 1))
+
+
+def record_norms(engine: Any) -> list[float]:
+    """Gradient norms before clipping, filled step by step."""
+    import deepspeed.runtime.engine as module
+
+    norms: list[float] = []
+    clip, step = engine.clip_fp32_gradients, engine._take_model_step
+    stock: Any = module.clip_grad_norm_
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norm = stock(*args, **kwargs)
+        norms.append(float(norm))
+        return norm
+
+    def clip_and_record() -> None:
+        module.clip_grad_norm_ = noted
+        try:
+            norm = clip()  # None from DeepSpeed's own, which throws the norm away
+        finally:
+            module.clip_grad_norm_ = stock
+        if norm is not None:
+            norms.append(float(norm))
+
+    def step_and_record(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        if engine.get_global_grad_norm() is not None:
+            norms.append(float(engine.get_global_grad_norm()))
+
+    engine.clip_fp32_gradients, engine._take_model_step = clip_and_record, step_and_record
+    return norms
+
+
+def batches(cut: Cut, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro batches of a step."""
+    mesh = models.mpu()
+    dp, index = mesh.get_data_parallel_world_size(), mesh.get_data_parallel_rank()
+    starts = torch.randint(
+        VOCAB, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step)
+    )
+    tokens = (starts + 7 * torch.arange(SEQUENCE + 1)) % VOCAB
+    for part in tokens.chunk(dp)[index].split(1):
+        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
+def train_step(engine: Any, cut: Cut, step: int) -> float:
+    """The mean loss of the global batch."""
+    if cut.pp:
+        return float(engine.train_batch(batches(cut, step)))
+    total = torch.zeros(1, dtype=torch.float64)
+    for inputs, labels in batches(cut, step):
+        value = models.loss(engine, inputs, labels)
+        engine.backward(value)
+        engine.step()
+        total += value.detach().double()
+    dist.all_reduce(total, group=models.mpu().get_data_parallel_group())
+    return float(total) / GLOBAL_BATCH
+
+
+def gradients(cut: Cut) -> dict[str, Any]:
+    """Of one global batch: what one step of plain gradient descent with the rate 1 takes from each
+    parameter, under whatever ZeRO stage. With the norm, the loss, and this rank's place."""
+    from megatron.core import parallel_state
+
+    model = build(cut)
+    before = {name: param.detach().clone() for name, param in canonical(model, cut).items()}
+    optimizer = torch.optim.SGD(models.param_groups(model, lr=1.0, weight_decay=0.0))
+    engine = engine_of(cut, model, optimizer)
+    norms = record_norms(engine)
+    loss = train_step(engine, cut, 0)
+    after = canonical(engine.module, cut)
+    found = {
+        "loss": loss,
+        "norms": norms,
+        "auxiliary": experts.auxiliary_losses(engine.module.config, accumulate(cut)),
+        "gradients": {name: before[name] - after[name].detach() for name in before},
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+    }
+    engine.destroy()
+    models.stop()
+    return found

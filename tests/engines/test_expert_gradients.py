@@ -1,0 +1,68 @@
+"""Models with experts under DeepSpeed: every cut has the gradients, and the gradient norm, of one
+rank."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_ucp.core.box import Box
+from tests.engines.expert_jobs import MIXTRAL, Cut
+from tests.ranks import RankPool
+
+JOBS = "tests.engines.expert_jobs"
+TOLERANCE = 1e-6
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def truth(ranks: RankPool) -> Found:
+    """One rank without ZeRO."""
+    found = ranks.run(1, f"{JOBS}:gradients", Cut())[0]
+    assert set(found["gradients"]) == set(MIXTRAL.model().table)
+    for name, gradient in found["gradients"].items():
+        assert gradient.abs().max() > 1e-3, f"{name} has no gradient worth comparing"
+    return found
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def differences(found: list[Found], want: Found, cut: Cut) -> tuple[float, float, float]:
+    """Largest difference of gradients, of norms in relation to the norm, and of losses (the
+    auxiliary one too), over all ranks; every expert's gradient was compared."""
+    table, seen = MIXTRAL.model().table, set()
+    gradients = norms = losses = 0.0
+    for rank in found:
+        place = {
+            "tp": (cut.tp, rank["tensor"]),
+            "etp": (cut.etp or cut.tp, rank["expert_tensor"]),
+        }
+        for name, local in rank["gradients"].items():
+            seen.add(name)
+            whole, declared = want["gradients"][name], table[name]
+            for piece in declared.layout.pieces(name, declared.shape, place):
+                apart = local[slices(piece.local)] - whole[slices(piece.full)]
+                gradients = max(gradients, float(apart.abs().max()))
+        assert len(rank["norms"]) == len(want["norms"]) == 1
+        norms = max(norms, abs(rank["norms"][0] / want["norms"][0] - 1))
+        losses = max(losses, abs(rank["loss"] - want["loss"]))
+        assert set(rank["auxiliary"]) == set(want["auxiliary"])
+        for name, value in rank["auxiliary"].items():
+            losses = max(losses, abs(value - want["auxiliary"][name]))
+    assert seen == set(table)
+    return gradients, norms, losses
+
+
+FLAT = [Cut(ep, etp, tp) for tp in (1, 2) for etp in (1, 2) for ep in (1, 2, 4) if etp * ep <= 4]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("cut", FLAT, ids=str)
+def test_every_cut_has_the_gradients_of_one_rank(
+    ranks: RankPool, truth: Found, cut: Cut, zero: int
+) -> None:
+    cut = replace(cut, zero=zero)
+    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    assert max(found) < TOLERANCE, found
