@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.box import Box
-from tests.engines.expert_jobs import MIXTRAL, Cut
+from tests.engines.expert_jobs import MIXTRAL, Cut, with_experts
 from tests.ranks import RankPool
 
 JOBS = "tests.engines.expert_jobs"
@@ -64,5 +64,35 @@ def test_every_cut_has_the_gradients_of_one_rank(
     ranks: RankPool, truth: Found, cut: Cut, zero: int
 ) -> None:
     cut = replace(cut, zero=zero)
+    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    assert max(found) < TOLERANCE, found
+
+
+STAGED = [
+    Cut(ep, etp, tp, pp)
+    for pp, tp, sizes in (
+        (2, 1, ((1, 1), (2, 1), (1, 2))),
+        (2, 2, ((1, 1), (2, 1), (1, 2))),
+    )
+    for ep, etp in sizes
+]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("cut", STAGED, ids=str)
+def test_every_cut_in_stages(ranks: RankPool, truth: Found, cut: Cut, zero: int) -> None:
+    cut = replace(cut, zero=zero)
+    found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+    assert max(found) < TOLERANCE, found
+
+
+ALLGATHER = with_experts(dispatcher="allgather")
+
+
+@pytest.mark.parametrize(
+    "cut", [Cut(2, 1, 1), Cut(4, 1, 2), Cut(2, 2, 2), Cut(2, 1, 2, 2)], ids=str
+)
+def test_the_other_dispatcher(ranks: RankPool, truth: Found, cut: Cut) -> None:
+    cut = replace(cut, zero=1, model=ALLGATHER)
     found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
     assert max(found) < TOLERANCE, found
