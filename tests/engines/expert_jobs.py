@@ -1,8 +1,10 @@
 """What the ranks do in the tests of models with experts."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,12 @@ class Cut:
     clip: float = 1e9  # the norm is computed, nothing is clipped
     plant: str = ""
 
+    @property
+    def saved_whole(self) -> bool:
+        """Whether DeepSpeed saves all of the model; the builder refuses where not."""
+        etp = self.etp or self.tp
+        return etp <= self.tp <= etp * self.ep
+
     def __str__(self) -> str:
         return f"ep{self.ep}-etp{self.etp or self.tp}-tp{self.tp}-pp{self.pp}-zero{self.zero}"
 
@@ -57,7 +65,8 @@ def build(cut: Cut) -> Any:
     """Starts the groups and builds the model, or this rank's stage."""
     config = replace(cut.model, dtype=cut.dtype, sequence_parallel=cut.tp > 1)
     models.start(cut.tp, config.seed, cut.pp or 1, cut.ep, cut.etp or None)
-    return pipeline.build_pipeline(config, cut.pp) if cut.pp else models.build(config)
+    with mock.patch.object(experts, "check_files") if not cut.saved_whole else nullcontext():
+        return pipeline.build_pipeline(config, cut.pp) if cut.pp else models.build(config)
 
 
 def canonical(model: Any, cut: Cut) -> dict[str, torch.nn.Parameter]:
@@ -67,6 +76,15 @@ def canonical(model: Any, cut: Cut) -> dict[str, torch.nn.Parameter]:
         stages[names[name]] if cut.pp else names[name]: param
         for name, param in model.named_parameters()
     }
+
+
+def values(model: Any, cut: Cut) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters by canonical name, also at ZeRO-3."""
+    import deepspeed
+
+    held = canonical(model, cut)
+    with deepspeed.zero.GatheredParameters(list(held.values())):
+        return {name: param.detach().clone() for name, param in held.items()}
 
 
 def engine_of(cut: Cut, model: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -163,20 +181,54 @@ def gradients(cut: Cut) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     model = build(cut)
-    before = {name: param.detach().clone() for name, param in canonical(model, cut).items()}
+    before = values(model, cut)
     optimizer = torch.optim.SGD(models.param_groups(model, lr=1.0, weight_decay=0.0))
     engine = engine_of(cut, model, optimizer)
     norms = record_norms(engine)
     loss = train_step(engine, cut, 0)
-    after = canonical(engine.module, cut)
+    after = values(engine.module, cut)
     found = {
         "loss": loss,
         "norms": norms,
         "auxiliary": experts.auxiliary_losses(engine.module.config, accumulate(cut)),
-        "gradients": {name: before[name] - after[name].detach() for name in before},
+        "gradients": {name: before[name] - after[name] for name in before},
         "tensor": parallel_state.get_tensor_model_parallel_rank(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
     }
     engine.destroy()
     models.stop()
     return found
+
+
+def native(cut: Cut, folder: str, load: bool) -> dict[str, torch.Tensor]:
+    """This rank's parameters by canonical name after a step that DeepSpeed by itself saved, or
+    after it loaded them into another model."""
+    seed = 99 if load else cut.model.seed
+    model = build(replace(cut, model=replace(cut.model, seed=seed)))
+    optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1))
+    engine = engine_of(cut, model, optimizer)
+    if load:
+        engine.load_checkpoint(folder, tag="one")
+    else:
+        train_step(engine, cut, 0)
+        engine.save_checkpoint(folder, tag="one")
+    found = values(engine.module, cut)
+    engine.destroy()
+    models.stop()
+    return found
+
+
+def train(cut: Cut, steps: int = 20) -> dict[str, Any]:
+    """Losses and gradient norms of a run with AdamW, by step; the buffers at its end."""
+    model = build(cut)
+    # eps as in `model_jobs`: a gradient that is 0 but for rounding must not move a weight
+    groups = models.param_groups(model, lr=3e-3, weight_decay=0.1)
+    engine = engine_of(cut, model, torch.optim.AdamW(groups, eps=1e-4))
+    norms, losses = record_norms(engine), []
+    for step in range(steps):
+        losses.append(train_step(engine, cut, step))
+        experts.update_expert_bias(engine.module, engine.module.config)
+    buffers = {name: value.clone() for name, value in engine.module.named_buffers()}
+    engine.destroy()
+    models.stop()
+    return {"losses": losses, "norms": norms, "buffers": buffers}

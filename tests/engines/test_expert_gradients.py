@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ucp.core.box import Box
 from tests.engines.expert_jobs import MIXTRAL, Cut, with_experts
@@ -96,3 +97,27 @@ def test_the_other_dispatcher(ranks: RankPool, truth: Found, cut: Cut) -> None:
     cut = replace(cut, zero=1, model=ALLGATHER)
     found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
     assert max(found) < TOLERANCE, found
+
+
+def test_at_zero_3_where_every_rank_holds_all_experts(ranks: RankPool, truth: Found) -> None:
+    for cut in (Cut(zero=3), Cut(tp=2, zero=3)):
+        found = differences(ranks.run(4, f"{JOBS}:gradients", cut), truth, cut)
+        assert max(found) < TOLERANCE, (cut, found)
+
+
+def test_twenty_steps(ranks: RankPool) -> None:
+    """Also with what a router remembers between the steps: its bias."""
+    balanced = with_experts(bias=True, score="sigmoid", bias_rate=0.05)
+    for model in (MIXTRAL, balanced):
+        want = ranks.run(1, f"{JOBS}:train", Cut(model=model, clip=1.0))[0]
+        assert abs(want["losses"][0] - want["losses"][-1]) > 0.1, "it learned nothing"
+        assert max(want["norms"]) > 1.0, "nothing was clipped"
+        for cut in (Cut(2, zero=1), Cut(2, 1, 2, zero=2), Cut(2, 2, 2, zero=0), Cut(2, pp=2)):
+            found = ranks.run(4, f"{JOBS}:train", replace(cut, model=model, clip=1.0))
+            for rank in found:
+                apart = [abs(a - b) for a, b in zip(rank["losses"], want["losses"], strict=True)]
+                assert max(apart) < 1e-5, cut
+                for name, value in rank["buffers"].items():
+                    assert cut.pp or torch.equal(value, want["buffers"][name]), (cut, name)
+        moved = any(bool(value.abs().max() > 0) for value in want["buffers"].values())
+        assert moved == (model is balanced)

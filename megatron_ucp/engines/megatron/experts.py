@@ -142,12 +142,30 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
             expected=f"a divisor of {experts.ffn}",
             found=etp,
         )
+    check_files(tp, ep, etp)
     if tp > 1 and not sequence_parallel:
         raise UnsupportedError(
             "megatron-core trains experts under tensor parallelism with sequence parallelism only",
             expected="sequence_parallel",
             found=f"tensor-parallel size {tp} without it",
             fix="switch sequence parallelism on",
+        )
+
+
+def check_files(tp: int, ep: int, etp: int) -> None:
+    """Raises UnsupportedError where DeepSpeed would train the experts, but not save all of a model.
+
+    It names the file of an expert by the tensor-parallel rank that writes it: with more ranks that
+    cut an expert, several write one file. And a rank that writes no experts writes no other
+    parameters either: with fewer ranks for all experts than cut attention, parts are missing.
+    """
+    if (ep, etp) != (1, tp) and not etp <= tp <= etp * ep:
+        raise UnsupportedError(
+            "DeepSpeed would not save all parts of a model whose experts are cut like that",
+            expected="expert-tensor-parallel size <= tensor-parallel size <= "
+            "expert-tensor-parallel size x expert-parallel size",
+            found=f"{etp}, {tp}, {etp} x {ep}",
+            fix=f"use an expert-tensor-parallel size of {tp}",
         )
 
 
@@ -182,7 +200,7 @@ def mark_experts(model: torch.nn.Module) -> None:
                 if experts_are_apart():
                     param.group_name = expert_group_name()
         if experts_are_apart():
-            layer.add_module("deepspeed", _shown_to_deepspeed(layer))
+            _show_to_deepspeed(layer)
 
 
 def global_expert_names(model: torch.nn.Module) -> dict[str, str]:
@@ -224,20 +242,17 @@ def cut_of(param: torch.Tensor) -> tuple[int, int]:
     )
 
 
-def _shown_to_deepspeed(layer: Any) -> torch.nn.Module:
-    """A module without parameters, by which DeepSpeed sees that a layer has experts, and which of
-    them lie here. Its saves write a file for each expert, with DeepSpeed's names."""
+def _show_to_deepspeed(layer: Any) -> None:
+    """Makes the module that holds a layer's experts one by which DeepSpeed sees that there are
+    experts, and which ones lie here. Its saves then have a file for each expert, with DeepSpeed's
+    names, and its loads read them."""
     from deepspeed.moe.layer import MoE
+    from megatron.core.transformer.moe.experts import SequentialMLP
 
-    class DeepSpeedExperts(MoE):
-        def __init__(self) -> None:
-            torch.nn.Module.__init__(self)  # not MoE's, which makes experts
-            # not as a submodule: each parameter would have two names
-            self.__dict__["experts"] = layer.experts
-            self.num_experts = layer.config.num_moe_experts
-            self.num_local_experts = layer.num_local_experts
-            self.ep_size = self.num_experts // self.num_local_experts
-            self.expert_group_name = expert_group_name()
+    theirs, ours = "deepspeed_moe.experts.deepspeed_experts.", "local_experts."
+
+    class DeepSpeedExperts(SequentialMLP, MoE):
+        """megatron-core's experts, under a class that DeepSpeed looks for."""
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             if use_data_before_expert_parallel_:
@@ -247,16 +262,25 @@ def _shown_to_deepspeed(layer: Any) -> torch.nn.Module:
                 )
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs.get("destination") is not None:
-                return args[0] if args else kwargs["destination"]  # of the whole model
+            found = super().state_dict(*args, **kwargs)
+            if args or kwargs:  # of the whole model
+                return found
             return {
-                f"deepspeed_moe.experts.deepspeed_experts.{local}.{name}": value
-                for local, expert in enumerate(self.experts.local_experts)
-                for name, value in expert.state_dict().items()
+                name.replace(ours, theirs, 1): value
+                for name, value in found.items()
                 if value is not None  # megatron-core's extra states
             }
 
-    return DeepSpeedExperts()
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+            for name in [name for name in state_dict if name.startswith(prefix + theirs)]:
+                state_dict[name.replace(theirs, ours, 1)] = state_dict.pop(name)
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    module = layer.experts
+    module.__class__ = DeepSpeedExperts  # not by MoE's constructor, which makes experts of its own
+    module.num_experts = layer.config.num_moe_experts
+    module.ep_size = module.num_experts // module.num_local_experts
+    module.expert_group_name = expert_group_name()
 
 
 class _CarriesScale(torch.autograd.Function):
