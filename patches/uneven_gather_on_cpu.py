@@ -1,5 +1,6 @@
 """A machine without a GPU: tokens are gathered from ranks that have different numbers of them."""
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ def change() -> None:
 
     stock: Any = mappings._gather_along_first_dim
 
+    @functools.wraps(stock)
     def gather(
         input_: torch.Tensor,
         group: Any,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_ucp.engines.megatron import experts, models, pipeline
 from megatron_ucp.engines.megatron.experts import Experts
+from tests.engines.model_jobs import LLAMA, attempting
 
 GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
 MIXTRAL = models.ModelConfig(
@@ -175,9 +176,48 @@ def train_step(engine: Any, cut: Cut, step: int) -> float:
     return float(total) / GLOBAL_BATCH
 
 
+def planted(fault: str) -> Any:
+    """One thing undone, for a negative control."""
+    import megatron_ucp_patches as patches
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.pipe import engine, schedule
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    if not fault:
+        return nullcontext()
+    for name in (*experts.PATCHES, *pipeline.PATCHES):
+        patches.apply(name)
+
+    def stock(holder: Any, name: str) -> Any:
+        return mock.patch.object(holder, name, getattr(holder, name).__wrapped__)
+
+    if fault == "experts as megatron-core leaves them":
+        return mock.patch.object(experts, "experts_are_apart", lambda: False)
+    if fault == "stock norm without ZeRO":
+        return stock(DeepSpeedEngine, "clip_fp32_gradients")
+    if fault == "stock norm in half precision":
+        return stock(FP16_UnfusedOptimizer, "unscale_and_clip_grads")
+    if fault == "stock norm of BF16_Optimizer":
+        theirs = utils.get_norm_with_moe_layers
+        return mock.patch.object(bf16_optimizer, "get_norm_with_moe_layers", theirs)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if fault == "no scale from the loss":
+        return mock.patch.object(experts, "with_auxiliary_losses", lambda loss, _: loss)
+    methods: Any = engine.PipelineEngine._INSTRUCTION_MAP
+    plain = methods[schedule.BackwardPass].__wrapped__
+    return mock.patch.dict(methods, {schedule.BackwardPass: plain})
+
+
 def gradients(cut: Cut) -> dict[str, Any]:
     """Of one global batch: what one step of plain gradient descent with the rate 1 takes from each
     parameter, under whatever ZeRO stage. With the norm, the loss, and this rank's place."""
+    with planted(cut.plant):
+        return _gradients(cut)
+
+
+def _gradients(cut: Cut) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     model = build(cut)
@@ -198,6 +238,83 @@ def gradients(cut: Cut) -> dict[str, Any]:
     engine.destroy()
     models.stop()
     return found
+
+
+def live(cuts: list[Cut]) -> list[dict[str, Any]]:
+    """First values and attributes of this rank's parameters, by canonical name, for each cut."""
+    from megatron.core import parallel_state
+
+    found = []
+    for cut in cuts:
+        held = canonical(build(cut), cut)
+        found.append(
+            {
+                "tensor": parallel_state.get_tensor_model_parallel_rank(),
+                "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+                "expert": parallel_state.get_expert_model_parallel_rank(),
+                "values": {name: param.detach().clone() for name, param in held.items()},
+                "attributes": {name: dict(param.__dict__) for name, param in held.items()},
+            }
+        )
+        models.stop()
+    return found
+
+
+def groups_match(cut: Cut) -> dict[str, tuple[list[int], list[int]]]:
+    """Ranks of each group of experts in megatron-core and in DeepSpeed, and what is left of
+    DeepSpeed's after `stop`."""
+    from deepspeed.utils import groups
+    from megatron.core import parallel_state
+
+    build(cut)
+    name = f"ep_size_{cut.ep}"
+    pairs = {
+        "experts": (
+            parallel_state.get_expert_model_parallel_group(),
+            groups._EXPERT_PARALLEL_GROUP,
+        ),
+        "copies": (
+            parallel_state.get_expert_data_parallel_group(),
+            groups._EXPERT_DATA_PARALLEL_GROUP,
+        ),
+    }
+    ranks = dist.get_process_group_ranks
+    found = {key: (ranks(ours), ranks(theirs[name])) for key, (ours, theirs) in pairs.items()}
+    models.stop()
+    found["left"] = ([], [*groups._EXPERT_PARALLEL_GROUP, *groups._EXPERT_DATA_PARALLEL_GROUP])
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """On four ranks: what each wrong call raises."""
+    found: dict[str, str] = {}
+    attempt = attempting(found)
+    attempt("too many", lambda: models.start(1, 1, 1, 3))
+    attempt("stages", lambda: models.start(1, 1, 2, 4))
+    for name, cut in {
+        "dense": Cut(2, model=LLAMA),
+        "experts": Cut(2, model=with_experts(number=3)),
+        "width": Cut(2, 2, 2, model=with_experts(ffn=23)),
+        "file for two": Cut(2, 2, 1),
+        "file for none": Cut(1, 1, 2),
+        "stage without": Cut(2, pp=2, model=with_experts(every=2)),
+    }.items():
+        attempt(name, lambda cut=cut: build_plainly(cut))
+        models.stop()
+    models.start(2, 1)
+    attempt("sequence", lambda: models.build(MIXTRAL))
+    models.stop()
+    return found
+
+
+def build_plainly(cut: Cut) -> None:
+    """As `build`, with every check."""
+    config = replace(cut.model, sequence_parallel=cut.tp > 1)
+    models.start(cut.tp, 1, cut.pp or 1, cut.ep, cut.etp or None)
+    if cut.pp:
+        pipeline.build_pipeline(config, cut.pp)
+    else:
+        models.build(config)
 
 
 def native(cut: Cut, folder: str, load: bool) -> dict[str, torch.Tensor]:
