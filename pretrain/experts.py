@@ -96,6 +96,15 @@ def check_expert_mesh(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag} does not divide {name}", expected=f"a divisor of {size}", found=cut
             )
+    apart = (ep, etp) != (1, tp)
+    if apart and not etp <= tp <= etp * ep:
+        raise UsageError(
+            "DeepSpeed would not save all parts of a model whose experts are cut like that",
+            expected="--expert-tensor-parallel-size <= --tensor-model-parallel-size <= "
+            "--expert-tensor-parallel-size x --expert-model-parallel-size",
+            found=f"{etp}, {tp}, {etp} x {ep}",
+            fix="leave --expert-tensor-parallel-size out",
+        )
     if tp > 1 and not args.sequence_parallel:
         raise UsageError(
             "megatron-core trains experts under tensor parallelism with sequence parallelism only",
