@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
+from pretrain import experts
 from pretrain.config_file import merge_config
 from pretrain.family import USUAL, check_fixed, fixed_by
 from pretrain.flags import FLAGS, IGNORED, MODEL, REFUSED, Flag
@@ -32,6 +33,7 @@ MODEL_ARGUMENTS = (
     "max_position_embeddings",
     "tokenizer_type",
     "vocab_size",
+    *experts.MODEL,
 )
 Given = dict[str, Any]  # attribute -> value, of the flags that were given
 
@@ -147,6 +149,7 @@ def complete(
     family = find_family(given.get("model_family", USUAL))
     args = argparse.Namespace(**{**values, **family.defaults, **fixed_by(family), **given})
     _model(args, given)
+    experts.check_experts(args, given)
     _choices(args)
     _mesh_and_batch(args, world)
     _lengths(args)
@@ -301,6 +304,7 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
             expected=f"a divisor of {world // tp}: {world} ranks, --tensor-model-parallel-size "
             f"{tp}",
         )
+    experts.check_expert_mesh(args)
     if args.sequence_parallel and args.seq_length % tp:
         raise UsageError(
             "--sequence-parallel cuts --seq-length by --tensor-model-parallel-size",
@@ -309,6 +313,7 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
         )
     args.data_parallel_size = world // tp // pp
     args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
+    experts.check_expert_zero(args)
     if pp > 1:
         _pipeline(args)
     args.clip_grad = 1.0 if args.clip_grad is None else args.clip_grad

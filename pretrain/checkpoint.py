@@ -6,7 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,24 +203,23 @@ def _stage_names(
 
 def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     """Raises UsageError for flags that contradict the checkpoint."""
-    here = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.data_parallel_size,
-        args.zero_stage,
-    )
     # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh
     # says 1
-    zero = saved.args.get("zero_stage", saved.mesh.zero)
-    if (
-        not args.universal_checkpoint
-        and (saved.mesh.tp, saved.mesh.pp, saved.mesh.dp, zero) != here
-    ):
+    before = replace(saved.mesh, zero=saved.args.get("zero_stage", saved.mesh.zero))
+    here = Mesh(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size if args.num_experts else 1,
+        dp=args.data_parallel_size,
+        zero=args.zero_stage,
+    )
+    if not args.universal_checkpoint and before != here:
         raise UsageError(
             "the checkpoint was written on another mesh",
             file=saved.path,
             expected=str(saved.mesh),
-            found="tp={},pp={},dp={},zero={}".format(*here),
+            found=str(here),
             fix="--universal-checkpoint loads it on this one",
         )
     wrong = {

@@ -47,13 +47,14 @@ def check_fixed(args: argparse.Namespace, flags: Mapping[str, str]) -> None:
         )
 
 
-def default_by_family(attribute: str, usual: float) -> Callable[[], str]:
-    """Help of a number: the `usual` default, and those of families that have another."""
+def default_by_family(attribute: str, usual: float | None) -> Callable[[], str]:
+    """Help of a number: the `usual` default (None: there is none), and those of families that have
+    another."""
 
     def text() -> str:
         said = {name: one.defaults.get(attribute, usual) for name, one in families().items()}
         others = [f"{name} {value:g}" for name, value in said.items() if value != usual]
-        return ", ".join([f"default {usual}", *others])
+        return "default " + ", ".join([*([] if usual is None else [f"{usual}"]), *others])
 
     return text
 

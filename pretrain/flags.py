@@ -103,8 +103,43 @@ MODEL = (
         "first run only: a resumed run keeps the checkpoint's vocabulary",
     ),
 )
+EXPERTS = (
+    Flag("--num-experts", int, help=default_by_family("num_experts", None)),
+    Flag("--moe-ffn-hidden-size", int, help="width of an expert; default --ffn-hidden-size"),
+    Flag(
+        "--moe-shared-expert-intermediate-size",
+        int,
+        help="width of an expert that sees every token; default: there is none",
+    ),
+    Flag("--moe-layer-freq", int, 1, "layers 0, N, 2N, ... have experts, the others an MLP"),
+    Flag("--moe-router-topk", int, 2, "experts that a token goes to", aliases=("--topk",)),
+    Flag("--moe-router-score-function", choices=("softmax", "sigmoid"), default="softmax"),
+    Flag("--moe-router-pre-softmax", bool, False, "softmax over all experts, before the choice"),
+    Flag(
+        "--moe-router-enable-expert-bias",
+        bool,
+        False,
+        "balances experts by a bias of the choice; needs sigmoid scores",
+    ),
+    Flag("--moe-router-bias-update-rate", float, 1e-3),
+    Flag("--moe-aux-loss-coeff", float, 0.0, aliases=("--moe-loss-coeff",)),
+    Flag("--moe-z-loss-coeff", float, 0.0),
+    Flag("--moe-token-dispatcher-type", choices=("allgather", "alltoall"), default="allgather"),
+)
 MESH = (
     Flag("--tensor-model-parallel-size", int, 1),
+    Flag(
+        "--expert-model-parallel-size",
+        int,
+        1,
+        "ranks that share the experts of a layer",
+        aliases=("--moe-expert-parallel-size",),
+    ),
+    Flag(
+        "--expert-tensor-parallel-size",
+        int,
+        help="ranks that cut an expert; default --tensor-model-parallel-size",
+    ),
     Flag(
         "--pipeline-model-parallel-size",
         int,
@@ -249,6 +284,7 @@ LOGGING = (
 )
 GROUPS = {
     "Model": MODEL,
+    "Experts": EXPERTS,
     "Mesh": MESH,
     "Data": DATA,
     "Training": TRAINING,
@@ -277,7 +313,10 @@ IGNORED = {
     "--num-workers": 1,
     "--distributed-backend": 1,
     "--no-async-tensor-model-parallel-allreduce": 0,
+    "--disable-moe-token-dropping": 0,
 }
+
+NO_DROPPING = "no token is dropped, whatever the load of an expert"
 
 # Known elsewhere, refused here by name: the number of values (None: any), those that are the same
 # as leaving it out, why.
@@ -322,10 +361,37 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
         (),
         "models of encoder and decoder are not supported",
     ),
-    "--expert-model-parallel-size": (1, ("1",), "experts are not supported"),
-    "--moe-expert-parallel-size": (1, ("1",), "experts are not supported"),
-    "--expert-tensor-parallel-size": (1, ("1",), "experts are not supported"),
-    "--num-experts": (None, ("1",), "experts are not supported"),
+    "--enable-expert-tensor-parallelism": (0, (), "--expert-tensor-parallel-size says it"),
+    "--expert-interval": (1, ("1",), "it counts layers otherwise than --moe-layer-freq"),
+    "--mlp-type": (1, ("standard",), "--moe-shared-expert-intermediate-size is what comes nearest"),
+    "--moe-grouped-gemm": (
+        0,
+        (),
+        "grouped_gemm needs CUDA kernels, and keeps all experts of a rank in one tensor",
+    ),
+    "--moe-use-legacy-grouped-gemm": (0, (), "grouped_gemm is not supported"),
+    "--moe-expert-capacity-factor": (1, (), NO_DROPPING),
+    "--moe-train-capacity-factor": (1, (), NO_DROPPING),
+    "--moe-eval-capacity-factor": (1, (), NO_DROPPING),
+    "--moe-min-capacity": (1, (), NO_DROPPING),
+    "--moe-token-drop-policy": (1, (), NO_DROPPING),
+    "--moe-pad-expert-input-to-capacity": (0, (), NO_DROPPING),
+    "--moe-router-load-balancing-type": (
+        1,
+        ("aux_loss",),
+        "experts are balanced by --moe-aux-loss-coeff or --moe-router-enable-expert-bias",
+    ),
+    "--moe-router-dtype": (1, ("fp32",), "routers compute in fp32"),
+    "--moe-router-topk-scaling-factor": (1, (), "scaled scores are not supported"),
+    "--moe-router-num-groups": (1, (), "experts are chosen among all, not in groups"),
+    "--moe-router-group-topk": (1, (), "experts are chosen among all, not in groups"),
+    "--moe-input-jitter-eps": (1, (), "noise on the router's input is not supported"),
+    "--moe-shared-expert-gate": (0, (), "a gate of the shared expert is not supported"),
+    "--moe-shared-expert-overlap": (0, (), "it needs CUDA streams"),
+    "--moe-permute-fusion": (0, (), "Transformer Engine is not supported"),
+    "--moe-router-fusion": (0, (), "Transformer Engine is not supported"),
+    "--moe-enable-deepep": (0, (), "DeepEP is not supported"),
+    "--moe-layer-recompute": (0, (), "recomputation is not supported"),
     "--context-parallel-size": (1, ("1",), "context parallelism is not supported"),
     "--ds-sequence-parallel-size": (1, ("1",), "Ulysses sequence parallelism is not supported"),
     "--rotary-percent": (1, ("1", "1.0"), "partial rotary embeddings are not supported"),

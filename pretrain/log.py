@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def iteration_line(
     norm: float | None,
     skipped: int,
     nans: int,
+    auxiliary: Mapping[str, float] | None = None,
 ) -> str:
     """Megatron's own line. The loss is left out where there is none, the norm where DeepSpeed
-    computes none."""
+    computes none. `auxiliary` are losses of experts."""
     parts = [
         f" iteration {iteration:8d}/{train_iters:8d}",
         f"consumed samples: {samples:12d}",
@@ -48,6 +50,7 @@ def iteration_line(
         f"global batch size: {batch:5d}",
     ]
     parts += [f"lm loss: {loss:.6E}"] if loss is not None and not math.isnan(loss) else []
+    parts += [f"{name}: {value:.6E}" for name, value in (auxiliary or {}).items()]
     parts += [f"loss scale: {scale:.1f}"] + ([f"grad norm: {norm:.3f}"] if norm is not None else [])
     return " | ".join(
         [
@@ -93,8 +96,11 @@ class Progress:
         scale: float,
         norm: float | None,
         applied: bool,
+        auxiliary: Mapping[str, float] | None = None,
     ) -> None:
-        """After an iteration: a line every --log-interval, and after the first one."""
+        """After an iteration: a line every --log-interval, and after the first one. `auxiliary` are
+        the iteration's losses of experts."""
+        auxiliary = auxiliary or {}
         self._count += 1
         self._skipped += not applied
         self._nans += math.isnan(loss)
@@ -105,6 +111,7 @@ class Progress:
             ("learning-rate", lr),
             ("grad-norm", norm),
             ("loss-scale", scale),
+            *auxiliary.items(),
         ):
             self._draw(name, value, iteration, samples)
         if self._json is not None:
@@ -116,6 +123,7 @@ class Progress:
                 "grad_norm": norm,
                 "loss_scale": scale,
                 "skipped": not applied,
+                **auxiliary,
             }
             self._json.write(json.dumps(entry) + "\n")
             self._json.flush()
@@ -136,6 +144,7 @@ class Progress:
                 norm,
                 self._skipped,
                 self._nans,
+                auxiliary,
             )
         )
         self._first, self._losses, self._skipped, self._nans, self._count = False, [], 0, 0, 0

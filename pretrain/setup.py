@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline
 from megatron_ucp.errors import UsageError
+from pretrain.experts import experts_of
 from pretrain.schedule import Scheduler, Settings
 
 NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
@@ -81,6 +82,7 @@ def model_config(args: argparse.Namespace, vocab: int, padded: int) -> models.Mo
         sequence_parallel=args.sequence_parallel,
         dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         seed=args.seed,
+        experts=experts_of(args),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.megatron import experts, models
 from megatron_ucp.reshard import agree
 from pretrain import checkpoint, setup
 from pretrain.arguments import complete, parse
@@ -69,7 +69,13 @@ class Run:
             checkpoint.prepare_folder(self.args)
             setup.schedule(self.args)  # refuses impossible settings before the model is built
         args = self.args
-        models.start(args.tensor_model_parallel_size, args.seed, args.pipeline_model_parallel_size)
+        models.start(
+            args.tensor_model_parallel_size,
+            args.seed,
+            args.pipeline_model_parallel_size,
+            args.expert_model_parallel_size,
+            args.expert_tensor_parallel_size,
+        )
         self._mesh = models.mpu()
         checkpoint.seed_random(args.seed)
         with agree.together():
@@ -133,9 +139,18 @@ class Run:
         train = self._data[0]
         assert train is not None
         loss = self._steps.train(train, self.result.position.consumed)
+        self._auxiliary = self._of_experts()
         self.result.position.iteration += 1
         self.result.position.consumed += self.args.global_batch_size
         return loss
+
+    def _of_experts(self) -> dict[str, float]:
+        """After a global batch: moves the routers' biases, and returns the auxiliary losses."""
+        if self.args.num_experts is None:
+            return {}
+        model: Any = self.engine.module
+        experts.update_expert_bias(model, model.config)
+        return experts.auxiliary_losses(model.config, self.args.gradient_accumulation)
 
     def evaluate(self) -> float:
         """Mean loss over the first --eval-iters global batches of the validation split, the same at
@@ -216,6 +231,7 @@ class Run:
             float(scale),
             None if norm is None or math.isnan(norm) else float(norm),
             applied,
+            self._auxiliary,
         )
 
     def _reason_to_stop(self, stop: Stop) -> str | None:

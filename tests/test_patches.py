@@ -58,7 +58,7 @@ def wrong_reads(patched: bool) -> list[str]:
         return wrong
     finally:
         DeepSpeedZeroOptimizer._link_all_hp_params = stock
-        patches._applied.clear()
+        patches._applied.discard("round_robin_links")
 
 
 @pytest.mark.ranks
@@ -75,23 +75,32 @@ def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(
     monkeypatch.setattr(patches, "has_gpu", lambda: True)
     monkeypatch.setattr(patches, "_applied", set())
     meant = [name for name in patches.names() if patches.find(name).only_without_gpu]
-    assert meant == ["current_device_is_cpu", "no_torch_compile", "rng_tracker_on_cpu"]
+    assert meant == [
+        "current_device_is_cpu",
+        "moe_dispatch_on_cpu",
+        "no_torch_compile",
+        "rng_tracker_on_cpu",
+        "uneven_gather_on_cpu",
+    ]
     with caplog.at_level("INFO", logger=patches.__name__):
         assert not any(patches.apply(name) for name in meant)
     assert [meant[i] in record.getMessage() for i, record in enumerate(caplog.records)] == [
         True
-    ] * 3
+    ] * 5
     assert not patches._applied
 
 
 def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
-    """For each of the three patches: what a call does without it, and then with it."""
+    """For each patch that one rank needs: what a call does without it, and then with it."""
+    from unittest import mock
+
     import torch
     import torch.distributed as dist
     from megatron.core import activations, parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-    from megatron_ucp.engines.megatron import models
+    from megatron_ucp.engines.megatron import experts, models
+    from tests.engines.expert_jobs import with_experts
     from tests.engines.model_jobs import GPT, batch
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -120,10 +129,17 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     def forward() -> torch.Tensor:
         return models.loss(models.build(GPT), tokens, tokens)
 
+    def routed(dispatcher: str) -> torch.Tensor:
+        with mock.patch.object(experts, "apply_patches"):
+            model = models.build(with_experts(dispatcher=dispatcher))
+        return models.loss(model, tokens % 32, tokens % 32)
+
     calls = {
         "rng_tracker_on_cpu": draw,
         "current_device_is_cpu": forward,
         "no_torch_compile": compiled,
+        "moe_router_gemm": lambda: routed("allgather"),
+        "moe_dispatch_on_cpu": lambda: routed("alltoall"),
     }
     return {name: [said(call), patches.apply(name) and said(call)] for name, call in calls.items()}
 
@@ -131,7 +147,7 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
 def said(call: Callable[[], Any]) -> str:
     try:
         assert call().isfinite().all()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, NameError) as error:
         return f"{type(error).__name__}: {error}"
     return "right"
 
@@ -155,7 +171,8 @@ def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found) == {name for name in patches.names() if patches.find(name).only_without_gpu}
+    meant = {name for name in patches.names() if patches.find(name).only_without_gpu}
+    assert set(found) == meant - {"uneven_gather_on_cpu"} | {"moe_router_gemm"}
     for name, (without, with_it) in found.items():
         assert without != "right" and with_it == "right", (name, without, with_it)
 
@@ -176,3 +193,30 @@ def test_unfused_norm(ranks: RankPool) -> None:
     )
     assert patched == pytest.approx(whole, rel=0.01)
     assert stock < 0.9 * whole, "the defect is gone: drop the patch"
+
+
+def gathered(patched: bool) -> str | list[float]:
+    """What ranks with 1, 2, ... rows gather; or what gloo says."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    patches.apply("current_device_is_cpu")
+    patches.apply("uneven_gather_on_cpu")
+    gather: Any = mappings._gather_along_first_dim
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = torch.full((rank + 1, 2), float(rank))
+    try:
+        call = gather if patched else gather.__wrapped__
+        return call(rows, dist.group.WORLD, [n + 1 for n in range(world)])[:, 0].tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+def test_uneven_gather(ranks: RankPool) -> None:
+    if patches.has_gpu():
+        pytest.skip("there is a GPU")
+    assert ranks.run(2, "tests.test_patches:gathered", True) == [[0.0, 1.0, 1.0]] * 2
+    stock = ranks.run(2, "tests.test_patches:gathered", False)
+    assert all(isinstance(said, str) for said in stock), "the defect is gone: drop the patch"

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import gpt, llama
+from megatron_ucp.families import gpt, llama, mixtral
 from megatron_ucp.families.base import Family
 
-_FAMILIES: dict[str, Family] = {family.name: family for family in (gpt.FAMILY, llama.FAMILY)}
+_FAMILIES: dict[str, Family] = {
+    family.name: family for family in (gpt.FAMILY, llama.FAMILY, mixtral.FAMILY)
+}
 
 
 def register_family(family: Family) -> None:

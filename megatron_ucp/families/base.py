@@ -83,20 +83,20 @@ def vocabulary(sizes: Sizes, *rest: int) -> Declared:
     return replace(column(sizes.vocab, *rest), extent=Extent(sizes.true_vocab, sizes.vocab))
 
 
-def gated(half: int, *rest: int) -> Declared:
+def gated(half: int, *rest: int, axis: str = "tp") -> Declared:
     """Gate and up, one above the other, each cut on dim 0."""
     return Declared(
         (2 * half, *rest),
-        ShardNC("tp", 0, (half, half)),
+        ShardNC(axis, 0, (half, half)),
         {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2},
     )
 
 
-def row(rows: int, columns: int) -> Declared:
+def row(rows: int, columns: int, axis: str = "tp") -> Declared:
     """Cut on dim 1, as RowParallelLinear is; both of a layer end in the residual stream."""
     return Declared(
         (rows, columns),
-        Shard("tp", 1),
+        Shard(axis, 1),
         {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1},
         init="residual",
     )
@@ -119,12 +119,14 @@ def bias(of: Declared) -> Declared:
 
 @dataclass(frozen=True)
 class Builder:
-    """How megatron-core's own modules make a model of the family, in megatron-core's words."""
+    """How megatron-core's own modules make a model of the family, in megatron-core's words.
+    `experts`: layers may have experts instead of an MLP."""
 
     normalization: Literal["LayerNorm", "RMSNorm"]
     gated: bool
     biases: bool
     position_embedding_type: Literal["learned_absolute", "rope"]
+    experts: bool = False
 
     @property
     def learned_positions(self) -> bool:

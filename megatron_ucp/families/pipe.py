@@ -5,7 +5,7 @@ embedding is a TiedLayerSpec with the key "embed", and the head is the same modu
 stage.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.base import Sizes
@@ -16,15 +16,17 @@ TIED_KEY = "embed"
 
 def names(sizes: Sizes) -> dict[str, str]:
     """Name in the pipeline -> canonical name, for every parameter."""
+    return with_layers(sizes, lambda _: attention_and_mlp(sizes, ""))
+
+
+def with_layers(sizes: Sizes, layer: Callable[[int], Collection[str]]) -> dict[str, str]:
+    """As `names`, where `layer(number)` gives the names of a transformer layer's parameters."""
     embedding = f"tied_modules.{TIED_KEY}" if sizes.tied else "0"
     out = {f"{embedding}.word_embeddings.weight": "embedding.word_embeddings.weight"}
     if sizes.positions:
         out[f"{embedding}.position_embeddings.weight"] = "embedding.position_embeddings.weight"
-    for layer in range(sizes.layers):
-        out |= {
-            f"{layer + 1}.{name}": f"decoder.layers.{layer}.{name}"
-            for name in attention_and_mlp(sizes, "")
-        }
+    for number in range(sizes.layers):
+        out |= {f"{number + 1}.{name}": f"decoder.layers.{number}.{name}" for name in layer(number)}
     out[f"{sizes.layers + 1}.weight"] = "decoder.final_layernorm.weight"
     if sizes.norm_biases:
         out[f"{sizes.layers + 1}.bias"] = "decoder.final_layernorm.bias"
@@ -36,10 +38,16 @@ def names(sizes: Sizes) -> dict[str, str]:
 def layers(held: Collection[str]) -> Layers:
     """The list of layers of a model that has the parameters `held`. The head of a tied model is
     called through a function: its word matrix lies on the last stage, but in no file of its own."""
+    sizes = sizes_of(held)
+    return listed(sizes, names(sizes))
+
+
+def sizes_of(held: Collection[str]) -> Sizes:
+    """As much of the sizes as the names in a pipeline depend on."""
     count = 1 + max(
         (int(name.split(".")[2]) for name in held if name.startswith("decoder.layers.")), default=-1
     )
-    sizes = Sizes(
+    return Sizes(
         count,
         0,
         0,
@@ -53,8 +61,11 @@ def layers(held: Collection[str]) -> Layers:
         biases="decoder.layers.0.mlp.linear_fc1.bias" in held,
         norm_biases="decoder.final_layernorm.bias" in held,
     )
-    found = names(sizes)
-    at: list[dict[str, str]] = [{} for _ in range(count + 3)]
+
+
+def listed(sizes: Sizes, found: Mapping[str, str]) -> Layers:
+    """The list of layers, from name in the pipeline -> canonical name."""
+    at: list[dict[str, str]] = [{} for _ in range(sizes.layers + 3)]
     for pipe in found:
         head, _, rest = pipe.partition(".")
         if head.isdigit():

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -67,13 +68,12 @@ def states(argv: list[str], train: bool = False) -> dict[str, Any]:
     return {"full": found["full"], "scalars": found["scalars"], "said": said.getvalue()}
 
 
-def save_with_stock(argv: list[str], folder: str, iterations: int) -> list[float]:
-    """Trains the same model with an engine that this package never touched, and saves by
-    DeepSpeed's own call."""
+@contextlib.contextmanager
+def stock_engines() -> Iterator[None]:
+    """Inside, the program's engines are DeepSpeed's own: this package never touches them."""
     import deepspeed
 
     from pretrain import setup
-    from pretrain.training import Run
 
     def initialize(family: str, **kwargs: Any) -> Any:
         return deepspeed.initialize(**kwargs)
@@ -81,9 +81,24 @@ def save_with_stock(argv: list[str], folder: str, iterations: int) -> list[float
     ours = setup.ucp.initialize
     setup.ucp.initialize = initialize  # type: ignore[method-assign]
     try:
-        one = Run(argv)
+        yield
     finally:
         setup.ucp.initialize = ours  # type: ignore[method-assign]
+
+
+def run_with_stock(argv: list[str]) -> dict[str, Any]:
+    """As `run`, with DeepSpeed's own engine."""
+    with stock_engines():
+        return run(argv)
+
+
+def save_with_stock(argv: list[str], folder: str, iterations: int) -> list[float]:
+    """Trains the same model with an engine that this package never touched, and saves by
+    DeepSpeed's own call."""
+    from pretrain.training import Run
+
+    with stock_engines():
+        one = Run(argv)
     losses = [one._iterate() for _ in range(iterations)]
     one.engine.save_checkpoint(folder, tag=f"global_step{iterations}")
     one.close()

@@ -88,7 +88,7 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
         ("--tensor-model-parallel-sise 2", "the nearest is --tensor-model-parallel-size"),
         ("--univresal-checkpoint", "--universal-checkpoint"),
         ("--pipeline-model-parallel-size 3", "a divisor of 4: 4 ranks"),
-        ("--num-experts 8", "experts are not supported"),
+        ("--num-experts 8", "--model-family mixtral"),
         ("--expert-model-parallel-size 2", "experts"),
         ("--context-parallel-size 2", "context parallelism"),
         ("--rotary-percent 0.5", "partial"),

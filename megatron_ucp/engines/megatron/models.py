@@ -12,15 +12,21 @@ too.
 `engines/pipeline` builds the same models in stages.
 """
 
-import contextlib
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_ucp.engines.megatron import experts
+from megatron_ucp.engines.megatron.experts import Experts
+from megatron_ucp.engines.megatron.groups import closed_by_stop as closed_by_stop
+from megatron_ucp.engines.megatron.groups import expert_group_name
+from megatron_ucp.engines.megatron.groups import mpu as mpu
+from megatron_ucp.engines.megatron.groups import stage_seed as stage_seed
+from megatron_ucp.engines.megatron.groups import start as start
+from megatron_ucp.engines.megatron.groups import stop as stop
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.base import Builder, Declared, Model, Sizes
@@ -30,18 +36,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu", "unfused_norm")
-
-# Names of the process groups that `start` made. Not the groups: they would be kept alive after the
-# end of the world.
-_groups: set[str] = set()
-
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a model and how it is initialised. `vocab` is the padded vocabulary,
     `true_vocab` the tokenizer's; `ffn` the width of one half of a gated MLP; `groups` the key-value
-    groups; `positions` the longest sequence.
+    groups; `positions` the longest sequence; `experts` those of a family that has any.
 
     `dtype` is what the DeepSpeed config trains in (fp32, bf16, fp16); the model itself is built in
     fp32, from which DeepSpeed takes the masters. Raises UsageError for sizes that make no model.
@@ -66,9 +66,15 @@ class ModelConfig:
     sequence_parallel: bool = False
     dtype: str = "fp32"
     seed: int = 1234
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        builder_of(self.family)
+        if builder_of(self.family).experts != (self.experts is not None):
+            raise UsageError(
+                "only a family with experts has, and needs, experts",
+                expected="experts" if self.experts is None else "none",
+                found=f"{self.family} with {self.experts}",
+            )
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(
                 "a model trains in another dtype", expected="fp32, bf16 or fp16", found=self.dtype
@@ -103,7 +109,7 @@ class ModelConfig:
 
     def sizes(self) -> Sizes:
         """The sizes as the family's table takes them."""
-        return Sizes(
+        return find_family(self.family).sizes(
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,
@@ -115,6 +121,7 @@ class ModelConfig:
             positions=self.positions if self.builder.learned_positions else 0,
             tied=self.tied,
             **self.builder.flags,
+            **(self.experts.sizes if self.experts else {}),
         )
 
 
@@ -126,127 +133,6 @@ def builder_of(family: str) -> Builder:
             "there is no builder for this family", expected=", ".join(built), found=family
         )
     return built[family]
-
-
-def start(tp: int, seed: int, pp: int = 1) -> None:
-    """Makes megatron-core's process groups for the current world (dp = world / tp / pp, default
-    rank order) and seeds all generators as Megatron does. Applies the patches that training needs;
-    those for machines without a GPU only there.
-
-    Collective. Raises UsageError when torch.distributed is not initialised, when tp x pp does not
-    divide the world, or when the groups of an earlier `start` are still there.
-    """
-    if not dist.is_initialized():
-        raise UsageError(
-            "torch.distributed is not initialised", fix="call deepspeed.init_distributed() first"
-        )
-    world = dist.get_world_size()
-    if tp < 1 or world % tp:
-        raise UsageError(
-            "the tensor-parallel size does not divide the number of ranks",
-            expected=f"a divisor of {world}",
-            found=tp,
-        )
-    if pp < 1 or world // tp % pp:
-        raise UsageError(
-            "the number of pipeline stages does not divide the number of ranks",
-            expected=f"a divisor of {world // tp} ({world} ranks, tensor-parallel size {tp})",
-            found=pp,
-        )
-    import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
-
-    for name in PATCHES:
-        patches.apply(name)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    if parallel_state.model_parallel_is_initialized():
-        raise UsageError(
-            "megatron-core's process groups are there already", fix="call models.stop() first"
-        )
-    _groups.clear()
-    with closed_by_stop():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            create_gloo_process_groups=False,
-        )
-    seed = stage_seed(seed)
-    torch.manual_seed(
-        seed
-    )  # dropout outside of the tensor-parallel regions: alike on all tensor-parallel ranks
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def stage_seed(seed: int) -> int:
-    """The seed of this rank's pipeline stage: Megatron's rule, under which stages draw apart."""
-    from megatron.core import parallel_state
-
-    return seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-
-
-@contextlib.contextmanager
-def closed_by_stop() -> Iterator[None]:
-    """The process groups that are made inside are closed by `stop`."""
-    before = set(_open_groups())
-    yield
-    _groups.update(set(_open_groups()) - before)
-
-
-def stop() -> None:
-    """Takes down what `start` made, so that it can be called again with other sizes. Collective.
-
-    Destroy the engines first. megatron-core forgets its groups but leaves them open, with a few
-    sockets and threads each; they are closed here.
-    """
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    for name, group in _open_groups().items():
-        if name in _groups:
-            dist.destroy_process_group(group)
-    _groups.clear()
-
-
-def _open_groups() -> dict[str, Any]:
-    """All process groups that this rank belongs to, by name."""
-    from torch.distributed import distributed_c10d
-
-    return (
-        {name: group for group, name in distributed_c10d._world.pg_names.items()}
-        if dist.is_initialized()
-        else {}
-    )
-
-
-class _Mpu:
-    """megatron-core's parallel_state with the names that DeepSpeed asks for.
-
-    DeepSpeed sums gradient norms over, and numbers model files by, the "model parallel" group.
-    megatron-core's own `get_model_parallel_group` would be tensor x pipeline; without pipeline
-    stages the two are the same ranks. A pipeline brings an object of its own to DeepSpeed; for what
-    else asks, this one has the right groups there too.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        from megatron.core import parallel_state
-
-        return getattr(parallel_state, name)
-
-    def get_model_parallel_rank(self) -> int:
-        return self.get_tensor_model_parallel_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.get_tensor_model_parallel_world_size()
-
-    def get_model_parallel_group(self) -> Any:
-        return self.get_tensor_model_parallel_group()
-
-
-def mpu() -> Any:
-    """The object for `deepspeed.initialize(mpu=...)`. It asks megatron-core each time, so it
-    outlives `stop` and `start`."""
-    return _Mpu()
 
 
 def build(config: ModelConfig) -> "GPTModel":
@@ -279,15 +165,18 @@ def build(config: ModelConfig) -> "GPTModel":
         share_embeddings_and_output_weights=config.tied,
     )
     described = config.model()
+    experts.mark_experts(model)
+    names = experts.global_expert_names(model)
     for name, param in model.named_parameters():
-        prepare(name, param, described.find(name), config)
+        prepare(names[name], param, described.find(names[name]), config)
     model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
     return model
 
 
 def check_started(config: ModelConfig) -> tuple[int, int]:
-    """The sizes (tp, pp) that `start` was called with. Raises UsageError before it, LayoutError
-    where tp does not divide the model."""
+    """The sizes (tp, pp) that `start` was called with. Applies the patches that experts need.
+    Raises UsageError before it, LayoutError where the sizes do not divide the model,
+    UnsupportedError where the model can't be trained under them."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -296,6 +185,9 @@ def check_started(config: ModelConfig) -> tuple[int, int]:
         )
     tp = parallel_state.get_tensor_model_parallel_world_size()
     config.model().check_cut(tp)
+    experts.check_mesh(config.experts, config.sequence_parallel)
+    if config.experts:
+        experts.apply_patches()
     return tp, parallel_state.get_pipeline_model_parallel_world_size()
 
 
@@ -352,6 +244,7 @@ def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **(config.experts.transformer if config.experts else {}),
     )
 
 
@@ -372,13 +265,21 @@ class TaggedNorm:
 
 
 def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules":
-    """megatron-core's local layer spec with norms that sequence parallelism can use."""
+    """megatron-core's local layer specs, one for each layer, with norms that sequence parallelism
+    can use."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    layer = get_gpt_layer_local_spec(normalization=transformer.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TaggedNorm  # type: ignore[union-attr]
-    return TransformerBlockSubmodules([layer] * transformer.num_layers, layer_norm=TaggedNorm)  # type: ignore[arg-type]
+    layers = []
+    for number in range(transformer.num_layers):
+        has_experts = transformer.num_moe_experts and not number % transformer.moe_layer_freq  # type: ignore[operator]
+        layer = get_gpt_layer_local_spec(
+            num_experts=transformer.num_moe_experts if has_experts else None,
+            normalization=transformer.normalization,
+        )
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TaggedNorm  # type: ignore[union-attr]
+        layers.append(layer)
+    return TransformerBlockSubmodules(layers, layer_norm=TaggedNorm)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -389,14 +290,11 @@ def _initialise(name: str, param: torch.Tensor, declared: Declared, config: Mode
     if declared.init in ("ones", "zeros"):
         param.fill_(float(declared.init == "ones"))
         return
-    from megatron.core import parallel_state
-
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
+    parts, rank = experts.cut_of(param)
     shape, std = list(param.shape), config.init_std
     dim: int = param.partition_dim  # type: ignore[attr-defined]
     if param.tensor_model_parallel:  # type: ignore[attr-defined]
-        shape[dim] *= tp
+        shape[dim] *= parts
     if declared.init == "residual":
         std /= (2 * config.layers) ** 0.5
     # a CPU generator takes the low 32 bits of its seed only: seed and name must meet in them
@@ -404,8 +302,8 @@ def _initialise(name: str, param: torch.Tensor, declared: Declared, config: Mode
     whole = torch.empty(shape).normal_(0.0, std, generator=generator)
     if param.tensor_model_parallel:  # type: ignore[attr-defined]
         # a gated MLP's fc1 is two stacked tensors (stride 2), each one cut
-        parts = whole.chunk(param.partition_stride, dim)  # type: ignore[attr-defined]
-        whole = torch.cat([part.chunk(tp, dim)[rank] for part in parts], dim)
+        stacked = whole.chunk(param.partition_stride, dim)  # type: ignore[attr-defined]
+        whole = torch.cat([one.chunk(parts, dim)[rank] for one in stacked], dim)
     param.copy_(whole)
 
 
@@ -442,7 +340,7 @@ def loss(
     each = model(
         tokens, positions, not_attended(length, tokens.device), labels=labels
     )  # [batch, sequence]
-    return mean_of(each.float(), mask)
+    return experts.with_auxiliary_losses(mean_of(each.float(), mask), bare.config)
 
 
 def check_length(length: int, longest: int, transformer: "TransformerConfig") -> None:
@@ -479,17 +377,19 @@ def _bare(model: Any) -> Any:
 
 def param_groups(model: torch.nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
     """Megatron's two groups: matrices decay, biases and norms do not. Frozen parameters and empty
-    groups are left out; a pipeline stage may have one group only.
+    groups are left out; a pipeline stage may have one group only. Experts that have DeepSpeed's
+    groups of their own come after them, in the same two groups.
 
     Call it before deepspeed.initialize: ZeRO-3 flattens parameters.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [
-        {
-            "params": [param for param in trained if param.dim() > 1],
-            "lr": lr,
-            "weight_decay": weight_decay,
-        },
-        {"params": [param for param in trained if param.dim() <= 1], "lr": lr, "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for apart in (False, True):
+        held = [param for param in trained if experts.is_apart(param) == apart]
+        # by these two DeepSpeed knows them
+        told = {"moe": True, "name": expert_group_name()} if apart and held else {}
+        for matrices in (True, False):
+            params = [param for param in held if (param.dim() > 1) == matrices]
+            decay = weight_decay if matrices else 0.0
+            groups.append({"params": params, "lr": lr, "weight_decay": decay, **told})
     return [group for group in groups if group["params"]]

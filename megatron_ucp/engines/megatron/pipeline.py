@@ -25,16 +25,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.megatron import experts, models
+from megatron_ucp.engines.megatron.groups import experts_are_apart
 from megatron_ucp.engines.megatron.models import ModelConfig
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.families.pipe import TIED_KEY
 
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
     from megatron.core.transformer import TransformerConfig
 
-PATCHES = ("pipeline_clip", "pipeline_group_norms", "pipeline_empty_norm")
+PATCHES = (
+    "pipeline_clip",
+    "pipeline_group_norms",
+    "pipeline_empty_norm",
+    "pipeline_auxiliary_loss",
+)
 STAGE_METHODS = "uniform, parameters, type:REGEX, or the number of layers of each stage"
 PARTITION = (
     "type:transformer"  # the same number of transformer layers for each stage, as Megatron does
@@ -128,8 +134,10 @@ def _build(
         contextlib.redirect_stdout(io.StringIO()),
     ):  # DeepSpeed prints the partition on rank 0
         model = _staged_model()(config, transformer, layers, topology, method)
+    experts.mark_experts(model)
+    names = experts.global_expert_names(model)
     for pipe, param in model.named_parameters():
-        name = described.pipe[pipe]
+        name = described.pipe[names[pipe]]
         if name.startswith("decoder.final_layernorm."):
             param.sequence_parallel = transformer.sequence_parallel  # type: ignore[attr-defined]  (as models.TaggedNorm)
         models.prepare(name, param, described.find(name), config)
@@ -169,7 +177,7 @@ def _specs(config: ModelConfig, transformer: "TransformerConfig") -> "list[Layer
     builder, shared = config.builder, Shared(config, transformer)
     norm = torch.nn.RMSNorm if builder.normalization == "RMSNorm" else torch.nn.LayerNorm
     kind = _transformer_layer(shared)
-    submodules = models.layer_specs(transformer).layer_specs[0].submodules  # type: ignore[index]
+    specs: Any = models.layer_specs(transformer).layer_specs
     embedding = {
         "config": transformer,
         "vocab_size": config.vocab,
@@ -178,8 +186,8 @@ def _specs(config: ModelConfig, transformer: "TransformerConfig") -> "list[Layer
     }
     middle = [
         *(
-            LayerSpec(kind, config=transformer, submodules=submodules, layer_number=number)
-            for number in range(1, config.layers + 1)
+            LayerSpec(kind, config=transformer, submodules=spec.submodules, layer_number=number)
+            for number, spec in enumerate(specs, 1)
         ),
         LayerSpec(norm, config.hidden, eps=config.norm_eps),
     ]
@@ -289,14 +297,18 @@ def _tied_logits(config: ModelConfig, head: dict[str, Any]) -> Any:
     return logits
 
 
-def _loss(logits: torch.Tensor, labels: Any) -> torch.Tensor:
-    """As `models.loss`. `logits` are [sequence, batch, part of the vocabulary], `labels` [batch,
-    sequence] or with a mask."""
+def _loss_of(transformer: "TransformerConfig") -> Any:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    labels, mask = labels if isinstance(labels, tuple | list) else (labels, None)
-    each = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
-    return models.mean_of(each.transpose(0, 1).contiguous().float(), mask)
+    def loss(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+        """As `models.loss`. `logits` are [sequence, batch, part of the vocabulary], `labels`
+        [batch, sequence] or with a mask."""
+        labels, mask = labels if isinstance(labels, tuple | list) else (labels, None)
+        each = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
+        mean = models.mean_of(each.transpose(0, 1).contiguous().float(), mask)
+        return experts.with_auxiliary_losses(mean, transformer)
+
+    return loss
 
 
 def _staged_model() -> Any:
@@ -318,7 +330,12 @@ def _staged_model() -> Any:
             topology: Any,
             method: Any,
         ) -> None:
-            super().__init__(layers, topology=topology, loss_fn=_loss, partition_method=method)
+            super().__init__(
+                layers,
+                topology=topology,
+                loss_fn=_loss_of(transformer),
+                partition_method=method,
+            )
             self.config = transformer
             # read by engines/family
             self.vocab_size, self.ucp_true_vocab, self.max_sequence_length = (
@@ -336,6 +353,7 @@ def _staged_model() -> Any:
             else:
                 _check_types(method, self._layer_specs)
                 super()._partition_layers(method)
+            _check_experts(self.parts, self._layer_specs)
 
         def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
             # DeepSpeed takes activations for the same on all tensor-parallel ranks, and by default
@@ -375,3 +393,25 @@ def _check_types(method: str, specs: "Sequence[LayerSpec]") -> None:
             expected=f"a part of {', '.join(names)}",
             found=method,
         )
+
+
+def _check_experts(parts: Sequence[int], specs: "Sequence[LayerSpec]") -> None:
+    """Raises UnsupportedError where DeepSpeed has groups for experts, and a stage no layer with
+    any."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def has_experts(spec: Any) -> bool:
+        submodules = spec.module_kwargs.get("submodules")
+        return submodules is not None and submodules.mlp.module is MoELayer
+
+    if not any(map(has_experts, specs)) or not experts_are_apart():
+        return
+    for stage, (first, last) in enumerate(itertools.pairwise(parts)):
+        if not any(map(has_experts, specs[first:last])):
+            raise UnsupportedError(
+                "a stage of the pipeline has no layer with experts: DeepSpeed saves such a stage "
+                "in another way than the others, and waits for them",
+                expected="a layer with experts on every stage",
+                found=f"stage {stage}: layers {first} to {last - 1}",
+                fix="choose another partition, or train without expert parallelism",
+            )

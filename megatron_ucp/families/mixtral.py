@@ -1,0 +1,189 @@
+"""Mixtral on megatron-core's local layer spec: a LLaMA whose layers have experts instead of an MLP,
+and a router that sends each token to some of them.
+
+Experts have global numbers in canonical names, and each one's two matrices are parameters of their
+own (megatron-core's SequentialMLP). Which rank holds which: rank r of the ep ranks has the experts
+r x E / ep to (r + 1) x E / ep. etp cuts an expert as tp cuts an MLP; the shared expert is cut along
+tp.
+
+Beside the parameters a router may have the buffer `mlp.router.expert_bias` (E elements, fp32, the
+same on every rank).
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.errors import UsageError
+from megatron_ucp.families import pipe
+from megatron_ucp.families.base import (
+    Builder,
+    Declared,
+    Divided,
+    Family,
+    Sizes,
+    dense,
+    gated,
+    norm,
+    row,
+    vocabulary,
+    whole,
+)
+from megatron_ucp.families.layer import attention_and_mlp
+
+ROUTER, EXPERT, SHARED = "mlp.router.", "mlp.experts.local_experts.", "mlp.shared_experts."
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralSizes(Sizes):
+    """`experts` of a layer, of the width `expert_ffn` (0: `ffn`) each; `shared_ffn` is the width of
+    the expert that sees every token (0: there is none). Layers 0, `every`, 2 x `every` ... have
+    experts, the others an MLP."""
+
+    experts: int
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    every: int = 1
+
+    @property
+    def width(self) -> int:
+        """Of one half of an expert's gated MLP."""
+        return self.expert_ffn or self.ffn
+
+
+def table(sizes: MixtralSizes) -> dict[str, Declared]:
+    """Every parameter of the model. Raises UsageError for sizes that are no Mixtral."""
+    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated:
+        raise UsageError(
+            "these sizes are no Mixtral",
+            expected="gated experts, no biases, no learned positions",
+            found=str(sizes),
+            fix="give the family that the model was built with",
+        )
+    if sizes.experts < 1 or sizes.every < 1:
+        raise UsageError(
+            "these sizes are no Mixtral",
+            expected="at least one expert, in every first, second, ... layer",
+            found=f"{sizes.experts} experts in every layer number {sizes.every}",
+        )
+    out = {
+        "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
+        "decoder.final_layernorm.weight": norm(sizes.hidden),
+    }
+    if not sizes.tied:
+        out["output_layer.weight"] = vocabulary(sizes, sizes.hidden)
+    for number in range(sizes.layers):
+        rows = layer(sizes, number)
+        out |= {f"decoder.layers.{number}.{name}": declared for name, declared in rows.items()}
+    return out
+
+
+def layer(sizes: MixtralSizes, number: int) -> dict[str, Declared]:
+    """A transformer layer, with experts or without."""
+    out = attention_and_mlp(sizes, "")
+    if number % sizes.every:
+        return out
+    out = {name: declared for name, declared in out.items() if not name.startswith("mlp.")}
+    out[f"{ROUTER}weight"] = whole(sizes.experts, sizes.hidden)
+    for expert in range(sizes.experts):
+        prefix = f"{EXPERT}{expert}."
+        out[f"{prefix}linear_fc1.weight"] = gated(sizes.width, sizes.hidden, axis="etp")
+        out[f"{prefix}linear_fc2.weight"] = row(sizes.hidden, sizes.width, axis="etp")
+    if sizes.shared_ffn:
+        out[f"{SHARED}linear_fc1.weight"] = gated(sizes.shared_ffn, sizes.hidden)
+        out[f"{SHARED}linear_fc2.weight"] = row(sizes.hidden, sizes.shared_ffn)
+    return out
+
+
+def divided(sizes: MixtralSizes) -> tuple[Divided, ...]:
+    """What tensor parallelism cuts: an MLP only where layers have one, and a shared expert."""
+    kept = [one for one in dense(sizes) if one.what != "ffn_hidden_size" or sizes.every > 1]
+    shared = [Divided("the width of the shared expert", sizes.shared_ffn)]
+    return (*kept, *(shared if sizes.shared_ffn else []))
+
+
+def names(sizes: MixtralSizes) -> dict[str, str]:
+    """Name in the pipeline -> canonical name, for every parameter."""
+    return pipe.with_layers(sizes, lambda number: layer(sizes, number))
+
+
+def layers(held: Collection[str]) -> Layers:
+    """The list of layers of a model that has the parameters `held`."""
+    sizes, usual = pipe.sizes_of(held), _usual_names()
+    of_layer: list[list[str]] = [[] for _ in range(sizes.layers)]
+    for name in held:  # buffers may be among them
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if found and re.sub(r"(?<=local_experts\.)\d+", "0", found[2]) in usual:
+            of_layer[int(found[1])].append(found[2])
+    return pipe.listed(sizes, pipe.with_layers(sizes, of_layer.__getitem__))
+
+
+def _usual_names() -> set[str]:
+    """What `layer` may give, with the number 0 for every expert's."""
+    sizes = MixtralSizes(
+        1, 1, 1, 1, 1, 1, 1, 1, gated=True, biases=False, norm_biases=False, experts=1, shared_ffn=1
+    )
+    return {*layer(sizes, 0), *attention_and_mlp(sizes, "")}
+
+
+def measure(module: Any) -> MixtralSizes:
+    """From a megatron-core GPTModel, or a PipelineModule with the same attributes. Raises
+    UsageError for a model without experts."""
+    config: Any = getattr(module, "config", None)
+    if not getattr(config, "num_moe_experts", None):
+        raise UsageError(
+            "the family mixtral describes a megatron-core GPTModel with experts",
+            expected="a config with num_moe_experts",
+            found=type(module).__qualname__,
+            fix="give the family that the model was built with",
+        )
+    if not isinstance(config.moe_layer_freq, int):
+        raise UsageError(
+            "which layers have experts is a list, which is not supported",
+            expected="moe_layer_freq as a number",
+            found=config.moe_layer_freq,
+        )
+    learned = module.position_embedding_type == "learned_absolute"
+    return MixtralSizes(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups or config.num_attention_heads,
+        head_dim=config.kv_channels,
+        ffn=config.ffn_hidden_size,
+        vocab=module.vocab_size,
+        true_vocab=getattr(module, "ucp_true_vocab", module.vocab_size),
+        positions=module.max_sequence_length if learned else 0,
+        tied=module.share_embeddings_and_output_weights,
+        gated=config.gated_linear_unit,
+        biases=config.add_bias_linear,
+        norm_biases=config.normalization == "LayerNorm",
+        experts=config.num_moe_experts,
+        expert_ffn=config.moe_ffn_hidden_size,
+        shared_ffn=config.moe_shared_expert_intermediate_size or 0,
+        every=config.moe_layer_freq,
+    )
+
+
+FAMILY = Family(
+    "mixtral",
+    table,
+    "megatron_ucp/families/mixtral.py",
+    names,
+    layers,
+    divided=divided,
+    builder=Builder(
+        "RMSNorm", gated=True, biases=False, position_embedding_type="rope", experts=True
+    ),
+    defaults={
+        "untie_embeddings_and_output_weights": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_experts": 8,
+    },
+    paper={"experts": 8},
+    sizes=MixtralSizes,
+    measure=measure,
+)

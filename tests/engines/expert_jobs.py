@@ -1,0 +1,351 @@
+"""What the ranks do in the tests of models with experts."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.engines.megatron import experts, models, pipeline
+from megatron_ucp.engines.megatron.experts import Experts
+from tests.engines.model_jobs import LLAMA, attempting
+
+GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
+MIXTRAL = models.ModelConfig(
+    "mixtral",
+    layers=2,
+    hidden=16,
+    head_dim=4,
+    ffn=24,
+    heads=4,
+    groups=2,
+    vocab=VOCAB,
+    true_vocab=VOCAB,
+    positions=SEQUENCE,
+    init_std=0.15,
+    experts=Experts(4, ffn=24, aux_loss=0.1, shared_ffn=8),
+)
+
+
+def with_experts(**changes: Any) -> models.ModelConfig:
+    """The model with other experts."""
+    assert MIXTRAL.experts is not None
+    return replace(MIXTRAL, experts=replace(MIXTRAL.experts, **changes))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model with experts is cut, and how DeepSpeed runs it. `etp` 0: as `tp`; `pp` 0: without
+    DeepSpeed's pipeline."""
+
+    ep: int = 1
+    etp: int = 0
+    tp: int = 1
+    pp: int = 0
+    zero: int = 0
+    model: models.ModelConfig = MIXTRAL
+    dtype: str = "fp32"
+    fp32_sums: bool = False
+    clip: float = 1e9  # the norm is computed, nothing is clipped
+    plant: str = ""
+
+    @property
+    def saved_whole(self) -> bool:
+        """Whether DeepSpeed saves all of the model; the builder refuses where not."""
+        etp = self.etp or self.tp
+        return etp <= self.tp <= etp * self.ep
+
+    def __str__(self) -> str:
+        return f"ep{self.ep}-etp{self.etp or self.tp}-tp{self.tp}-pp{self.pp}-zero{self.zero}"
+
+
+def build(cut: Cut) -> Any:
+    """Starts the groups and builds the model, or this rank's stage."""
+    config = replace(cut.model, dtype=cut.dtype, sequence_parallel=cut.tp > 1)
+    models.start(cut.tp, config.seed, cut.pp or 1, cut.ep, cut.etp or None)
+    with mock.patch.object(experts, "check_files") if not cut.saved_whole else nullcontext():
+        return pipeline.build_pipeline(config, cut.pp) if cut.pp else models.build(config)
+
+
+def canonical(model: Any, cut: Cut) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by canonical name."""
+    stages, names = cut.model.model().pipe, experts.global_expert_names(model)
+    return {
+        stages[names[name]] if cut.pp else names[name]: param
+        for name, param in model.named_parameters()
+    }
+
+
+def values(model: Any, cut: Cut) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters by canonical name, also at ZeRO-3."""
+    import deepspeed
+
+    held = canonical(model, cut)
+    with deepspeed.zero.GatheredParameters(list(held.values())):
+        return {name: param.detach().clone() for name, param in held.items()}
+
+
+def engine_of(cut: Cut, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Always one sequence in a micro batch: the auxiliary loss is that of a micro batch."""
+    import deepspeed
+
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulate(cut),
+        "gradient_clipping": cut.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": cut.zero, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    if cut.dtype != "fp32":
+        settings[cut.dtype] = {"enabled": True}
+    if cut.fp32_sums:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=settings,
+        mpu=None if cut.pp else models.mpu(),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def accumulate(cut: Cut) -> int:
+    return GLOBAL_BATCH // (dist.get_world_size() // cut.tp // (cut.pp or 1))
+
+
+def record_norms(engine: Any) -> list[float]:
+    """Gradient norms before clipping, filled step by step."""
+    import deepspeed.runtime.engine as module
+
+    norms: list[float] = []
+    clip, step = engine.clip_fp32_gradients, engine._take_model_step
+    stock: Any = module.clip_grad_norm_
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norm = stock(*args, **kwargs)
+        norms.append(float(norm))
+        return norm
+
+    def clip_and_record() -> None:
+        module.clip_grad_norm_ = noted
+        try:
+            norm = clip()  # None from DeepSpeed's own, which throws the norm away
+        finally:
+            module.clip_grad_norm_ = stock
+        if norm is not None:
+            norms.append(float(norm))
+
+    def step_and_record(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        if engine.get_global_grad_norm() is not None:
+            norms.append(float(engine.get_global_grad_norm()))
+
+    engine.clip_fp32_gradients, engine._take_model_step = clip_and_record, step_and_record
+    return norms
+
+
+def batches(cut: Cut, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro batches of a step."""
+    mesh = models.mpu()
+    dp, index = mesh.get_data_parallel_world_size(), mesh.get_data_parallel_rank()
+    starts = torch.randint(
+        VOCAB, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(1000 + step)
+    )
+    tokens = (starts + 7 * torch.arange(SEQUENCE + 1)) % VOCAB
+    for part in tokens.chunk(dp)[index].split(1):
+        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
+def train_step(engine: Any, cut: Cut, step: int) -> float:
+    """The mean loss of the global batch."""
+    if cut.pp:
+        return float(engine.train_batch(batches(cut, step)))
+    total = torch.zeros(1, dtype=torch.float64)
+    for inputs, labels in batches(cut, step):
+        value = models.loss(engine, inputs, labels)
+        engine.backward(value)
+        engine.step()
+        total += value.detach().double()
+    dist.all_reduce(total, group=models.mpu().get_data_parallel_group())
+    return float(total) / GLOBAL_BATCH
+
+
+def planted(fault: str) -> Any:
+    """One thing undone, for a negative control."""
+    import megatron_ucp_patches as patches
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.pipe import engine, schedule
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    if not fault:
+        return nullcontext()
+    for name in (*experts.PATCHES, *pipeline.PATCHES):
+        patches.apply(name)
+
+    def stock(holder: Any, name: str) -> Any:
+        return mock.patch.object(holder, name, getattr(holder, name).__wrapped__)
+
+    if fault == "experts as megatron-core leaves them":
+        return mock.patch.object(experts, "experts_are_apart", lambda: False)
+    if fault == "stock norm without ZeRO":
+        return stock(DeepSpeedEngine, "clip_fp32_gradients")
+    if fault == "stock norm in half precision":
+        return stock(FP16_UnfusedOptimizer, "unscale_and_clip_grads")
+    if fault == "stock norm of BF16_Optimizer":
+        theirs = utils.get_norm_with_moe_layers
+        return mock.patch.object(bf16_optimizer, "get_norm_with_moe_layers", theirs)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if fault == "no scale from the loss":
+        return mock.patch.object(experts, "with_auxiliary_losses", lambda loss, _: loss)
+    methods: Any = engine.PipelineEngine._INSTRUCTION_MAP
+    plain = methods[schedule.BackwardPass].__wrapped__
+    return mock.patch.dict(methods, {schedule.BackwardPass: plain})
+
+
+def gradients(cut: Cut) -> dict[str, Any]:
+    """Of one global batch: what one step of plain gradient descent with the rate 1 takes from each
+    parameter, under whatever ZeRO stage. With the norm, the loss, and this rank's place."""
+    with planted(cut.plant):
+        return _gradients(cut)
+
+
+def _gradients(cut: Cut) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    model = build(cut)
+    before = values(model, cut)
+    optimizer = torch.optim.SGD(models.param_groups(model, lr=1.0, weight_decay=0.0))
+    engine = engine_of(cut, model, optimizer)
+    norms = record_norms(engine)
+    loss = train_step(engine, cut, 0)
+    after = values(engine.module, cut)
+    found = {
+        "loss": loss,
+        "norms": norms,
+        "auxiliary": experts.auxiliary_losses(engine.module.config, accumulate(cut)),
+        "gradients": {name: before[name] - after[name] for name in before},
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+    }
+    engine.destroy()
+    models.stop()
+    return found
+
+
+def live(cuts: list[Cut]) -> list[dict[str, Any]]:
+    """First values and attributes of this rank's parameters, by canonical name, for each cut."""
+    from megatron.core import parallel_state
+
+    found = []
+    for cut in cuts:
+        held = canonical(build(cut), cut)
+        found.append(
+            {
+                "tensor": parallel_state.get_tensor_model_parallel_rank(),
+                "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+                "expert": parallel_state.get_expert_model_parallel_rank(),
+                "values": {name: param.detach().clone() for name, param in held.items()},
+                "attributes": {name: dict(param.__dict__) for name, param in held.items()},
+            }
+        )
+        models.stop()
+    return found
+
+
+def groups_match(cut: Cut) -> dict[str, tuple[list[int], list[int]]]:
+    """Ranks of each group of experts in megatron-core and in DeepSpeed, and what is left of
+    DeepSpeed's after `stop`."""
+    from deepspeed.utils import groups
+    from megatron.core import parallel_state
+
+    build(cut)
+    name = f"ep_size_{cut.ep}"
+    pairs = {
+        "experts": (
+            parallel_state.get_expert_model_parallel_group(),
+            groups._EXPERT_PARALLEL_GROUP,
+        ),
+        "copies": (
+            parallel_state.get_expert_data_parallel_group(),
+            groups._EXPERT_DATA_PARALLEL_GROUP,
+        ),
+    }
+    ranks = dist.get_process_group_ranks
+    found = {key: (ranks(ours), ranks(theirs[name])) for key, (ours, theirs) in pairs.items()}
+    models.stop()
+    found["left"] = ([], [*groups._EXPERT_PARALLEL_GROUP, *groups._EXPERT_DATA_PARALLEL_GROUP])
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """On four ranks: what each wrong call raises."""
+    found: dict[str, str] = {}
+    attempt = attempting(found)
+    attempt("too many", lambda: models.start(1, 1, 1, 3))
+    attempt("stages", lambda: models.start(1, 1, 2, 4))
+    for name, cut in {
+        "dense": Cut(2, model=LLAMA),
+        "experts": Cut(2, model=with_experts(number=3)),
+        "width": Cut(2, 2, 2, model=with_experts(ffn=23)),
+        "file for two": Cut(2, 2, 1),
+        "file for none": Cut(1, 1, 2),
+        "stage without": Cut(2, pp=2, model=with_experts(every=2)),
+    }.items():
+        attempt(name, lambda cut=cut: build_plainly(cut))
+        models.stop()
+    models.start(2, 1)
+    attempt("sequence", lambda: models.build(MIXTRAL))
+    models.stop()
+    return found
+
+
+def build_plainly(cut: Cut) -> None:
+    """As `build`, with every check."""
+    config = replace(cut.model, sequence_parallel=cut.tp > 1)
+    models.start(cut.tp, 1, cut.pp or 1, cut.ep, cut.etp or None)
+    if cut.pp:
+        pipeline.build_pipeline(config, cut.pp)
+    else:
+        models.build(config)
+
+
+def native(cut: Cut, folder: str, load: bool) -> dict[str, torch.Tensor]:
+    """This rank's parameters by canonical name after a step that DeepSpeed by itself saved, or
+    after it loaded them into another model."""
+    seed = 99 if load else cut.model.seed
+    model = build(replace(cut, model=replace(cut.model, seed=seed)))
+    optimizer = torch.optim.AdamW(models.param_groups(model, lr=3e-3, weight_decay=0.1))
+    engine = engine_of(cut, model, optimizer)
+    if load:
+        engine.load_checkpoint(folder, tag="one")
+    else:
+        train_step(engine, cut, 0)
+        engine.save_checkpoint(folder, tag="one")
+    found = values(engine.module, cut)
+    engine.destroy()
+    models.stop()
+    return found
+
+
+def train(cut: Cut, steps: int = 20) -> dict[str, Any]:
+    """Losses and gradient norms of a run with AdamW, by step; the buffers at its end."""
+    model = build(cut)
+    # eps as in `model_jobs`: a gradient that is 0 but for rounding must not move a weight
+    groups = models.param_groups(model, lr=3e-3, weight_decay=0.1)
+    engine = engine_of(cut, model, torch.optim.AdamW(groups, eps=1e-4))
+    norms, losses = record_norms(engine), []
+    for step in range(steps):
+        losses.append(train_step(engine, cut, step))
+        experts.update_expert_bias(engine.module, engine.module.config)
+    buffers = {name: value.clone() for name, value in engine.module.named_buffers()}
+    engine.destroy()
+    models.stop()
+    return {"losses": losses, "norms": norms, "buffers": buffers}
