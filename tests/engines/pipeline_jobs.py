@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline
+from megatron_ucp.engines.megatron.experts import Experts
 from tests.engines import tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences, named
 from tests.engines.tensor_jobs import BATCH, SEQUENCE, Mega
@@ -18,13 +19,17 @@ from tests.ranks import allow_fp16_on_cpu
 @dataclass(frozen=True)
 class Staged(Mega):
     """A Mega in `pp` stages; 0 for an engine without a pipeline. `extras` adds a frozen parameter
-    and a module buffer."""
+    and a module buffer. `ep` and `etp` (0: as `tp`) are for the family mixtral, whose experts are
+    `experts`."""
 
     layers: int = 3
     pp: int = 0
     partition: str | tuple[int, ...] = "uniform"
     fp32_sums: bool = False
     extras: bool = False
+    ep: int = 1
+    etp: int = 0
+    experts: Experts | None = None
 
 
 def ds_config(setup: Staged) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def make(setup: Staged, attach: bool = True) -> Any:
     """An engine with the groups of Megatron (a stage may have one alone) and LambdaLR."""
     import deepspeed
 
-    models.start(setup.tp, seed=7, pp=setup.pp or 1)
+    models.start(setup.tp, seed=7, pp=setup.pp or 1, ep=setup.ep, etp=setup.etp or None)
     config = models.ModelConfig(
         setup.family,
         layers=setup.layers,
@@ -66,12 +71,16 @@ def make(setup: Staged, attach: bool = True) -> Any:
         dtype=setup.dtype,
         seed=setup.seed,
         sequence_parallel=setup.sequence_parallel,
+        experts=setup.experts,
     )
     model: Any = (
         pipeline.build_pipeline(config, setup.pp, setup.partition)
         if setup.pp
         else models.build(config)
     )
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.arange(buffer.numel()) * 0.01 * setup.seed)
     if setup.extras:
         add_extras(model, setup.seed)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))

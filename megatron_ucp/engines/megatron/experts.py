@@ -249,7 +249,8 @@ def _show_to_deepspeed(layer: Any) -> None:
     from deepspeed.moe.layer import MoE
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    theirs, ours = "deepspeed_moe.experts.deepspeed_experts.", "local_experts."
+    ours = "local_experts."
+    theirs = f"{ours}deepspeed_moe.experts.deepspeed_experts."  # only that much do they look for
 
     class DeepSpeedExperts(SequentialMLP, MoE):
         """megatron-core's experts, under a class that DeepSpeed looks for."""

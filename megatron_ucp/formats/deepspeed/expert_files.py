@@ -11,11 +11,14 @@ from megatron_ucp.formats.deepspeed.experts import (
     LocalExperts,
     counts_of,
     expert_name,
+    file_rank,
     is_expert,
+    name_in_module,
     ranks_of,
 )
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.paths import expert_file_name
 from megatron_ucp.formats.deepspeed.weights import Weights
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -36,8 +39,8 @@ class ExpertFiles:
         return frozenset(self._folder.names.experts.values())
 
     def of(self, mp: int) -> Held:
-        """The experts of a model-parallel rank. Raises ForeignFileError for one that two files
-        hold and that is not the same in both, DamagedFileError for what is no expert."""
+        """The experts in the files of a model-parallel rank. Raises ForeignFileError for one that
+        two files hold and that is not the same in both, DamagedFileError for what is no expert."""
         if mp not in self._held:
             out: Held = {}
             for (_, number, rank), file in sorted(self._folder.names.experts.items()):
@@ -50,14 +53,15 @@ class ExpertFiles:
 
     def _read(self, file: str, number: int) -> dict[str, TensorRef]:
         out: dict[str, TensorRef] = {}
-        for name, ref in self._folder.tree(file).items():
-            part = expert_name(name) if isinstance(name, str) else None
+        for key, ref in self._folder.tree(file).items():
+            name = name_in_module(key) if isinstance(key, str) else ""
+            part = expert_name(name)
             if part is None or not isinstance(ref, TensorRef) or part.number != number:
                 raise DamagedFileError(
                     "an expert file holds something else",
                     file=self._folder.full_path(file),
                     expected=f"tensors of expert {number}",
-                    found=str(name)[:120],
+                    found=str(key)[:120],
                 )
             out[name] = ref
         return out
@@ -80,28 +84,34 @@ class ExpertFiles:
     @cached_property
     def counts(self) -> dict[str, int]:
         """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file."""
+        self._complete()
+        return counts_of(
+            name for mp in {mp for _, _, mp in self._folder.names.experts} for name in self.of(mp)
+        )
+
+    def _complete(self) -> None:
+        """Raises NotFoundError where the files of a mixture are not as many as the model file says,
+        or leave out a number."""
         names = self._folder.names
-        told: dict[int, list[Any]] = {}
-        for (_, mp), file in names.model.items():
+        told: list[Any] = []
+        for file in names.model.values():
             said = self._folder.tree(file).get("num_experts")
-            told[mp] = said if isinstance(said, list) else []
-        found: dict[tuple[int, int], set[int]] = {}
-        for layer, number, mp in names.experts:
-            found.setdefault((mp, layer), set()).add(number)
-        for (mp, layer), numbers in sorted(found.items()):
-            said = told.get(mp) or next((each for each in told.values() if each), [])
-            wanted = said[layer] if layer < len(said) else max(numbers) + 1
-            missing = sorted({*range(int(wanted))} - numbers)
+            told = said if isinstance(said, list) and len(said) > len(told) else told
+        found: dict[int, set[int]] = {}
+        for layer, number, _ in names.experts:
+            found.setdefault(layer, set()).add(number)
+        for layer, numbers in sorted(found.items()):
+            known = layer < len(told) and type(told[layer]) is int
+            wanted = told[layer] if known else max(numbers) + 1
+            missing = sorted({*range(wanted)} - numbers)
             if missing:
                 raise NotFoundError(
                     "an expert file is missing",
-                    file=self._folder.folder
-                    / f"layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt",
-                    expected=f"experts 0 to {int(wanted) - 1}",
+                    file=self._folder.folder / expert_file_name(layer, missing[0], 0),
+                    expected=f"experts 0 to {wanted - 1}",
                     found=f"{len(numbers)} of them",
                     fix="restore it, or load another tag",
                 )
-        return counts_of(name for mp in {mp for _, _, mp in names.experts} for name in self.of(mp))
 
     def ranks(self, meta: Mapping[str, Any], file: str) -> int:
         """Expert-parallel ranks of the run that wrote the files, as they show it: by the optimizer
@@ -110,6 +120,18 @@ class ExpertFiles:
             return 1 + max(ep for ep, _ in self._folder.names.expert_optimizer)
         shapes = shapes_by_group(meta) or []
         return ranks_of(counts_of(name for named in shapes for name in named), self.counts, file)
+
+    def lost(self, layer: str, number: int, mp: int) -> NotFoundError:
+        """The error for an expert without a file."""
+        return NotFoundError(
+            "an expert file is missing",
+            file=self._folder.folder
+            / expert_file_name(0, number, mp).replace("layer_0", "layer_*"),
+            parameter=f"{layer}.{number}",
+            expected=f"expert {number} in a file of model-parallel rank {mp}",
+            found="no such file",
+            fix="restore it, or load another tag",
+        )
 
     def local(self, mesh: Mesh, index: int) -> LocalExperts:
         """What an expert-parallel rank has of them."""
@@ -130,12 +152,25 @@ class WithExperts:
     def experts(self, etp: int) -> Held:
         """Every expert's share at an expert-tensor-parallel rank, by canonical name."""
         if etp not in self._held:
-            self._held[etp] = {
-                self._name_of(name, held[1]): held
-                for stage in range(self._mesh.pp)
-                for name, held in self._files.of(stage * self._mesh.etp + etp).items()
-            }
+            out: Held = {}
+            for stage in range(self._mesh.pp):
+                for ep in range(self._mesh.ep):
+                    out |= self._share(stage, ep, etp)
+            self._held[etp] = out
         return self._held[etp]
+
+    def _share(self, stage: int, ep: int, etp: int) -> Held:
+        """What a rank has of a stage's experts. Raises NotFoundError for a lost file."""
+        mp, local = file_rank(self._mesh, stage, ep, etp), self._files.local(self._mesh, ep)
+        held = self._files.of(mp)
+        own = {name: one for name, one in held.items() if local.own_name(name) is not None}
+        found = {(part.layer, part.number) for part in map(expert_name, own) if part}
+        for layer in {layer for layer, _ in found}:
+            first = ep * local.counts[layer]
+            for number in range(first, first + local.counts[layer]):
+                if (layer, number) not in found:
+                    raise self._files.lost(layer, number, mp)
+        return {self._name_of(name, one[1]): one for name, one in own.items()}
 
     def name_of(self, name: str, file: str) -> str:
         return self._beside.name_of(name, file)

@@ -16,6 +16,20 @@ _EXPERT = re.compile(
 )
 
 
+# megatron-core's experts in the files, where DeepSpeed looks for names like those of its own
+_MARKED = "local_experts.deepspeed_moe.experts.deepspeed_experts."
+
+
+def name_in_file(name: str) -> str:
+    """What an expert file calls a parameter."""
+    return name.replace("local_experts.", _MARKED, 1)
+
+
+def name_in_module(name: str) -> str:
+    """What the module calls a parameter of an expert file."""
+    return name.replace(_MARKED, "local_experts.", 1)
+
+
 @dataclass(frozen=True)
 class ExpertName:
     """A parameter's name in parts: the layer's list of experts, the number, the name in the
@@ -206,6 +220,13 @@ def in_own_file(name: str, apart: bool) -> bool:
 def expert_place(stage: int, ep: int, etp: int) -> Coords:
     """The place of an expert-parallel and an expert-tensor-parallel rank on a stage."""
     return (*on_stage(stage), (EXPERT_RANK, ep), (EXPERT_CUT[0], etp))
+
+
+def file_rank(mesh: Mesh, stage: int, ep: int, etp: int) -> int:
+    """The model-parallel rank in the names of the files with a share of an expert: that of the
+    first rank that holds it, which writes them."""
+    rank = mesh.rank_of(expert_place(stage, ep, etp), 0)
+    return stage * mesh.tp + mesh.coord(rank).tp
 
 
 def etp_of(cut: Coords) -> int | None:

@@ -41,6 +41,7 @@ from megatron_ucp.formats.deepspeed.experts import (
     counts_of,
     etp_of,
     expert_name,
+    file_rank,
     for_experts,
 )
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
@@ -290,7 +291,7 @@ class NativeCheckpoint(TagFolder):
     def _expert_optimizer(self, rank: int) -> str:
         """The file of stage 0 with the states of a rank's experts. Raises NotFoundError."""
         ep, etp = self.mesh.expert_place(rank)
-        place = ep, self.mesh.coord(rank).pp * self.mesh.etp + etp
+        place = ep, file_rank(self.mesh, self.mesh.coord(rank).pp, ep, etp)
         if place not in self.names.expert_optimizer:
             raise NotFoundError(
                 "the optimizer file of an expert-parallel rank is missing",

@@ -25,7 +25,9 @@ from megatron_ucp.formats.deepspeed.experts import (
     by_layer,
     counts_of,
     expert_place,
+    file_rank,
     in_own_file,
+    name_in_file,
 )
 from megatron_ucp.formats.deepspeed.paths import (
     at_tp,
@@ -292,9 +294,11 @@ class NativeWriter:
         for etp in range(mesh.etp if held else 0):
             for layer, names in enumerate(by_layer(held)):
                 for number, params in names.items():
-                    yield self._expert(layer, number, stage * mesh.etp + etp, etp, params)
+                    ep = number * mesh.ep // len(names)
+                    mp = file_rank(mesh, stage, ep, etp)
+                    yield self._expert(layer, number, mp, etp, params)
             for ep in range(mesh.ep if self.manifest.engine == "zero0" else 0):
-                output = Output(expert_optimizer_name(ep, stage * mesh.etp + etp))
+                output = Output(expert_optimizer_name(ep, file_rank(mesh, stage, ep, etp)))
                 own = self._own(mesh.rank_of(expert_place(stage, ep, etp), 0))
                 output.tree = {"optimizer": self._unpartitioned(output, own)}
                 yield output
@@ -309,7 +313,8 @@ class NativeWriter:
             payload: Weight | Slot = Weight(name, cut)
             if spec.kind != "trainable":
                 payload = Slot(self._number[buffer.stage, name], cut, 0, VALUE)
-            tree[self._named(name)] = output.tensor(payload, spec.dtype, self._local(name))
+            key = name_in_file(self._named(name))
+            tree[key] = output.tensor(payload, spec.dtype, self._local(name))
         output.tree = tree
         return output
 
@@ -583,5 +588,5 @@ def state_file(manifest: Manifest, slot: Slot) -> str:
         return optimizer_name(mesh.partition_group(rank).index(rank), mp, "bf16_")
     ep, etp = mesh.expert_place(rank)
     if buffer.stepped and buffer.axes == EXPERT_CUT:
-        return expert_optimizer_name(ep, buffer.stage * mesh.etp + etp)
+        return expert_optimizer_name(ep, file_rank(mesh, buffer.stage, ep, etp))
     return model_name(mp, slot.part if mesh.zero == 3 else None)

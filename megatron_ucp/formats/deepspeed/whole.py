@@ -9,7 +9,7 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.base import ByteFile, Order, Record
 from megatron_ucp.formats.deepspeed.evidence import difference
-from megatron_ucp.formats.deepspeed.experts import expert_place
+from megatron_ucp.formats.deepspeed.experts import expert_place, file_rank
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -41,9 +41,18 @@ def check_file(checkpoint: "NativeCheckpoint", name: str, stale: bool = False) -
 
 def _check_expert_optimizer(checkpoint: "NativeCheckpoint", name: str) -> None:
     """One of stage 0 against the first one of its expert-parallel rank."""
+    mesh = checkpoint.mesh
     (ep, mp), *_ = (at for at, n in checkpoint.names.expert_optimizer.items() if n == name)
-    stage, etp = divmod(mp, checkpoint.mesh.etp)
-    rank = checkpoint.mesh.rank_of(expert_place(stage, ep, etp), 0)
+    places = ((mp // mesh.tp, ep, etp) for etp in range(mesh.etp))
+    place = next((place for place in places if file_rank(mesh, *place) == mp), None)
+    if place is None or ep >= mesh.ep:
+        raise ForeignFileError(
+            "there is an optimizer file of more expert-parallel ranks than the run had",
+            file=checkpoint.full_path(name),
+            expected=f"{mesh.ep} expert-parallel ranks",
+            found=f"rank {ep}, model-parallel rank {mp}",
+        )
+    rank = mesh.rank_of(expert_place(*place), 0)
     at = checkpoint.place_of_rank(rank)
     order = [
         [m.param for b in checkpoint.stages[at].buffers for m in b.members if m.group == group]
