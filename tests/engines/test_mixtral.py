@@ -16,12 +16,12 @@ EXPERTS = Experts(4, ffn=12, shared_ffn=8, bias=True, score="sigmoid")
 def mixtral(
     ep: int, tp: int = 1, pp: int = 0, zero: int = 1, etp: int = 0, **more: object
 ) -> Staged:
-    """A Mixtral of two layers."""
+    """A Mixtral of three layers, experts in each."""
     return Staged(
         "mixtral",
         tp,
         zero,
-        layers=2,
+        layers=3,
         pp=pp,
         ep=ep,
         etp=etp,

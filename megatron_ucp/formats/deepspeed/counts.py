@@ -8,7 +8,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles
 from megatron_ucp.formats.deepspeed.folder import TagFolder
-from megatron_ucp.formats.deepspeed.paths import optimizer_name
+from megatron_ucp.formats.deepspeed.paths import TagFiles, optimizer_name
 from megatron_ucp.formats.deepspeed.plain_values import number
 
 
@@ -51,6 +51,15 @@ def _of_experts(
     if folder.recorded is not None:
         return folder.recorded.mesh.ep, folder.recorded.mesh.etp
     return (experts.ranks(meta, file), tp) if folder.names.experts else (1, 1)
+
+
+def is_pipeline(names: TagFiles, meta: Mapping[str, Any]) -> bool:
+    """Whether the files are of a pipeline's stages: there are files of its layers, or the model
+    file says so (one with experts has no layer files)."""
+    degrees = meta.get("checkpoint_parallel_dimensions")
+    stages: Any = degrees.get("pp_degree") if isinstance(degrees, dict) else 1
+    staged = type(stages) is int and stages > 1
+    return bool(names.layers) or meta.get("module", {}) is None or staged
 
 
 def _count(meta: Mapping[str, Any], key: str, file: str) -> int:

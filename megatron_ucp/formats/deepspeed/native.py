@@ -31,7 +31,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Order, Told, Where
 from megatron_ucp.formats.deepspeed import frozen
-from megatron_ucp.formats.deepspeed.counts import count_ranks
+from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
@@ -62,7 +62,7 @@ from megatron_ucp.formats.deepspeed.paths import (
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
-from megatron_ucp.formats.deepspeed.weights import LayerFiles, Weights, WholeModel
+from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
@@ -119,7 +119,7 @@ class NativeCheckpoint(TagFolder):
         self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
         self.main_file = self.full_path(self.model_name)
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
-        self.pipeline = bool(self.names.layers) or self.meta.get("module", {}) is None
+        self.pipeline = is_pipeline(self.names, self.meta)
         self._experts = ExpertFiles(self)
         self.counts = count_ranks(self, self.model_name, self.pipeline, self._experts)
         self.mesh = self.counts.mesh
@@ -214,7 +214,11 @@ class NativeCheckpoint(TagFolder):
                 fix="load it into an engine that was attached with family=; or give --rules with "
                 "[[pipeline]] entries, which `megatron-ucp rules` drafts",
             )
-        return LayerFiles(self, PipeNames(self._names), tp)
+        names, mesh = PipeNames(self._names), self.mesh
+        if self.names.layers or self.meta.get("module") is None:
+            return LayerFiles(self, names, tp)
+        places = [(stage, rank) for stage in range(mesh.pp) for rank in range(tp)]
+        return StageModels(self, names, {(s, t): self.model_of(s * tp + t) for s, t in places})
 
     def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
         """The optimizer of every place (see `Mesh.holding`), as the files of its first rank say.

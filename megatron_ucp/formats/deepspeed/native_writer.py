@@ -7,7 +7,7 @@ DeepSpeed 0.19.8.
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class NativeWriter:
                     for rank in ranks:
                         yield self._optimizer(self._own(rank))
             yield from self._experts(stage)
-        for position in range(len(self.layers.held)) if self.layers else ():
+        for position in range(len(self.layers.held)) if self.layers and not self._staged else ():
             for tp in range(mesh.tp):
                 if output := self._layer(position, tp):
                     yield output
@@ -202,7 +202,7 @@ class NativeWriter:
         split = self.manifest.engine in ("zero12", "zero3", "bf16")
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         output.tree = {
-            "module": None if self.layers else self._module(output, own),
+            "module": None if self.layers and not self._staged else self._module(output, own),
             "buffer_names": [self._named(name) for _, name in self._values(own, "buffer")],
             "optimizer": None if split else self._unpartitioned(output, own),
             "param_shapes": self._param_shapes(own) if split and mesh.zero else None,
@@ -235,23 +235,45 @@ class NativeWriter:
     def _module(self, output: Output, own: Own) -> dict[str, Any]:
         """`state_dict` of the module: at ZeRO-3 parameters are empty."""
         out: dict[str, Any] = OrderedDict()
+        here = {m.param for number in own.parts for m in self.manifest.buffers[number].members}
         for spec in self.manifest.params:
-            if self._apart(spec.name):
+            name = self._named(spec.name)
+            if spec.name not in here or self._apart(spec.name):
                 continue
             if spec.kind == "buffer" or (spec.kind == "frozen" and self.mesh.zero < 3):
-                out[spec.name] = self._value(output, spec.name, own)
+                out[name] = self._value(output, spec.name, own)
             elif self.mesh.zero == 3:
-                out[spec.name] = output.tensor(b"", spec.dtype, (0,))
+                out[name] = output.tensor(b"", spec.dtype, (0,))
             else:
-                out[spec.name] = output.tensor(
+                out[name] = output.tensor(
                     Weight(spec.name, at_tp(own.tp)), spec.dtype, self._local(spec.name)
                 )
-        for tie in self.manifest.ties:
+        for tie in self.manifest.ties if not self.layers else ():
             out.update(dict.fromkeys(tie.aliases, out[tie.canonical]))
         return out | {
             name: _nothing(output, value)
-            for name, value in self.run.extras.stateless.items()
+            for name, value in self._stateless(here).items()
             if name not in out
+        }
+
+    @property
+    def _staged(self) -> bool:
+        """Whether DeepSpeed keeps a pipeline's weights in model files: where there are experts
+        that have files of their own."""
+        return any(self._apart(spec.name) for spec in self.manifest.params)
+
+    def _stateless(self, here: Collection[str]) -> dict[str, Any]:
+        """Entries that hold nothing of the modules with the parameters `here`, by the names that
+        the engine gives them."""
+        found = self.run.extras.stateless
+        if not self.layers:
+            return dict(found)
+        modules = {name.rpartition(".")[0]: self._named(name).rpartition(".")[0] for name in here}
+        parts = {name: name.rpartition(".") for name in found}
+        return {
+            f"{modules[head]}.{rest}": found[name]
+            for name, (head, _, rest) in parts.items()
+            if head in modules
         }
 
     def _value(self, output: Output, name: str, own: Own) -> TensorRef:

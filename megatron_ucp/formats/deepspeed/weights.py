@@ -77,6 +77,52 @@ class WholeModel:
         pass
 
 
+class StageModels:
+    """A pipeline whose stages have their weights in model files, as DeepSpeed writes one with
+    experts: `files` by (stage, tensor-parallel rank)."""
+
+    def __init__(
+        self, folder: TagFolder, names: PipeNames, files: Mapping[tuple[int, int], str]
+    ) -> None:
+        self._names = names
+        self._stages = {at: WholeModel(folder, {0: file}) for at, file in files.items()}
+        self._held: dict[int, dict[str, tuple[Any, str]]] = {}
+
+    def name_of(self, name: str, file: str) -> str:
+        return self._names.find(name, file)
+
+    def _of(self, tp: int) -> dict[str, tuple[Any, str]]:
+        """Of the first stage that has it: canonical name -> tensor, name of its file."""
+        if tp not in self._held:
+            out: dict[str, tuple[Any, str]] = {}
+            for (_, rank), stage in sorted(self._stages.items()):
+                for name, value in stage.module().items() if rank == tp else ():
+                    if not no_extra_state(name, value):
+                        file = stage.file_of(name)
+                        out.setdefault(self.name_of(name, file), (value, file))
+            self._held[tp] = out
+        return self._held[tp]
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        return {name: value for name, (value, _) in self._of(tp).items()}
+
+    def file_of(self, name: str, tp: int = 0) -> str:
+        return self._of(tp).get(name, (None, ""))[1]
+
+    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
+        return ()  # one canonical name for all stages that hold a parameter
+
+    def stateless(self) -> dict[str, Any]:
+        return {
+            self._names.find(name): value
+            for (_, rank), stage in sorted(self._stages.items())
+            for name, value in (stage.stateless().items() if rank == 0 else ())
+        }
+
+    def check(self, file: str) -> None:
+        pass
+
+
 class LayerFiles:
     """A pipeline: one file per position and tensor-parallel rank, with names relative to the layer.
 
