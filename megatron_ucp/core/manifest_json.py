@@ -11,7 +11,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Extent, layout_from_json, layout_to_json
 from megatron_ucp.core.manifest import KINDS, FileEntry, Manifest, ParamGroup, ParamSpec, Tie
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
 from megatron_ucp.errors import DamagedFileError
 
 # 2: steps, groups and the optimizer belong to each member of a buffer. In 1 they belonged to whole
@@ -120,7 +120,8 @@ def _from_version_1(data: dict[str, Any]) -> None:
     scalars: list[Any] = data.pop("scalars") or [{}] * len(data["buffers"])
     for buffer, kept in zip(data["buffers"], scalars, strict=True):
         buffer["scalars"] = kept
-    data["mesh"].pop("etp", None)  # nobody had experts yet, and said 1
+    for axis in EXPERT_CUT:  # nobody had experts yet, and said 1
+        data["mesh"].pop(axis, None)
     optimizer = data.pop("optimizer")
     data["groups"] = [[optimizer, settings] for settings in data["groups"]]
 

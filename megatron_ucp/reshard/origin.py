@@ -11,7 +11,7 @@ from megatron_ucp.families import families
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.model_file import training_dtype
-from megatron_ucp.formats.deepspeed.native_writer import RunSettings
+from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.formats.pt.output import is_mark

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer, Member, States
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
@@ -202,6 +202,16 @@ def _count(tree: Tree, partitions: Sequence[int], file: str) -> None:
         )
 
 
+def _equally_cut(
+    members: tuple[Member, ...], used: int, spread: Spread, states: States
+) -> FlatBuffer:
+    """A group's buffer of `used` elements, filled up and cut into equal chunks."""
+    first = members[0].param if members else ""
+    partitions = spread.partitions(first)
+    length = formulas.whole_length(used, partitions)
+    return FlatBuffer(members, length, partitions, "whole", states, axes=spread.axes(first))
+
+
 class Zero12File:
     """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks."""
 
@@ -228,18 +238,9 @@ class Zero12File:
             element, kept = split_states(entries.get(index, {}), file, scalar)
             if "base_optimizer_state_step" in tree:
                 kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
-            group = index if elastic else _group_of(index, groups)
-            partitions = spread.partitions(first[index])
-            buffers.append(
-                FlatBuffer(
-                    _members(named, starts, group, kept),
-                    formulas.whole_length(at, partitions),
-                    partitions,
-                    "whole",
-                    ((MASTER, masters[index].storage.dtype), *element),
-                    axes=spread.axes(first[index]),
-                )
-            )
+            members = _members(named, starts, index if elastic else _group_of(index, groups), kept)
+            states = ((MASTER, masters[index].storage.dtype), *element)
+            buffers.append(_equally_cut(members, at, spread, states))
         return Contents(
             "zero12" if "zero_stage" in tree else "bf16",
             tuple(buffers),

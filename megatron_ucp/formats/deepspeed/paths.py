@@ -204,6 +204,16 @@ def has_state_files(path: Path) -> bool:
     )
 
 
+def _check_known(folder: Path, name: str) -> None:
+    for pattern, what in REFUSED_FILES.items():
+        if re.fullmatch(pattern, name):
+            raise UnsupportedError(
+                f"the checkpoint holds {what}, which this version does not read",
+                file=folder / name,
+                fix="resume on the mesh that wrote it with DeepSpeed's own load",
+            )
+
+
 def scan(folder: Path) -> TagFiles:
     """The state files of a tag folder. Raises UnsupportedError for files that this version can't
     read by name."""
@@ -214,13 +224,7 @@ def scan(folder: Path) -> TagFiles:
     expert_optimizer: dict[tuple[int, int], str] = {}
     prefixes: set[str] = set()
     for name in sorted(p.name for p in folder.iterdir()):
-        for pattern, what in REFUSED_FILES.items():
-            if re.fullmatch(pattern, name):
-                raise UnsupportedError(
-                    f"the checkpoint holds {what}, which this version does not read",
-                    file=folder / name,
-                    fix="resume on the mesh that wrote it with DeepSpeed's own load",
-                )
+        _check_known(folder, name)
         if found := MODEL.fullmatch(name):
             model[None, int(found["mp"])] = name
         elif found := MODEL_PARTITION.fullmatch(name):

@@ -17,7 +17,8 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families import find_family
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
+from megatron_ucp.formats.deepspeed.native_structure import RunSettings
+from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.output import Output, Weight
 from megatron_ucp.formats.pt.writer import write_pt

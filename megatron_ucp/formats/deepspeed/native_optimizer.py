@@ -1,0 +1,245 @@
+"""Optimizer states in the files that DeepSpeed itself would have written: a tree for each
+wrapper."""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.manifest import ParamGroup
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings, Structure
+from megatron_ucp.formats.deepspeed.paths import (
+    optimizer_name,
+)
+from megatron_ucp.formats.pt.output import Output, plain
+from megatron_ucp.formats.pt.values import Global, Stand, TensorRef
+
+_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
+# What some wrappers do not save of their dynamic loss scaler: the defaults of DeepSpeed's config.
+_DYNAMIC = {
+    "cur_scale": 2.0**16,
+    "cur_iter": 0,
+    "last_overflow_iter": -1,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+    "min_scale": 1,
+    "delayed_shift": 2,
+    "cur_hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "raise_error_at_min_scale": True,
+    "dynamic": True,
+}
+
+
+class OptimizerTrees(Structure):
+    """The state dict of each optimizer wrapper of DeepSpeed 0.19.8, for every rank."""
+
+    # ---------------------------------------------------------------- optimizer files
+
+    def _optimizer(self, own: Own) -> Output:
+        prefix = "bf16_" if self.run.dtype == "bfloat16" else ""
+        output = Output(optimizer_name(own.part, self._mp(own.stage, own.tp), prefix))
+        wrappers = {"zero12": self._zero12, "bf16": self._bf16, "zero3": self._zero3}
+        build = wrappers[self.manifest.engine]
+        output.tree = {
+            "optimizer_state_dict": build(output, own),
+            "ds_config": self.run.config,
+            "ds_version": self.run.version,
+        }
+        return output
+
+    def _flat(
+        self, output: Output, number: int, own: Own, state: str, used: int | None = None
+    ) -> TensorRef:
+        buffer = self.manifest.buffers[number]
+        return output.tensor(
+            own.slot(number, state),
+            dict(buffer.states)[state],
+            (buffer.partition_elems,),
+            None if used is None else (used,),
+        )
+
+    def _base(
+        self, output: Output, own: Own, element: Callable[[int, str], TensorRef]
+    ) -> dict[str, Any]:
+        """torch's `state_dict` of the base optimizer, one entry for each buffer."""
+        state: dict[int, Any] = {}
+        for at, (number, buffer) in enumerate(self._buffers(own)):
+            scalars = buffer.members[0].scalars if buffer.members else {}
+            entry: dict[str, Any] = {
+                name: self._scalar(output, name, value) for name, value in scalars.items()
+            }
+            entry |= {name: element(number, name) for name, _ in buffer.states if name != MASTER}
+            if entry:
+                state[at] = entry
+        groups = [group_tree(output, group, places) for group, places in self._groups(own)]
+        return {"state": state, "param_groups": groups}
+
+    def _scalar(self, output: Output, name: str, value: float) -> Any:
+        return int(value) if name == "step" and self.run.int_steps else scalar_tensor(output, value)
+
+    def _zero12(self, output: Output, own: Own) -> dict[str, Any]:
+        buffers = self._buffers(own)
+        paddings = [_padding(buffer, own.parts[number][1]) for number, buffer in buffers]
+        scaler, dynamic = scaler_of(self.run)
+        return {
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": dynamic,
+            "overflow": False,
+            "clip_grad": self.run.clip_grad,
+            "base_optimizer_state": self._base(
+                output, own, lambda number, state: self._flat(output, number, own, state)
+            ),
+            "single_partition_of_fp32_groups": [
+                self._flat(output, number, own, MASTER, buffer.partition_elems - padding)
+                for (number, buffer), padding in zip(buffers, paddings, strict=True)
+            ],
+            "zero_stage": Stand(_STAGE, (2 if self.mesh.zero == 2 else 1,)),
+            "group_paddings": paddings,
+            "param_alignment_paddings": [_gaps(buffer) for _, buffer in buffers],
+            "partition_count": [buffer.partitions for _, buffer in buffers],
+            "ds_version": self.run.version,
+            "param_slice_mappings": [
+                self._slices(buffer, own.parts[number][1], own) for number, buffer in buffers
+            ],
+        }
+
+    def _bf16(self, output: Output, own: Own) -> dict[str, Any]:
+        buffers, last = self._buffers(own), own.part == self.mesh.partitions - 1
+        return {
+            "clip_grad": self.run.clip_grad,
+            "base_optimizer_state": self._base(
+                output, own, lambda number, state: self._flat(output, number, own, state)
+            ),
+            "single_partition_of_fp32_groups": [
+                self._flat(output, number, own, MASTER) for number, _ in buffers
+            ],
+            "group_paddings": [
+                buffer.length - buffer.used() if last else 0 for _, buffer in buffers
+            ],
+            "partition_count": [buffer.partitions for _, buffer in buffers],
+            "ds_version": self.run.version,
+            "param_slice_mappings": [
+                self._slices(buffer, own.parts[number][1], own) for number, buffer in buffers
+            ],
+        }
+
+    def _slices(self, buffer: FlatBuffer, part: int, own: Own) -> dict[str, Stand]:
+        return OrderedDict(
+            (
+                self._own_name(buffer.members[f.member].param, own),
+                Stand(_FRAGMENT, (), {"numel": f.high - f.low, "start": f.offset}),
+            )
+            for f in buffer.fragments(part)
+        )
+
+    def _zero3(self, output: Output, own: Own) -> dict[str, Any]:
+        scaler, dynamic = scaler_of(self.run)
+        return {
+            "zero_stage": Stand(_STAGE, (3,)),
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": dynamic,
+            "overflow": False,
+            "partition_count": self.mesh.partitions,
+            "optimizer_state_dict": self._base(
+                output, own, lambda number, state: self._flat(output, number, own, state)
+            ),
+            "fp32_flat_groups": [
+                self._flat(output, number, own, MASTER) for number, _ in self._buffers(own)
+            ],
+        }
+
+    def _unpartitioned(self, output: Output, own: Own) -> dict[str, Any]:
+        """The optimizer of stage 0, which lies in the model file: shaped states, or one flat buffer
+        per group."""
+        buffers = self._buffers(own)
+        flat = any(len(buffer.members) > 1 for _, buffer in buffers)
+
+        def tensor(number: int, state: str) -> TensorRef:
+            if flat:
+                return self._flat(output, number, own, state)
+            buffer = self.manifest.buffers[number]
+            return output.tensor(
+                own.slot(number, state),
+                dict(buffer.states)[state],
+                self._local(buffer.members[0].param),
+            )
+
+        base = self._base(output, own, tensor)
+        if self.run.dtype == "float32":
+            return base
+        fields: dict[str, Any] = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
+        if self.run.dtype == "float16":
+            scaler = {**_DYNAMIC, **self.run.scaler}
+            fields = {
+                "dynamic_loss_scale": bool(scaler["dynamic"]),
+                **{key: scaler[key] for key in ("cur_scale", "cur_iter")},
+            }
+            if scaler["dynamic"]:
+                fields |= {
+                    key: scaler[key]
+                    for key in ("last_overflow_iter", "scale_factor", "scale_window")
+                }
+        if flat:
+            return {
+                **(fields if self.run.dtype == "float16" else {}),
+                "optimizer_state_dict": base,
+                "fp32_groups_flat": [tensor(number, MASTER) for number, _ in buffers],
+                "clip_grad": self.run.clip_grad,
+            }
+        return {
+            **fields,
+            "optimizer_state_dict": base,
+            "fp32_groups": [
+                [tensor(buffers[at][0], MASTER) for at in places] for _, places in self._groups(own)
+            ],
+        }
+
+
+def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str, Any]:
+    """A parameter group as an optimizer's `state_dict` has it, with every key of its source."""
+    marks = {key: output.adopt(value) for key, value in group.marks.items()}
+    return {**plain(group.settings), **marks, "params": params}
+
+
+def scaler_of(run: RunSettings) -> tuple[Stand, bool]:
+    """The pickled loss scaler, and whether it is dynamic."""
+    saved = dict(run.scaler)
+    if run.dtype != "float16":
+        return Stand(f"{_SCALER}.LossScaler", (), {"cur_scale": 1.0, "dynamic": False}), False
+    if not saved.get("dynamic", True):
+        return Stand(
+            f"{_SCALER}.LossScaler",
+            (),
+            {"cur_scale": saved.get("cur_scale", 1.0), "dynamic": False},
+        ), False
+    return Stand(
+        f"{_SCALER}.DynamicLossScaler", (), {**_DYNAMIC, **saved, "dtype": Global("torch.float16")}
+    ), True
+
+
+def scalar_tensor(output: Output, value: float) -> TensorRef:
+    """A 0-d tensor: float32 as torch's optimizers keep it, or float64 where that would round (steps
+    past 2**24)."""
+    exact = abs(value) < 3e38 and struct.unpack("<f", struct.pack("<f", value))[0] == value
+    return output.tensor(
+        struct.pack("<f" if exact else "<d", value), "float32" if exact else "float64", ()
+    )
+
+
+def _padding(buffer: FlatBuffer, part: int) -> int:
+    """Elements at the end of a partition that lie behind the last parameter."""
+    size = buffer.partition_elems
+    return min(max((part + 1) * size - buffer.used(), 0), size)
+
+
+def _gaps(buffer: FlatBuffer) -> list[int]:
+    """Elements between each parameter and the next one."""
+    ends = [member.start + member.size for member in buffer.members]
+    return [after.start - end for end, after in zip(ends, buffer.members[1:], strict=False)] + (
+        [0] if ends else []
+    )
