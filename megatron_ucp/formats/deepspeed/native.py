@@ -5,7 +5,7 @@ adds layouts and the order of parameters that stage 0 does not store, and every 
 with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +29,12 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Order, Told, Where
 from megatron_ucp.formats.deepspeed import frozen
+from megatron_ucp.formats.deepspeed.autotp import refuse_autotp
 from megatron_ucp.formats.deepspeed.counts import count_ranks
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
+from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import (
@@ -44,6 +46,7 @@ from megatron_ucp.formats.deepspeed.optimizer_files import (
 from megatron_ucp.formats.deepspeed.paths import is_universal, tag_folder, tp_of
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.deepspeed.positions import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
@@ -109,6 +112,7 @@ class NativeCheckpoint(TagFolder):
         elif not self._names and self.pipeline and self._rules is not None and self._rules.pipeline:
             self._names = pipe_names(self, self.first_of_stages, self._rules)
         self.weights: Weights = self._weights()
+        refuse_autotp(self)
         self.declared = self._layout_source()
         self._formats: list[OptimizerFile] = []
         self.stages = self._stages(order, positions_too)
@@ -184,10 +188,10 @@ class NativeCheckpoint(TagFolder):
             tree, file = self.optimizer_of(mp)
             unnamed = not self.names.optimizer and wanted is None and positions_too
             if tree is None or unnamed:
-                self._formats.append(PlainFile())
+                self._formats.append(PlainFile(self._weight_dtype))
                 out.append(Contents("none", (), (), {}, ()))
             else:
-                self._formats.append(reader_for(tree, file))
+                self._formats.append(reader_for(tree, file, self._weight_dtype))
                 out.append(self.read_contents(tree, file, wanted, mp))
             if out[0].engine != out[-1].engine:
                 raise ForeignFileError(
@@ -228,55 +232,12 @@ class NativeCheckpoint(TagFolder):
         """One optimizer file of the model-parallel rank `mp`, with canonical names."""
         reader = self._formats[mp // self.counts.tp]
         try:
-            named = self._flattened(tree, file, order, mp)
+            named = flattened(self, tree, file, order, mp)
             return reader.contents(
                 tree, named, self.counts.partitions, file, lambda ref: self.scalar(file, ref)
             )
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
-
-    def _flattened(
-        self, tree: Any, file: str, order: Order | None, mp: int
-    ) -> list[dict[str, Ints]]:
-        """Names and rank-local shapes of each group's parameters in the order in which they are
-        flattened."""
-        model = self.model_of(mp)
-        shapes = shapes_by_group(self.tree(model))
-        if self.names.optimizer and isinstance(shapes, list):
-            return [
-                {self.weights.name_of(name, model): shape for name, shape in named.items()}
-                for named in shapes
-            ]
-        if self.names.optimizer and "param_slice_mappings" in tree:
-            # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in
-            # order
-            order = [
-                list(
-                    dict.fromkeys(
-                        self.weights.name_of(name, model)
-                        for part in range(self.counts.partitions)
-                        for name in self.optimizer_tree(part, mp)["param_slice_mappings"][group]
-                    )
-                )
-                for group in range(len(tree["param_slice_mappings"]))
-            ]
-        elif self.names.optimizer:
-            raise DamagedFileError(
-                "the model file does not say how parameters are flattened",
-                file=self.full_path(model),
-                expected="param_shapes",
-                found=type(shapes).__name__,
-            )
-        if order is None:
-            raise NotFoundError(
-                "a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
-                file=file,
-                expected=FILE_NAME,
-                found="no manifest",
-                fix="load it into an engine, which knows the order of its own groups",
-            )
-        module = self.weights.module(mp % self.counts.tp)
-        return [{name: self.shape_of(module, name) for name in names} for names in order]
 
     def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
@@ -289,6 +250,13 @@ class NativeCheckpoint(TagFolder):
                 fix="build the model with the configuration that the checkpoint was trained with",
             )
         return ref.shape
+
+    def format_of(self, stage: int) -> OptimizerFile:
+        """How the files of a stage keep its optimizer."""
+        return self._formats[stage]
+
+    def _weight_dtype(self, name: str) -> str:
+        return self.weights.module()[name].storage.dtype
 
     def model_of(self, mp: int, part: int = 0) -> str:
         """Name of the model file of a model-parallel rank (at ZeRO-3 of one partition)."""
@@ -312,11 +280,13 @@ class NativeCheckpoint(TagFolder):
         shapes = self._flat_shapes()
         dtype = training_dtype(self.meta, module, shapes)
         ties = self.weights.ties(flat)
+        # in a plain optimizer's file the weights are the masters, of whatever dtype the model is
+        plain = any(isinstance(reader, PlainFile) for reader in self._formats)
         params = [
             self._spec(
                 name,
                 shapes[name] if name in shapes else self.shape_of(module, name),
-                dtype,
+                self._weight_dtype(name) if plain else dtype,
                 "trainable",
             )
             for name in flat
@@ -412,7 +382,7 @@ class NativeCheckpoint(TagFolder):
 
     @property
     def notes(self) -> list[str]:
-        return self.declared.notes
+        return [*self.declared.notes, *([MATCHED] if by_position(self) else [])]
 
     def read_extras(self) -> Extras:
         return extras_of(self)
@@ -420,8 +390,8 @@ class NativeCheckpoint(TagFolder):
     def layers(self) -> Layers | None:
         return layers_of(self) if self.pipeline else None
 
-    def check(self, name: str, stale: bool = False) -> None:
-        check_file(self, name, stale)
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        check_file(self, name, allow, optimizer)
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees

@@ -7,7 +7,7 @@ buffer.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,9 +73,9 @@ class OptimizerFile(Protocol):
         ...
 
 
-def reader_for(tree: Tree, file: str) -> OptimizerFile:
-    """The format of an optimizer state dict. Raises DamagedFileError where no known key is
-    present."""
+def reader_for(tree: Tree, file: str, weight_dtype: Callable[[str], str]) -> OptimizerFile:
+    """The format of an optimizer state dict; `weight_dtype` is that of a weight in the model file.
+    Raises DamagedFileError where no known key is present."""
     if "fp32_flat_groups" in tree:
         return Zero3File()
     if "single_partition_of_fp32_groups" in tree:
@@ -85,7 +85,7 @@ def reader_for(tree: Tree, file: str) -> OptimizerFile:
     if "fp32_groups" in tree:
         return UnfusedFile()
     if "state" in tree and "param_groups" in tree:
-        return PlainFile()
+        return PlainFile(weight_dtype)
     raise DamagedFileError(
         "this is no optimizer state of DeepSpeed",
         file=file,
@@ -308,6 +308,9 @@ class _Unpartitioned:
         """Masters in the optimizer's order; None where the training weights are the masters."""
         return None
 
+    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
+        raise NotImplementedError
+
     def contents(
         self,
         tree: Tree,
@@ -326,8 +329,7 @@ class _Unpartitioned:
                 element, kept = split_states(entry, file, scalar)
                 refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
                 _check_shapes(refs, name, shape, file)
-                dtype = masters[index].storage.dtype if masters else "float32"
-                states = ((MASTER, dtype), *element)
+                states = ((MASTER, self.master_dtype(tree, name, index)), *element)
                 buffers.append(flat.alone(name, math.prod(shape), states, number, kept))
         return Contents(
             self.engine,
@@ -365,12 +367,22 @@ class UnfusedFile(_Unpartitioned):
     def masters(self, tree: Tree) -> list[TensorRef]:
         return [ref for group in tree["fp32_groups"] for ref in group]
 
+    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
+        return self.masters(tree)[index].storage.dtype
+
 
 class PlainFile(_Unpartitioned):
-    """The user's own optimizer (fp32 at stage 0): the model's weights are the masters."""
+    """The user's own optimizer (an fp32 config at stage 0): the model's weights are the masters, in
+    the dtype that the model has."""
+
+    def __init__(self, weight_dtype: Callable[[str], str]) -> None:
+        self._weight_dtype = weight_dtype
 
     def base(self, tree: Tree) -> Tree:
         return tree
+
+    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
+        return self._weight_dtype(name)
 
 
 class FusedFlatFile:
