@@ -1,12 +1,14 @@
 """What the ranks do in the tests of stage-0 files that name no parameters."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.engines.canonical import canonical, write_weights
+import megatron_ucp as ucp
+from tests.engines.canonical import canonical, differences, write_weights
 from tests.engines.model import Setup, make_engine, train
 
 
@@ -33,3 +35,29 @@ def masters_of(engine: Any) -> dict[str, torch.Tensor]:
         for params, masters in zip(opt.fp16_groups, opt.fp32_groups, strict=True)
         for param, master in zip(params, masters, strict=True)
     }
+
+
+def resume_empty(setup: Setup, folder: str) -> dict[str, Any]:
+    """What differs before and after a load, but for what an optimizer counts for a parameter
+    without elements; its shape, and whether training goes on."""
+    kept = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    want = of_elements(kept["states"]["trained"])
+    engine = make_engine(setup)
+    before = differences(want, of_elements(canonical(engine)))
+    ucp.load(engine, folder, tag="trained")
+    out = {"before": before, "after": differences(want, of_elements(canonical(engine)))}
+    (nothing,) = (p for n, p in engine.module.named_parameters() if n == "nothing")
+    out["shape"] = tuple(getattr(nothing, "ds_shape", nothing.shape))
+    losses = train(engine, 2, first=kept["steps"])
+    out["steady"] = all(math.isfinite(loss) for loss in losses) and nothing.requires_grad
+    engine.destroy()
+    return out
+
+
+def of_elements(state: dict[str, Any]) -> dict[str, Any]:
+    """A canonical state without the entries of the optimizer for `nothing`."""
+    counted = {
+        part: {key: value for key, value in state[part].items() if "nothing" not in (key, key[0])}
+        for part in ("full", "scalars", "hyper")
+    }
+    return {**state, **counted}

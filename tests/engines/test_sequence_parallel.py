@@ -29,16 +29,16 @@ def test_it_is_an_axis_of_the_manifest(sources: Sources) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "source", "target_ranks", "target"),
+    ("world", "source", "target_world", "target"),
     [(4, ulysses(1, 2), 2, ulysses(3, 1)), (2, ulysses(3, 1), 4, ulysses(1, 2))],
 )
 @pytest.mark.parametrize("named", [True, False])
 def test_states_are_carried_over(
-    sources: Sources, ranks: int, source: Setup, target_ranks: int, target: Setup, named: bool
+    sources: Sources, world: int, source: Setup, target_world: int, target: Setup, named: bool
 ) -> None:
-    folder = sources.get(ranks, source, more=0, filled=False, attach=named)
+    folder = sources.get(world, source, more=0, filled=False, attach=named)
     job = "tests.engines.jobs:resume"
-    check(sources.ranks.run(target_ranks, job, replace(target, seed=9), folder, tags=("trained",)))
+    check(sources.ranks.run(target_world, job, replace(target, seed=9), folder, tags=("trained",)))
 
 
 @pytest.mark.parametrize(("sp", "other"), [(2, 1), (1, 2)])

@@ -321,7 +321,8 @@ class _Unpartitioned:
     ) -> Contents:
         base, masters = self.base(tree), self.masters(tree)
         groups = base["param_groups"]
-        indices = _stepped(groups, base["state"], [len(named) for named in shapes], file)
+        counts = [len(named) for named in shapes]
+        indices = _stepped(groups, base["state"], counts, masters is not None, file)
         buffers: list[FlatBuffer] = []
         for number, named in enumerate(shapes):
             for (name, shape), index in zip(named.items(), indices[number], strict=True):
@@ -437,20 +438,28 @@ def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
     }
 
 
+def is_empty(entry: Tree) -> bool:
+    """Whether states are those of a parameter without elements, which nothing else counts."""
+    return any(isinstance(value, TensorRef) and not value.numel for value in entry.values())
+
+
 def _stepped(
-    groups: Sequence[Tree], state: Tree, wanted: Sequence[int], file: str
+    groups: Sequence[Tree], state: Tree, wanted: Sequence[int], masters: bool, file: str
 ) -> list[list[int]]:
     """Optimizer indices of each group's parameters.
 
-    A plain optimizer also lists frozen parameters, which have no state: where the number of names
-    says so, only indices with state count. Raises StateMismatchError where names and indices can't
-    be matched one to one.
+    A plain optimizer also lists frozen parameters, which have no state, and those without elements:
+    where the number of names says so, only indices with state count. Before the first step, and
+    where it keeps no `masters`, any index will do: there is nothing under it. Raises
+    StateMismatchError where names and indices can't be matched one to one.
     """
     out: list[list[int]] = []
     for number, group in enumerate(groups):
-        every = list(group["params"])
+        every = [index for index in group["params"] if not is_empty(state.get(index, {}))]
         stepped = [index for index in every if index in state]
         want = wanted[number] if number < len(wanted) else -1
+        if not masters and not state and 0 <= want < len(every):
+            every = every[:want]
         if want not in (len(every), len(stepped)) or len(groups) != len(wanted):
             raise StateMismatchError(
                 "the optimizer's groups differ from the model's",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.base import Order
+from megatron_ucp.formats.deepspeed.optimizer_files import is_empty
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def group_sizes(tree: Mapping[str, Any]) -> tuple[list[int], bool]:
         return [ref.numel for ref in tree["fp32_groups_flat"]], True
     base = tree.get("optimizer_state_dict", tree)
     stepped = [
-        len([index for index in group["params"] if index in base["state"]])
+        len([i for i in group["params"] if i in base["state"] and not is_empty(base["state"][i])])
         for group in base["param_groups"]
     ]
     return (
