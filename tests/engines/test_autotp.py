@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.errors import UnsupportedError
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +39,7 @@ def test_an_engine_that_autotp_cut_is_told_so(saved: Any) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_shares_of_different_sizes_are_no_damage(saved: Any, zero: int) -> None:
     folder, _ = saved(ODD, zero)
-    with pytest.raises(ucp.UnsupportedError, match="AutoTP") as caught:
+    with pytest.raises(UnsupportedError, match="AutoTP") as caught:
         ucp.verify(folder)
     assert caught.value.parameter == "lm_head.weight"
     assert caught.value.found == "(31, 16) and (30, 16)"
