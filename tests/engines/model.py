@@ -224,7 +224,10 @@ def make_optimizer(
     }
     if "." in name:  # of another package
         package, _, name = name.rpartition(".")
-        return getattr(importlib.import_module(package), name)(groups, **options)
+        made = getattr(importlib.import_module(package), name)(groups, **options)
+        if hasattr(made, "train"):  # schedule-free: its weights are others in evaluation
+            made.train()
+        return made
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 

@@ -62,5 +62,5 @@ def test_shares_that_nothing_describes_are_damage(saved: Any, tmp_path: Path) ->
             (entry,) = [entry for pattern, entry in params.items() if "lm_head" in pattern]
             entry["ranks"][1]["shard_shape"] = [29, 16]
         torch.save(tree, tmp_path / "cut" / path.name)
-    (finding, *_) = ucp.verify(tmp_path / "cut").findings
-    assert "differs from the first one in param_shapes" in finding.what
+    found = [finding.what for finding in ucp.verify(tmp_path / "cut").findings]
+    assert any("differs from the first one in param_shapes" in what for what in found)

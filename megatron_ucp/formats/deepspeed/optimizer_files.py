@@ -34,6 +34,8 @@ from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 OFFLOADED = "_offload_buffer"
+# bitsandbytes' `state_dict` puts its states one level deeper, whatever their dtype
+_WRAPPED = "__bnb_optimizer_quant_state__"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,16 @@ def reader_for(tree: Tree, file: str, weight_dtype: Callable[[str], str]) -> Opt
         found=", ".join(map(str, tree))[:200],
         expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state",
     )
+
+
+def entry_of(states: Tree, index: Any) -> Tree:
+    """What an optimizer's `state` holds under an index, on one level; empty where it holds
+    nothing."""
+    entry: Tree = states.get(index, {})
+    inner = entry.get(_WRAPPED)
+    if not isinstance(inner, dict):
+        return entry
+    return {**{key: value for key, value in entry.items() if key != _WRAPPED}, **inner}
 
 
 def split_states(
@@ -223,7 +235,7 @@ class Zero12File:
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
             starts, at = _starts(named.values(), gaps[index])
-            element, kept = split_states(entries.get(index, {}), file, scalar)
+            element, kept = split_states(entry_of(entries, index), file, scalar)
             if "base_optimizer_state_step" in tree:
                 kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
             group = index if elastic else _group_of(index, groups)
@@ -248,7 +260,8 @@ class Zero12File:
         if state == MASTER:
             return tree["single_partition_of_fp32_groups"][index]
         base = tree["base_optimizer_state"]
-        return (base[index] if isinstance(base, list) else base["state"].get(index, {})).get(state)
+        states = dict(enumerate(base)) if isinstance(base, list) else base["state"]
+        return entry_of(states, index).get(state)
 
 
 class Zero3File:
@@ -271,7 +284,7 @@ class Zero3File:
         for index, named in enumerate(shapes):
             sizes = [math.prod(shape) for shape in named.values()]
             starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
-            element, kept = split_states(base.get("state", {}).get(index, {}), file, scalar)
+            element, kept = split_states(entry_of(base.get("state", {}), index), file, scalar)
             buffers.append(
                 FlatBuffer(
                     _members(named, starts, _group_of(index, groups), kept),
@@ -292,7 +305,7 @@ class Zero3File:
     def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
         if state == MASTER:
             return tree["fp32_flat_groups"][index]
-        return tree["optimizer_state_dict"]["state"].get(index, {}).get(state)
+        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
 
 
 class _Unpartitioned:
@@ -326,7 +339,7 @@ class _Unpartitioned:
         buffers: list[FlatBuffer] = []
         for number, named in enumerate(shapes):
             for (name, shape), index in zip(named.items(), indices[number], strict=True):
-                entry = base["state"].get(index, {})
+                entry = entry_of(base["state"], index)
                 element, kept = split_states(entry, file, scalar)
                 refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
                 _check_shapes(refs, name, shape, file)
@@ -344,7 +357,7 @@ class _Unpartitioned:
         if state == MASTER:
             masters = self.masters(tree)
             return masters[index] if masters else None
-        return self.base(tree)["state"].get(index, {}).get(state)
+        return entry_of(self.base(tree)["state"], index).get(state)
 
 
 def _check_shapes(refs: Sequence[TensorRef], name: str, shape: Ints, file: str) -> None:
@@ -409,7 +422,7 @@ class FusedFlatFile:
                     expected=used,
                     found=[ref.numel for ref in masters],
                 )
-            element, kept = split_states(base["state"].get(index, {}), file, scalar)
+            element, kept = split_states(entry_of(base["state"], index), file, scalar)
             group = _group_of(index, base["param_groups"])
             states = ((MASTER, masters[index].storage.dtype), *element)
             members = _members(named, starts, group, kept)
@@ -425,7 +438,7 @@ class FusedFlatFile:
     def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
         if state == MASTER:
             return tree["fp32_groups_flat"][index]
-        return tree["optimizer_state_dict"]["state"].get(index, {}).get(state)
+        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
 
 
 def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
@@ -455,7 +468,7 @@ def _stepped(
     """
     out: list[list[int]] = []
     for number, group in enumerate(groups):
-        every = [index for index in group["params"] if not is_empty(state.get(index, {}))]
+        every = [index for index in group["params"] if not is_empty(entry_of(state, index))]
         stepped = [index for index in every if index in state]
         want = wanted[number] if number < len(wanted) else -1
         if not masters and not state and 0 <= want < len(every):
