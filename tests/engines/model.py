@@ -225,8 +225,9 @@ def make_optimizer(
     if "." in name:  # of another package
         package, _, name = name.rpartition(".")
         made = getattr(importlib.import_module(package), name)(groups, **options)
-        if hasattr(made, "train"):  # schedule-free: its weights are others in evaluation
-            made.train()
+        for group in made.param_groups:
+            if "train_mode" in group:  # schedule-free; its `train()` makes entries for parameters
+                group["train_mode"] = True  # that DeepSpeed's wrappers replace
         return made
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
