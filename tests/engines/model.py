@@ -232,24 +232,8 @@ def make_optimizer(
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 
-def make_engine(setup: Setup, attach: bool = True) -> Any:
-    """A DeepSpeed engine on the current world, attached, with LambdaLR."""
-    import deepspeed
-
-    import megatron_ucp as ucp
-
-    torch.manual_seed(setup.seed)
-    net: torch.nn.Module = NETS[setup.net]()
-    if setup.extra.get("prepare"):
-        setup.extra["prepare"](net)
-    net.to(setup.extra.get("model_dtype", torch.float32))
-    dict(net.named_parameters())[setup.extra.get("frozen", "frozen.weight")].requires_grad_(False)
-    groups = param_groups(net, setup.groups)
-    swap(net, groups[0]["params"], setup.extra.get("swapped", ()))
-    left_out = dict(net.named_parameters()).get(setup.extra.get("left_out", ""))
-    for group in groups:
-        group["params"] = [param for param in group["params"] if param is not left_out]
-    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
+def ds_config(setup: Setup) -> dict[str, Any]:
+    """The DeepSpeed config of a setup."""
     dp = torch.distributed.get_world_size()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp,
@@ -274,6 +258,29 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
             **config.get("fp16", {}),
         }
         allow_fp16_on_cpu()
+    return config
+
+
+def make_engine(setup: Setup, attach: bool = True) -> Any:
+    """A DeepSpeed engine on the current world, attached, with LambdaLR."""
+    import deepspeed
+
+    import megatron_ucp as ucp
+
+    torch.manual_seed(setup.seed)
+    net: torch.nn.Module = NETS[setup.net]()
+    if setup.extra.get("prepare"):
+        setup.extra["prepare"](net)
+    net.to(setup.extra.get("model_dtype"))
+    if frozen := setup.extra.get("frozen"):
+        dict(net.named_parameters())[frozen].requires_grad_(False)
+    groups = param_groups(net, setup.groups)
+    swap(net, groups[0]["params"], setup.extra.get("swapped", ()))
+    left_out = dict(net.named_parameters()).get(setup.extra.get("left_out", ""))
+    for group in groups:
+        group["params"] = [param for param in group["params"] if param is not left_out]
+    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
+    config = ds_config(setup)
     schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
     make = ucp.initialize if attach else deepspeed.initialize
     if setup.extra.get("evaluate"):
