@@ -96,7 +96,7 @@ def reader_for(tree: Tree, file: str, weight_dtype: Callable[[str], str]) -> Opt
     )
 
 
-def entry_of(states: Tree, index: Any) -> Tree:
+def entry_of(states: Mapping[Any, Any], index: Any) -> Tree:
     """What an optimizer's `state` holds under an index, on one level; empty where it holds
     nothing."""
     entry: Tree = states.get(index, {})
