@@ -20,6 +20,11 @@ FRESH: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None, "_async": []},
     # "Conflicting tp_model_init arguments" when the next job wants another tensor-parallel size
     "deepspeed.runtime.tensor_parallel.init_utils": {"_TP_MODEL_INIT_ARGS": None},
+    # "sequence parallel group is already initialized" when the next job wants one, too
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        "_SEQUENCE_PARALLEL_GROUP": None,
+        "_SEQUENCE_DATA_PARALLEL_GROUP": None,
+    },
     # a job without torch_autocast would communicate in the last job's dtype
     "deepspeed.runtime.torch_autocast": {
         "TORCH_AUTOCAST_INITIALIZED": False,

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.load import load
-from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
+from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Saving, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
@@ -56,6 +56,7 @@ def attach(
     check_options(**options)
     check_versions()
     with agree.together():
+        refuse_autotp(engine)
         model = model_of(engine, family)
         refuse_engine(engine, model)
         refuse_writer(engine)

@@ -1,6 +1,6 @@
 """What every format gives to the operations above it, whatever its files are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -131,9 +131,11 @@ class Checkpoint(Protocol):
         """Every file with state in it, relative to the folder."""
         ...
 
-    def check(self, name: str, stale: bool = False) -> None:
-        """Compares one file with the others. `stale` lets masters differ from the weights beside
-        them. Raises ForeignFileError for a file of another run, step or mesh, DamagedFileError."""
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Compares one file with the others. `allow` names what may be (of `ALLOWANCES`, "stale"
+        and "positions" are asked here); `optimizer` says whether its states are wanted. Raises
+        ForeignFileError for a file of another run, step or mesh, StateMismatchError where nothing
+        in it says whose its states are, DamagedFileError."""
         ...
 
     def check_beside(self) -> None:

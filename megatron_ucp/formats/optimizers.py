@@ -1,7 +1,7 @@
 """What optimizers keep, known by optimizer and by key and never by size. An optimizer is one row.
 
-Sources: `torch.optim` of torch 2.13 and `deepspeed/ops` of DeepSpeed 0.19.8, each optimizer's
-`step` or `_init_group`.
+Sources: `torch.optim` of torch 2.13, `deepspeed/ops` of DeepSpeed 0.19.8, bitsandbytes 0.50 and
+schedulefree 1.4, each optimizer's `step`, `_init_group` or `init_state`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,11 +27,12 @@ ELEMENT = {
     "prev",
     "step_size",
     "ax",
+    "z",
+    "state1",
+    "state2",
 }
 SCALAR = {"step", "mu_product", "eta", "mu"}
 REFUSED_STATES = {
-    "state1": "8-bit block-wise states",
-    "state2": "8-bit block-wise states",
     "qmap1": "8-bit block-wise states",
     "absmax1": "8-bit block-wise states",
     "worker_error": "error feedback of a 1-bit optimizer",
@@ -73,6 +74,23 @@ def _rmsprop(group: Mapping[str, Any]) -> Kept:
     return Kept(("square_avg", *more))
 
 
+def _bitsandbytes(states: tuple[str, ...], *names: str) -> dict[str, Kept]:
+    """The 32-bit optimizers of bitsandbytes, paged or not. What 8-bit ones keep besides `state1`
+    is refused by name; those whose states are no vectors of the parameter's size have no row."""
+    kept = Kept(states, step="int")
+    forms = ("{}", "{}32bit", "Paged{}", "Paged{}32bit")
+    return {f"bitsandbytes.{form.format(name)}": kept for name in names for form in forms}
+
+
+_SCHEDULE_FREE = Kept(("z", "exp_avg_sq"), ())  # counts and sums stand in its groups
+_ALWAYS_THE_SAME = {
+    **_bitsandbytes(("state1", "state2"), "Adam", "AdamW"),
+    **_bitsandbytes(("state1",), "Lion"),
+    "schedulefree.AdamWScheduleFree": _SCHEDULE_FREE,
+    "schedulefree.RAdamScheduleFree": _SCHEDULE_FREE,
+    "schedulefree.SGDScheduleFree": Kept(("z",), ()),
+}
+
 _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
     "torch.Adam": _adam,
     "torch.AdamW": _adam,
@@ -89,6 +107,7 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
     "deepspeed.FusedLion": lambda _: Kept(("exp_avg",), step="int"),
     "deepspeed.DeepSpeedCPULion": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.DeepSpeedCPUAdagrad": lambda _: Kept(("exp_avg_sq",), step="int"),
+    **{name: lambda _, kept=kept: kept for name, kept in _ALWAYS_THE_SAME.items()},
 }
 
 

@@ -91,7 +91,7 @@ def convert(
     with open_checkpoint(src, tag, rules) as source:
         _require_outside(folder, source.folder)
         for name in source.file_names:
-            source.check(name, stale="stale" in allow)
+            source.check(name, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
         manifest, outputs = _WRITERS[to](origin, wanted, config)

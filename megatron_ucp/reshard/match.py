@@ -2,7 +2,7 @@
 moved."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
@@ -13,12 +13,14 @@ from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.formats.base import PER_GROUP
 from megatron_ucp.formats.optimizers import keeps_states
 
+NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
     "narrow": "values may be rounded to a narrower dtype",
     "mean": "copies of a Partial parameter may be averaged",
     "vocab": "rows of a padded vocabulary may be dropped, or added as zeros",
     "missing": "frozen parameters and buffers that the checkpoint lacks keep the engine's values",
     "stale": "masters may differ from the weights beside them; the masters are loaded",
+    "positions": "states in stage-0 files without a manifest are taken in the order of the groups",
     "scheduler": "the engine's scheduler may get the state of one of another class",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
 }
@@ -41,6 +43,8 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     for spec in target.params:
         have = source.by_name.get(spec.name)
         if have is not None:
+            if source.engine == NO_OPTIMIZER and have.kind == "frozen":
+                have = replace(have, kind=spec.kind)  # nobody says what was trained
             _match_one(have, spec, fit, "vocab" in allow, file)
         elif spec.kind != "trainable" and "missing" in allow:
             fit.skipped.append(spec.name)

@@ -144,9 +144,9 @@ class _Job:
     def prepare(cls, engine: Engine, source: Checkpoint, how: How) -> "_Job":
         """Everything that needs no tensor byte; raises before anything is written. Every rank looks
         at the whole engine, and plans for its own part."""
-        _check_files(source, "stale" in how.allow)
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
+        _check_files(source, how.allow, optimizer)
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
@@ -206,11 +206,11 @@ def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
     return [source.scalars_of(member.param) for member in buffer.members]
 
 
-def _check_files(source: Checkpoint, stale: bool) -> None:
+def _check_files(source: Checkpoint, allow: frozenset[str], optimizer: bool) -> None:
     """Compares the files with each other; the ranks share the work."""
     rank, world = agree.world()
     for name in source.file_names[rank::world]:
-        source.check(name, stale)
+        source.check(name, allow, optimizer)
 
 
 def _fit(

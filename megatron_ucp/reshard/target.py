@@ -174,11 +174,7 @@ def _stage(
     here = [one for one in here if one.names]
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(here):
-        sizes = [(name, local[name]) for name in one.names]
-        states = _states(wanted, one, engine)
-        first, scalars = one.names[0], wanted.source.scalars_of
-        parts, axes = spread.partitions(first), spread.axes(first)
-        on_rank = GroupOnRank(number, one.group.optimizer, sizes, states, scalars, parts, axes)
+        on_rank = _on_rank(wanted, number, one, local, engine)
         buffers += target.buffers(on_rank, engine, dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
         one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)
@@ -245,6 +241,22 @@ def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
         require_equal((*kept.element, *kept.scalar), states, first, file)
     plain = (engine, wanted.dtype) == ("zero0", "float32")
     return with_states(found, wanted.dtype if plain else str(masters.pop()))
+
+
+def _on_rank(
+    wanted: Wanted, number: int, one: NamedGroup, local: Mapping[str, int], engine: str
+) -> GroupOnRank:
+    """A group of a place, as its ranks have it."""
+    spread, first = Spread.on(wanted.target.mesh), one.names[0]
+    return GroupOnRank(
+        number,
+        one.group.optimizer,
+        [(name, local[name]) for name in one.names],
+        _states(wanted, one, engine),
+        wanted.source.scalars_of,
+        spread.partitions(first),
+        spread.axes(first),
+    )
 
 
 def _value(spec: ParamSpec, elems: int, parts: int | None, axes: tuple[str, ...]) -> FlatBuffer:

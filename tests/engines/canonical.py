@@ -135,6 +135,7 @@ HYPER = (
     "amsgrad",
     "alpha",
     "lr_decay",
+    *("k", "r", "warmup_steps", "weight_sum", "lr_max", "train_mode", "scheduled_lr"),  # z's
 )
 # a scheduler's lists with an entry for each parameter group
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences, fill
+from tests.engines.masters import base_of, runs_of
 from tests.engines.model import Setup, make_engine, train
 
 
@@ -27,10 +28,12 @@ def save(
         folder, tag="trained", client_state={"note": "mine", "data": torch.arange(5)}
     )
     states = {"trained": canonical(engine)}
+    groups = {"trained": group_settings(engine)}
     if filled:
         fill(engine)
         engine.save_checkpoint(folder, tag="filled")
         states["filled"] = canonical(engine)
+        groups["filled"] = group_settings(engine)
     losses = []
     if more:
         engine.destroy()
@@ -38,8 +41,17 @@ def save(
         train(engine, steps)  # the same run again, uninterrupted
         losses = train(engine, more, first=steps)
     if dist.get_rank() == 0:
-        torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
+        kept = {"states": states, "losses": losses, "steps": steps, "groups": groups}
+        torch.save(kept, Path(folder) / "oracle.pt")
     engine.destroy()
+
+
+def group_settings(engine: Any) -> list[dict[str, Any]]:
+    """Every key of every parameter group of the optimizer, but for the parameters."""
+    return [
+        {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+        for group in ({**group, "params": None} for group in base_of(engine).param_groups)
+    ]
 
 
 def resume(
@@ -76,8 +88,6 @@ def resume(
 
 def plant_fault(engine: Any, fault: str) -> None:
     """One small wrong thing that a comparison has to see."""
-    from tests.engines.masters import base_of, runs_of
-
     base = base_of(engine)
     _, _, count, master, offset, g = max(runs_of(engine), key=lambda run: run[2])
     held = base.state[master]

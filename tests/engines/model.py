@@ -1,5 +1,6 @@
 """A small torch model with everything that a checkpoint can get wrong, and engines around it."""
 
+import importlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,33 @@ class MoreBuffers(Net):
         self.register_buffer("another", torch.zeros(3))
 
 
+class Twins(Net):
+    """Two matrices of one shape, and of no other parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Linear(WIDTH, 9, bias=False)
+        self.right = torch.nn.Linear(WIDTH, 9, bias=False)
+        self.back = torch.nn.Linear(9, WIDTH, bias=False)
+        self.norm.register_forward_pre_hook(self.around)
+
+    def around(self, _: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = inputs[0]
+        return (x + self.back(torch.tanh(self.left(x)) * torch.sigmoid(self.right(x))),)
+
+
+class Empty(Net):
+    """A trainable parameter without elements stands before others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.zeros(0, WIDTH))
+        self.last = torch.nn.Parameter(torch.rand(1, WIDTH))
+        self.norm.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0] + torch.cat([self.nothing, self.last]).sum(0),)
+        )
+
+
 class Tiny(Net):
     """With three groups the last one has a single element: most ranks hold nothing but padding of
     it."""
@@ -107,7 +135,20 @@ class Noisy(Net):
 
 NETS = {
     kind.__name__: kind
-    for kind in (Net, Wider, Longer, Shorter, Untied, Thawed, MoreBuffers, Tiny, Matrices, Noisy)
+    for kind in (
+        Net,
+        Wider,
+        Longer,
+        Shorter,
+        Untied,
+        Thawed,
+        MoreBuffers,
+        Twins,
+        Empty,
+        Tiny,
+        Matrices,
+        Noisy,
+    )
 }
 
 
@@ -159,10 +200,18 @@ def param_groups(net: torch.nn.Module, groups: int) -> list[dict[str, Any]]:
     ]
 
 
+def swap(net: torch.nn.Module, params: list[Any], names: tuple[str, ...]) -> None:
+    """Two parameters of a group change places."""
+    if names:
+        wanted = [dict(net.named_parameters())[name] for name in names]
+        one, other = (next(i for i, p in enumerate(params) if p is w) for w in wanted)
+        params[one], params[other] = params[other], params[one]
+
+
 def make_optimizer(
     name: str, groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """By class name: DeepSpeed's own, else torch's."""
+    """By class name: DeepSpeed's own, else torch's; with its package, of any other."""
     import deepspeed.ops as ops
 
     own = {
@@ -173,24 +222,18 @@ def make_optimizer(
         "CPULion": (ops.lion, "DeepSpeedCPULion"),
         "CPUAdagrad": (ops.adagrad, "DeepSpeedCPUAdagrad"),
     }
+    if "." in name:  # of another package
+        package, _, name = name.rpartition(".")
+        made = getattr(importlib.import_module(package), name)(groups, **options)
+        for group in made.param_groups:
+            if "train_mode" in group:  # schedule-free; its `train()` makes entries for parameters
+                group["train_mode"] = True  # that DeepSpeed's wrappers replace
+        return made
     return getattr(*own.get(name, (torch.optim, name)))(groups, **options)
 
 
-def make_engine(setup: Setup, attach: bool = True) -> Any:
-    """A DeepSpeed engine on the current world, attached, with LambdaLR."""
-    import deepspeed
-
-    import megatron_ucp as ucp
-
-    torch.manual_seed(setup.seed)
-    net: torch.nn.Module = NETS[setup.net]()
-    if setup.extra.get("prepare"):
-        setup.extra["prepare"](net)
-    groups = param_groups(net, setup.groups)
-    left_out = dict(net.named_parameters()).get(setup.extra.get("left_out", ""))
-    for group in groups:
-        group["params"] = [param for param in group["params"] if param is not left_out]
-    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
+def ds_config(setup: Setup) -> dict[str, Any]:
+    """The DeepSpeed config of a setup."""
     dp = torch.distributed.get_world_size()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp,
@@ -215,17 +258,45 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
             **config.get("fp16", {}),
         }
         allow_fp16_on_cpu()
+    return config
+
+
+def make_engine(setup: Setup, attach: bool = True) -> Any:
+    """A DeepSpeed engine on the current world, attached, with LambdaLR."""
+    import deepspeed
+
+    import megatron_ucp as ucp
+
+    torch.manual_seed(setup.seed)
+    net: torch.nn.Module = NETS[setup.net]()
+    if setup.extra.get("prepare"):
+        setup.extra["prepare"](net)
+    net.to(setup.extra.get("model_dtype"))
+    if frozen := setup.extra.get("frozen"):
+        dict(net.named_parameters())[frozen].requires_grad_(False)
+    groups = param_groups(net, setup.groups)
+    swap(net, groups[0]["params"], setup.extra.get("swapped", ()))
+    left_out = dict(net.named_parameters()).get(setup.extra.get("left_out", ""))
+    for group in groups:
+        group["params"] = [param for param in group["params"] if param is not left_out]
+    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
+    config = ds_config(setup)
     schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
     make = ucp.initialize if attach else deepspeed.initialize
     if setup.extra.get("evaluate"):
         config.pop("gradient_clipping")
         return make(model=net, config=config, dist_init_required=False)[0]
+    if setup.extra.get("sp"):
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        parallel_state_sp.initialize_sequence_parallel(setup.extra["sp"])
     return make(
         model=net,
         optimizer=optimizer,
         lr_scheduler=schedule,
         config=config,
         dist_init_required=False,
+        mpu=parallel_state_sp if setup.extra.get("sp") else None,
     )[0]
 
 

@@ -212,6 +212,20 @@ def evaluate(setup: Setup, folder: str, of: str = "weights", plant: bool = False
     return out
 
 
+def save_idle(setup: Setup, folder: str) -> dict[str, Any]:
+    """A save of an engine that has no optimizer: the error, and what lies in the folder after."""
+    engine = make_engine(setup)
+    out: dict[str, Any] = {"error": "", "message": ""}
+    try:
+        engine.save_checkpoint(folder)
+    except ucp.UcpError as error:
+        out = {"error": type(error).__name__, "message": str(error)}
+    dist.barrier()
+    out["left"] = sorted(os.listdir(folder))
+    engine.destroy()
+    return out
+
+
 def is_steady(engine: Any) -> bool:
     """Whether an evaluation gives a number, and the same one twice."""
     engine.eval()

@@ -100,3 +100,44 @@ def test_muon_of_torch_at_stage_0(sources: Sources) -> None:
     )
     check(found)
     assert any(("norm" in line or "momentum" in line) for line in found[0]["before"]["trained"])
+
+
+OTHERS = {
+    "bitsandbytes.optim.AdamW": (),
+    "bitsandbytes.optim.PagedAdamW32bit": (),  # which falls back to plain memory on a CPU
+    "bitsandbytes.optim.Lion32bit": (),
+    "schedulefree.AdamWScheduleFree": (("warmup_steps", 2),),
+    "schedulefree.SGDScheduleFree": (),
+}
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 3), (3, 0), (0, 1)])
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_optimizers_of_other_packages(
+    sources: Sources, optimizer: str, source: int, target: int
+) -> None:
+    pytest.importorskip(optimizer.partition(".")[0], reason="tests/setup_env.sh installs it")
+    one = Setup(source, "fp32", optimizer, options=OTHERS[optimizer])
+    folder = sources.get(2, one, filled=False, more=3)
+    other = Setup(target, "fp32", optimizer, options=OTHERS[optimizer], seed=9)
+    found = sources.ranks.run(
+        4 if target == 3 else 1,
+        "tests.engines.jobs:resume",
+        other,
+        folder,
+        tags=("trained",),
+        more=3,
+    )
+    check(found)
+    # ZeRO-3 steps the optimizer once for each sub-group, and schedule-free's counts stand in the
+    # groups: there it trains differently from the first step on
+    if optimizer.startswith("bitsandbytes") or 3 not in (source, target):
+        assert found[0]["loss"] <= 1e-5
+
+
+def test_the_8_bit_form_is_refused_by_what_it_keeps(ranks: RankPool) -> None:
+    pytest.importorskip("bitsandbytes", reason="tests/setup_env.sh installs it")
+    small = (("optim_bits", 8), ("min_8bit_size", 1))
+    setup = Setup(1, "fp32", "bitsandbytes.optim.AdamW", options=small)
+    for rank in ranks.run(2, JOBS + "attaching", setup, steps=1):
+        assert rank["error"] == "UnsupportedError" and "8-bit block-wise" in rank["message"]

@@ -276,3 +276,20 @@ def test_killed_at_random_moments(sources: Sources, tmp_path: Path, trials: int)
     assert not list(tmp_path.glob(".*")), (
         "what a killed conversion left was not removed by the next one"
     )
+
+
+def test_what_was_made_without_a_manifest_is_loaded(sources: Sources, tmp_path: Path) -> None:
+    """No seed is known there that random states could be derived from."""
+    folder = sources.get(2, Setup(1, "bf16"), attach=False, more=0)
+    made = ucp.convert(folder, tmp_path / "out", target=ucp.Mesh(dp=2, zero=3), tag="filled")
+    target = Setup(3, "bf16", seed=9)
+    for rank in sources.ranks.run(2, OUR_LOAD, target, made.path, folder):
+        assert rank["differences"] == [] and len(rank["before"]) > 10
+        assert any("random states: the checkpoint has none" in note for note in rank["notes"])
+    named = sources.get(2, Setup(1, "bf16"), more=0)
+    made = ucp.convert(named, tmp_path / "named", target=ucp.Mesh(dp=2, zero=3), tag="filled")
+    for rank in sources.ranks.run(2, OUR_LOAD, target, made.path, named):
+        assert any("random states: derived" in note for note in rank["notes"])
+
+
+OUR_LOAD = "tests.engines.convert_jobs:our_load"

@@ -112,6 +112,7 @@ def test_case(sources: Sources, case: Case) -> None:
             assert kinds(found) == (set() if states else left_out)
             assert found["flats"] == (flats if states else 0)
             assert found["states"] == held_if(states)
+            assert found["groups"] == [] or not states
             assert found["step tensors"] == (flats if states and optimizer == "AdamW" else 0)
         # S12: stages 1 and 2 load the states although they should not
         check_stock(rank["stock"], flats, states or stage < 3, optimizer == "AdamW", left_out)
@@ -220,3 +221,10 @@ def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
         2, LOADS, Setup(3, "bf16", groups=1, seed=9), folder, True, ("universal",), plant=fault
     ):
         assert any(difference.startswith(seen) for difference in rank["universal"]["differences"])
+
+
+def test_a_planted_key_of_a_group_is_seen(sources: Sources) -> None:
+    setup = Setup(3, "fp32", groups=1)
+    folder, plant = converted(sources, 2, setup), "one group's weight decay"
+    for rank in sources.ranks.run(2, LOADS, setup, folder, True, ("native",), plant=plant):
+        assert rank["native"]["groups"] == ["0: weight_decay"]

@@ -9,7 +9,7 @@ import torch
 import megatron_ucp as ucp
 from tests.engines.canonical import base_of, canonical, differences
 from tests.engines.convert_jobs import close, make
-from tests.engines.jobs import plant_fault
+from tests.engines.jobs import group_settings, plant_fault
 
 
 def loads(
@@ -21,12 +21,19 @@ def loads(
 ) -> dict[str, Any]:
     """A fresh engine for each way: stock's own load of the universal folder, ours of it, ours of
     the native files."""
-    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
-    return {way: _load(setup, folder, states, way, want, plant) for way in ways}
+    kept = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    want, groups = kept["states"]["filled"], kept.get("groups", {}).get("filled")
+    return {way: _load(setup, folder, states, way, want, plant, groups) for way in ways}
 
 
 def _load(
-    setup: Any, folder: str, states: bool, way: str, want: dict[str, Any], plant: str | None
+    setup: Any,
+    folder: str,
+    states: bool,
+    way: str,
+    want: dict[str, Any],
+    plant: str | None,
+    groups: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     """What differs from the source before and after; the optimizer's states, its flats, and the
     step tensors of them all."""
@@ -56,7 +63,18 @@ def _load(
         "flats": len(held),
         "step tensors": len(steps),
         "states": sorted({key for _, key in have["full"]}),
+        "groups": other_keys(groups, group_settings(engine)) if groups else None,
         "decay": {n: h["weight_decay"] for n, h in have["hyper"].items()},
     }
     close(engine, setup)
+    return out
+
+
+def other_keys(want: list[dict[str, Any]], have: list[dict[str, Any]]) -> list[str]:
+    """Keys of the parameter groups that differ, or that one side lacks."""
+    out = [f"{len(want)} groups became {len(have)}"] if len(want) != len(have) else []
+    for number, (one, other) in enumerate(zip(want, have, strict=False)):
+        keys = sorted({**one, **other})
+        missing = object()
+        out += [f"{number}: {k}" for k in keys if one.get(k, missing) != other.get(k, missing)]
     return out

@@ -62,6 +62,11 @@ def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:
         )
 
 
+def _elems(param: Any) -> int:
+    """Elements of the whole parameter: one without any has no value that could be lost."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
 def _refuse_unsaved(engine: Any, wrapper: Wrapper) -> None:
     """At ZeRO-3 DeepSpeed writes the parameters of the optimizer's groups, and frozen ones."""
     if wrapper.zero < 3 or wrapper.base is None:
@@ -70,7 +75,7 @@ def _refuse_unsaved(engine: Any, wrapper: Wrapper) -> None:
     lost = [
         name
         for name, param in engine.module.named_parameters()
-        if param.requires_grad and id(param) not in stepped
+        if param.requires_grad and id(param) not in stepped and _elems(param)
     ]
     if lost:
         raise UnsupportedError(

@@ -79,10 +79,10 @@ class LiveEngine:
         return self.own.buffers
 
     def told(self) -> Told:
-        model = self.own.model
+        model, order = self.own.model, self.order if self.has_optimizer else None
         if model is None:
-            return Told(self.order)
-        return Told(self.order, self.manifest.by_name, model.pipe)
+            return Told(order)
+        return Told(order, self.manifest.by_name, model.pipe)
 
     # ------------------------------------------------ places
 

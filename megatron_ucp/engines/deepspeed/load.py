@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
-from megatron_ucp.engines.deepspeed.refuse import refuse_engine
+from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How, Report, check_options, resume
@@ -40,6 +40,7 @@ def load(
     """
     check_options(hyper=hyper, allow=allow)
     with agree.together():
+        refuse_autotp(engine)
         model = model_of(engine, family)
         refuse_engine(engine, model)
     how = How(

@@ -103,6 +103,20 @@ def refuse_writer(engine: Any) -> None:
         _refuse(engine, _REFUSED_WRITERS)
 
 
+def refuse_autotp(engine: Any) -> None:
+    """Raises UnsupportedError for an engine that DeepSpeed's AutoTP cut: no family describes it."""
+    size = int(engine.autotp_size())
+    if size > 1:
+        raise UnsupportedError(
+            "this engine was cut by DeepSpeed's AutoTP (tensor_parallel.autotp_size), which is not "
+            "supported yet",
+            expected="autotp_size 1, or tensor parallelism of megatron-core with a family",
+            found=f"autotp_size {size}",
+            fix="leave `attach` out: DeepSpeed's own save and load resume on the same mesh. A "
+            "checkpoint of an AutoTP run loads into an engine without tensor parallelism",
+        )
+
+
 def refuse_engine(engine: Any, model: Model | None) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be
     exact."""

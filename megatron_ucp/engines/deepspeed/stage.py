@@ -58,8 +58,8 @@ class OwnStage:
         self.engine, self.model = engine, model
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
         self.wrapper = wrapper_of(engine)
-        dp = int(engine.seq_dp_world_size)
-        self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, dp=dp, zero=self.wrapper.zero))
+        sp, dp = sequence_parallel_of(engine)
+        self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=self.wrapper.zero))
         rank = torch.distributed.get_rank()
         self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
         counts = counts_of(engine.param_names.values())
@@ -330,6 +330,14 @@ def parallel_of(engine: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         return tensor, (int(engine.num_stages), int(engine.stage_id))
     size = int(engine.mp_world_size)
     return (size, int(engine.mpu.get_model_parallel_rank()) if size > 1 else 0), (1, 0)
+
+
+def sequence_parallel_of(engine: Any) -> tuple[int, int]:
+    """(Sequence-parallel size, data-parallel size). Under Ulysses ZeRO partitions over both, and
+    DeepSpeed's files count their product as data-parallel ranks."""
+    whole, size = int(engine.seq_dp_world_size), int(engine.sequence_parallel_size)
+    folded = hasattr(engine.mpu, "get_sequence_data_parallel_world_size")
+    return (size, whole // size) if folded else (1, whole)
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

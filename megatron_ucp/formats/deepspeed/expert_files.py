@@ -22,7 +22,7 @@ from megatron_ucp.formats.deepspeed.paths import expert_file_name
 from megatron_ucp.formats.deepspeed.weights import Weights
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
-Experts = dict[str, tuple[TensorRef, str]]  # name in the module -> tensor, name of its file
+Shares = dict[str, tuple[TensorRef, str]]  # name in the module -> tensor, name of its file
 
 
 class ExpertFiles:
@@ -31,18 +31,18 @@ class ExpertFiles:
 
     def __init__(self, folder: TagFolder) -> None:
         self._folder = folder
-        self._held: dict[int, Experts] = {}
+        self._held: dict[int, Shares] = {}
 
     @property
     def names(self) -> frozenset[str]:
         """The files."""
         return frozenset(self._folder.names.experts.values())
 
-    def of(self, mp: int) -> Experts:
+    def of(self, mp: int) -> Shares:
         """The experts in the files of a model-parallel rank. Raises ForeignFileError for one that
         two files hold and that is not the same in both, DamagedFileError for what is no expert."""
         if mp not in self._held:
-            out: Experts = {}
+            out: Shares = {}
             for (_, number, rank), file in sorted(self._folder.names.experts.items()):
                 for name, ref in self._read(file, number).items() if rank == mp else ():
                     if name in out:
@@ -83,7 +83,7 @@ class ExpertFiles:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file."""
+        """Shares of each layer, by the name of its list. Raises NotFoundError for a lost file."""
         self._complete()
         return counts_of(
             name for mp in {mp for _, _, mp in self._folder.names.experts} for name in self.of(mp)
@@ -147,19 +147,19 @@ class WithExperts:
         self, beside: Weights, files: ExpertFiles, mesh: Mesh, name_of: Callable[[str, str], str]
     ) -> None:
         self._beside, self._files, self._mesh, self._name_of = beside, files, mesh, name_of
-        self._held: dict[int, Experts] = {}
+        self._held: dict[int, Shares] = {}
 
-    def experts(self, etp: int) -> Experts:
+    def experts(self, etp: int) -> Shares:
         """Every expert's share at an expert-tensor-parallel rank, by canonical name."""
         if etp not in self._held:
-            out: Experts = {}
+            out: Shares = {}
             for stage in range(self._mesh.pp):
                 for ep in range(self._mesh.ep):
                     out |= self._share(stage, ep, etp)
             self._held[etp] = out
         return self._held[etp]
 
-    def _share(self, stage: int, ep: int, etp: int) -> Experts:
+    def _share(self, stage: int, ep: int, etp: int) -> Shares:
         """What a rank has of a stage's experts. Raises NotFoundError for a lost file."""
         mp, local = file_rank(self._mesh, stage, ep, etp), self._files.local(self._mesh, ep)
         held = self._files.of(mp)

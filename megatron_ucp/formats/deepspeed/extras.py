@@ -59,6 +59,11 @@ def extras_of(source: "NativeCheckpoint") -> Extras:
     )
 
 
+def _whole(value: Any) -> Any:
+    """A counter: under sequence parallelism DeepSpeed counts samples in floats, which are whole."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def from_meta(
     folder: "TagFolder",
     meta: Mapping[str, Any],
@@ -70,7 +75,7 @@ def from_meta(
     """`meta` is the tree of a model file, `optimizer` that of an optimizer file. Raises
     DamagedFileError for counters that are no numbers and a scheduler that is no dict."""
     for key in COUNTERS:
-        value = meta.get(key)
+        value = _whole(meta.get(key))
         if value is not None and (type(value) is not int or not 0 <= value < 2**63):
             raise DamagedFileError(
                 f"the model file says no number in {key}",
@@ -88,7 +93,7 @@ def from_meta(
     config, patterns = meta.get("ds_config"), meta.get("universal_checkpoint_info")
     recorded, clip = folder.recorded, optimizer.get("clip_grad")
     return Extras(
-        {key: meta[key] for key in COUNTERS if meta.get(key) is not None},
+        {key: _whole(meta[key]) for key in COUNTERS if meta.get(key) is not None},
         scheduler,
         scaler,
         config if isinstance(config, dict) else None,

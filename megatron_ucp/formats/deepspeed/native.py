@@ -5,7 +5,7 @@ adds layouts and the order of parameters that stage 0 does not store, and every 
 with it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -24,15 +24,14 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
-    ModelMismatchError,
     NotFoundError,
-    RuleError,
     UnsupportedError,
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Order, Told, Where
-from megatron_ucp.formats.deepspeed import frozen
+from megatron_ucp.formats.deepspeed.autotp import refuse_autotp
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
+from megatron_ucp.formats.deepspeed.derived import Derived
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.experts import (
@@ -40,13 +39,12 @@ from megatron_ucp.formats.deepspeed.experts import (
     Spread,
     counts_of,
     etp_of,
-    expert_name,
     file_rank,
     for_experts,
 )
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
+from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
-from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import (
     Contents,
     OptimizerFile,
@@ -60,7 +58,7 @@ from megatron_ucp.formats.deepspeed.paths import (
     tp_of,
 )
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.deepspeed.positions import MATCHED, by_position
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
@@ -97,7 +95,7 @@ class NativeCheckpoint(TagFolder):
                 fix="open_checkpoint reads it",
             )
         self._specs = specs
-        self._names = names or {}
+        self.pipe_names = names or {}
         self._rules = rules
         self._used: dict[tuple[int, int], int] = {}
         with ExitStack() as undo:
@@ -120,21 +118,27 @@ class NativeCheckpoint(TagFolder):
         self.main_file = self.full_path(self.model_name)
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
         self.pipeline = is_pipeline(self.names, self.meta)
-        self._experts = ExpertFiles(self)
-        self.counts = count_ranks(self, self.model_name, self.pipeline, self._experts)
+        self.experts = ExpertFiles(self)
+        self.counts = count_ranks(self, self.model_name, self.pipeline, self.experts)
         self.mesh = self.counts.mesh
         self.spread = Spread.on(self.mesh, self.counts.partitions)
         self.places = self.mesh.holding()
         if recorded is not None:
-            self._specs, self._names = recorded.by_name, recorded.names
-        elif not self._names and self.pipeline and self._rules is not None and self._rules.pipeline:
-            self._names = pipe_names(self, self.first_of_stages, self._rules)
+            self._specs, self.pipe_names = recorded.by_name, recorded.names
+        elif (
+            not self.pipe_names
+            and self.pipeline
+            and self._rules is not None
+            and self._rules.pipeline
+        ):
+            self.pipe_names = pipe_names(self, self.first_of_stages, self._rules)
         self.weights: Weights = self._weights()
+        refuse_autotp(self)
         self.declared = self._layout_source()
-        self._formats: list[OptimizerFile] = []
+        self.readers: list[OptimizerFile] = []
         self.stages = self._stages(order, positions_too)
         self.contents = self._joined()
-        self.manifest: Manifest = self._with_evidence(self._derived(), recorded)
+        self.manifest: Manifest = self._with_evidence(Derived(self).manifest(), recorded)
 
     def _joined(self) -> Contents:
         """The optimizers of all places as one."""
@@ -165,7 +169,7 @@ class NativeCheckpoint(TagFolder):
             self._specs,
             self._rules,
             patterns if isinstance(patterns, dict) else None,
-            {name: pipe for pipe, name in self._names.items()},
+            {name: pipe for pipe, name in self.pipe_names.items()},
         )
         if self.counts.tp > 1 and found.silent:
             raise UnsupportedError(
@@ -180,7 +184,7 @@ class NativeCheckpoint(TagFolder):
     def _with_evidence(self, derived: Manifest, recorded: Manifest | None) -> Manifest:
         """The recorded manifest, once it is known not to contradict the files; else what the files
         say. Raises ForeignFileError, RuleError, ModelMismatchError."""
-        check_replicas(derived, PipeNames(self._names).tied, str(self.folder))
+        check_replicas(derived, PipeNames(self.pipe_names).tied, str(self.folder))
         if recorded is None:
             return derived
         compare(recorded, derived, self.folder / FILE_NAME)
@@ -199,14 +203,14 @@ class NativeCheckpoint(TagFolder):
         beside = self._weights_of_all()
         if not self.names.experts:
             return beside
-        return WithExperts(beside, self._experts, self.mesh, beside.name_of)
+        return WithExperts(beside, self.experts, self.mesh, beside.name_of)
 
     def _weights_of_all(self) -> Weights:
         """Without the experts that lie in files of their own."""
         tp = self.counts.tp
         if not self.pipeline:
             return WholeModel(self, {rank: self.model_of(rank) for rank in range(tp)})
-        if not self._names:
+        if not self.pipe_names:
             raise UnsupportedError(
                 "a pipeline checkpoint without a manifest needs a family or rules",
                 file=self.folder / self.model_name,
@@ -214,7 +218,7 @@ class NativeCheckpoint(TagFolder):
                 fix="load it into an engine that was attached with family=; or give --rules with "
                 "[[pipeline]] entries, which `megatron-ucp rules` drafts",
             )
-        names, mesh = PipeNames(self._names), self.mesh
+        names, mesh = PipeNames(self.pipe_names), self.mesh
         if self.names.layers or self.meta.get("module") is None:
             return LayerFiles(self, names, tp)
         places = [(stage, rank) for stage in range(mesh.pp) for rank in range(tp)]
@@ -235,10 +239,10 @@ class NativeCheckpoint(TagFolder):
             file = self.full_path(name)
             unnamed = not self.names.optimizer and wanted is None and positions_too
             if tree is None or unnamed:
-                self._formats.append(PlainFile())
+                self.readers.append(PlainFile(self._weight_dtype))
                 out.append(Contents("none", (), (), {}, ()))
             else:
-                self._formats.append(reader_for(tree, file))
+                self.readers.append(reader_for(tree, file, self._weight_dtype))
                 out.append(self.read_contents(tree, file, wanted, rank))
             if out[0].engine != out[-1].engine:
                 raise ForeignFileError(
@@ -254,7 +258,7 @@ class NativeCheckpoint(TagFolder):
         experts."""
         if order is None or self.recorded is not None or not self.names.experts:
             return order
-        counts = {layer: count // self.mesh.ep for layer, count in self._expert_counts.items()}
+        counts = {layer: count // self.mesh.ep for layer, count in self.expert_counts.items()}
         return for_experts(order, counts, str(self.folder))
 
     def _renumbered(self, order: Order | None, rank: int) -> Order | None:
@@ -262,7 +266,7 @@ class NativeCheckpoint(TagFolder):
         ep, _ = self.mesh.expert_place(rank)
         if order is None or not ep:
             return order
-        counts = {layer: count // self.mesh.ep for layer, count in self._expert_counts.items()}
+        counts = {layer: count // self.mesh.ep for layer, count in self.expert_counts.items()}
         local = LocalExperts(counts, self.mesh.ep, ep)
         return [[local.whole_name(name) for name in names] for names in order]
 
@@ -330,66 +334,14 @@ class NativeCheckpoint(TagFolder):
 
     def read_contents(self, tree: Any, file: str, order: Order | None, rank: int = 0) -> Contents:
         """One optimizer file of a rank, with canonical names."""
-        reader = self._formats[self.place_of_rank(rank)]
+        reader = self.readers[self.place_of_rank(rank)]
         try:
-            named = self._flattened(tree, file, order, rank)
+            named = flattened(self, tree, file, order, rank)
             return reader.contents(
                 tree, named, self.spread, file, lambda ref: self.scalar(file, ref)
             )
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
-
-    def _flattened(
-        self, tree: Any, file: str, order: Order | None, rank: int
-    ) -> list[dict[str, Ints]]:
-        """Names and rank-local shapes of each group's parameters in the order in which they are
-        flattened."""
-        _, mp = self.file_place(rank)
-        model = self.model_of(mp)
-        shapes = shapes_by_group(self.tree(model))
-        if self.names.optimizer and isinstance(shapes, list):
-            name_of = self._names_at(rank, model)
-            return [{name_of(name): shape for name, shape in named.items()} for named in shapes]
-        if self.names.optimizer and "param_slice_mappings" in tree:
-            # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in
-            # order
-            name_of = self._names_at(rank, model)
-            order = [
-                list(dict.fromkeys(name_of(name) for name in self._slices(rank, group)))
-                for group in range(len(tree["param_slice_mappings"]))
-            ]
-        elif self.names.optimizer:
-            raise DamagedFileError(
-                "the model file does not say how parameters are flattened",
-                file=self.full_path(model),
-                expected="param_shapes",
-                found=type(shapes).__name__,
-            )
-        if order is None:
-            raise NotFoundError(
-                "a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
-                file=file,
-                expected=FILE_NAME,
-                found="no manifest",
-                fix="load it into an engine, which knows the order of its own groups",
-            )
-        module = self.weights.module(mp % self.counts.tp)
-        return [{name: self.shape_of(module, name) for name in names} for names in order]
-
-    def _names_at(self, rank: int, file: str) -> Callable[[str], str]:
-        """The canonical name of what the module of a rank calls a parameter."""
-        ep, _ = self.mesh.expert_place(rank)
-        local = self._experts.local(self.mesh, ep) if self.mesh.ep > 1 else LocalExperts({})
-        return lambda name: self.weights.name_of(local.whole_name(name), file)
-
-    def _slices(self, rank: int, group: int) -> Iterator[str]:
-        """What the optimizer files of all partitions of a rank's buffer of a group name, in
-        order; of experts only the rank's own."""
-        own = self.mesh.expert_place(rank)
-        for other in self.mesh.partition_group(rank):
-            held = self.optimizer_tree(*self.file_place(other))["param_slice_mappings"][group]
-            alike = self.mesh.expert_place(other) == own
-            yield from (name for name in held if alike or not self.spread.is_apart(name))
 
     def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
         ref = module.get(name)
@@ -402,6 +354,13 @@ class NativeCheckpoint(TagFolder):
                 fix="build the model with the configuration that the checkpoint was trained with",
             )
         return ref.shape
+
+    def format_of(self, stage: int) -> OptimizerFile:
+        """How the files of a stage keep its optimizer."""
+        return self.readers[[stage_of(at) for at in self.places].index(stage)]
+
+    def _weight_dtype(self, name: str) -> str:
+        return self.weights.module()[name].storage.dtype
 
     def model_of(self, mp: int, part: int = 0) -> str:
         """Name of the model file of a model-parallel rank (at ZeRO-3 of one partition)."""
@@ -416,119 +375,12 @@ class NativeCheckpoint(TagFolder):
             )
         return found
 
-    def _derived(self) -> Manifest:
-        """The manifest that follows from the files alone."""
-        found = self.contents
-        module = self.weights.module()
-        members = [member.param for buffer in found.buffers for member in buffer.members]
-        flat = dict.fromkeys(members)
-        shapes = self._flat_shapes()
-        dtype = training_dtype(self.meta, module, shapes)
-        ties = self.weights.ties(flat)
-        params = [
-            self._spec(
-                name,
-                shapes[name] if name in shapes else self.shape_of(module, name),
-                dtype,
-                "trainable",
-            )
-            for name in flat
-        ]
-        values = self._values(module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
-        mesh = replace(self.counts.mesh, zero=self._zero_stage(found))
-        run = {
-            key: number(self.meta.get(key))
-            for key in ("global_steps", "skipped_steps", "ds_version")
-        }
-        return Manifest(
-            found.engine,
-            mesh,
-            (*params, *(spec for spec, _ in values)),
-            (*found.buffers, *(buffer for _, buffer in values)),
-            found.groups,
-            ties,
-            names=self._names if self.pipeline else {},
-            run=run,
-        )
-
-    def _flat_shapes(self) -> dict[str, Ints]:
-        """Rank-local shapes of what is flattened, as the model files of all stages say."""
-        out: dict[str, Ints] = {}
-        for stage, file in enumerate(self.first_of_stages):
-            name_of = self._names_at(self.rank_of_file(0, stage * self.counts.tp), file)
-            for named in shapes_by_group(self.tree(file)) or []:
-                out |= {name_of(name): shape for name, shape in named.items()}
-        return out
-
-    def _values(
-        self, module: Mapping[str, Any], known: set[str]
-    ) -> list[tuple[ParamSpec, FlatBuffer]]:
-        """Frozen parameters and module buffers, one flat buffer for each."""
-        buffer_names = {
-            self.weights.name_of(name, file)
-            for file in self.first_of_stages
-            for name in self.tree(file).get("buffer_names") or []
-        }
-        found = frozen.values(
-            self.meta,
-            module,
-            buffer_names,
-            known,
-            self.counts.partitions if self.contents.engine == "zero3" else None,
-            lambda name: self._fragment(name, 0),
-            self.main_file,
-        )
-        return [
-            (self._spec(name, shape, buffer.states[0][1], kind), buffer)
-            for name, shape, kind, buffer in found
-        ]
-
-    def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
-        """The parameter with the declared layout, whose share of one rank must have the shape in
-        the file."""
-        declared = self.declared.find(name, local, kind)
-        expert = self._expert_of(name)
-        # where nothing cuts it another shape is an error of the comparison with the target
-        cut = self.mesh.cut_of_dense if expert is None else self.mesh.cut_of_experts
-        other = cut == 1 and (declared is None or declared.shape != local)
-        if other or (declared is None and kind == "buffer"):
-            return ParamSpec(name, local, dtype, kind, expert=expert)
-        if declared is None:
-            raise RuleError(
-                "a tensor-parallel parameter of the checkpoint is not declared",
-                parameter=name,
-                file=self.main_file,
-                expected="a parameter of the family",
-                found="none",
-                fix="build the model as the run that wrote the checkpoint did",
-            )
-        shares = self.counts.mesh.shares()
-        share = declared.layout.local_shape(name, declared.shape, shares)
-        if share != local:
-            raise ModelMismatchError(
-                "the checkpoint's share of a parameter is not what its layout says",
-                parameter=name,
-                file=self.main_file,
-                found=local,
-                expected=f"{share} of {declared.shape} at tp={self.counts.tp}",
-            )
-        return replace(declared, dtype=dtype, kind=kind, expert=expert)
-
-    def _expert_of(self, name: str) -> tuple[int, int] | None:
-        """Number and count of the expert that a parameter belongs to."""
-        part = expert_name(name)
-        return (part.number, self._expert_counts[part.layer]) if part else None
-
     @cached_property
-    def _expert_counts(self) -> dict[str, int]:
+    def expert_counts(self) -> dict[str, int]:
+        """Experts of each layer, by the canonical name of its list."""
         return counts_of(self.weights.module())
 
-    def _zero_stage(self, found: Contents) -> int:
-        if found.engine == "zero12":
-            return 2 if self.optimizer_tree(0)["zero_stage"] == 2 else 1
-        return {"zero3": 3, "bf16": 1}.get(found.engine, 0)
-
-    def _fragment(self, name: str, part: int, tp: int = 0) -> Any:
+    def fragment(self, name: str, part: int, tp: int = 0) -> Any:
         """One partition of a frozen parameter, as ZeRO-3 keeps it."""
         held = self.tree(self.model_of(tp, part)).get("frozen_param_fragments") or {}
         return held.get(name)
@@ -537,7 +389,7 @@ class NativeCheckpoint(TagFolder):
 
     @property
     def notes(self) -> list[str]:
-        return self.declared.notes
+        return [*self.declared.notes, *([MATCHED] if by_position(self) else [])]
 
     def read_extras(self) -> Extras:
         return extras_of(self)
@@ -545,8 +397,8 @@ class NativeCheckpoint(TagFolder):
     def layers(self) -> Layers | None:
         return layers_of(self) if self.pipeline else None
 
-    def check(self, name: str, stale: bool = False) -> None:
-        check_file(self, name, stale)
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        check_file(self, name, allow, optimizer)
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees
@@ -592,9 +444,9 @@ class NativeCheckpoint(TagFolder):
         param = buffer.members[0].param if buffer.members else ""
         if slot.state == VALUE and buffer.rule == "each":
             tp = tp_of(slot.cut)
-            return self._fragment(param, slot.part, tp), self.model_of(tp, slot.part)
+            return self.fragment(param, slot.part, tp), self.model_of(tp, slot.part)
         rank = self.mesh.rank_of((*buffer.at, *slot.cut), slot.part)
-        reader = self._formats[self.place_of_rank(rank)]
+        reader = self.readers[self.place_of_rank(rank)]
         plain = isinstance(reader, PlainFile) and not self.names.optimizer
         if slot.state == VALUE or (slot.state == MASTER and plain):
             return self.weight(param, slot.cut)

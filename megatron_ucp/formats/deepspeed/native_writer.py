@@ -227,13 +227,10 @@ class NativeWriter(OptimizerTrees):
             return None
         output = Output(f"layer_{position:02d}-model_{tp:02d}-model_states.pt")
         here = {*layers.canonical[position]}
-        holding = (b for b in self.manifest.buffers if any(m.param in here for m in b.members))
-        own = self._own(self.mesh.sharers_at(next((buffer.stage for buffer in holding), 0), tp)[0])
+        own = self._own(self.mesh.sharers_at(self._stage_with(here), tp)[0])
         tree: dict[str, Any] = OrderedDict()
         for key, name in zip(layers.held[position], layers.canonical[position], strict=True):
             spec = self.manifest.by_name[name]
-            if self._apart(name):
-                continue
             if spec.kind == "trainable":
                 tree[key] = output.tensor(Weight(name, at_tp(tp)), spec.dtype, self._local(name))
             else:
@@ -249,6 +246,11 @@ class NativeWriter(OptimizerTrees):
                     tree[name.removeprefix(prefix)] = _nothing(output, value)
         output.tree = tree
         return output
+
+    def _stage_with(self, params: Collection[str]) -> int:
+        """The first stage that holds one of some parameters."""
+        holding = (b for b in self.manifest.buffers if any(m.param in params for m in b.members))
+        return next((buffer.stage for buffer in holding), 0)
 
 
 def model_extras(output: Output, extras: Extras) -> dict[str, Any]:

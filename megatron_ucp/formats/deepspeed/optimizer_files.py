@@ -7,7 +7,7 @@ buffer.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 OFFLOADED = "_offload_buffer"
+# bitsandbytes' `state_dict` puts its states one level deeper, whatever their dtype
+_WRAPPED = "__bnb_optimizer_quant_state__"
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class OptimizerFile(Protocol):
         ...
 
 
-def reader_for(tree: Tree, file: str) -> OptimizerFile:
-    """The format of an optimizer state dict. Raises DamagedFileError where no known key is
-    present."""
+def reader_for(tree: Tree, file: str, weight_dtype: Callable[[str], str]) -> OptimizerFile:
+    """The format of an optimizer state dict; `weight_dtype` is that of a weight in the model file.
+    Raises DamagedFileError where no known key is present."""
     if "fp32_flat_groups" in tree:
         return Zero3File()
     if "single_partition_of_fp32_groups" in tree:
@@ -86,13 +88,23 @@ def reader_for(tree: Tree, file: str) -> OptimizerFile:
     if "fp32_groups" in tree:
         return UnfusedFile()
     if "state" in tree and "param_groups" in tree:
-        return PlainFile()
+        return PlainFile(weight_dtype)
     raise DamagedFileError(
         "this is no optimizer state of DeepSpeed",
         file=file,
         found=", ".join(map(str, tree))[:200],
         expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state",
     )
+
+
+def entry_of(states: Mapping[Any, Any], index: Any) -> Tree:
+    """What an optimizer's `state` holds under an index, on one level; empty where it holds
+    nothing."""
+    entry: Tree = states.get(index, {})
+    inner = entry.get(_WRAPPED)
+    if not isinstance(inner, dict):
+        return entry
+    return {**{key: value for key, value in entry.items() if key != _WRAPPED}, **inner}
 
 
 def split_states(
@@ -202,6 +214,12 @@ def _count(tree: Tree, partitions: Sequence[int], file: str) -> None:
         )
 
 
+def _elastic_step(tree: Tree) -> Mapping[str, float]:
+    """The one step of an elastic file."""
+    key = "base_optimizer_state_step"
+    return {"step": float(tree[key])} if key in tree else {}
+
+
 def _equally_cut(
     members: tuple[Member, ...], used: int, spread: Spread, states: States
 ) -> FlatBuffer:
@@ -235,10 +253,9 @@ class Zero12File:
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
             starts, at = _starts(named.values(), gaps[index])
-            element, kept = split_states(entries.get(index, {}), file, scalar)
-            if "base_optimizer_state_step" in tree:
-                kept = {"step": float(tree["base_optimizer_state_step"]), **kept}
-            members = _members(named, starts, index if elastic else _group_of(index, groups), kept)
+            element, kept = split_states(entry_of(entries, index), file, scalar)
+            group = index if elastic else _group_of(index, groups)
+            members = _members(named, starts, group, {**_elastic_step(tree), **kept})
             states = ((MASTER, masters[index].storage.dtype), *element)
             buffers.append(_equally_cut(members, at, spread, states))
         return Contents(
@@ -253,7 +270,8 @@ class Zero12File:
         if state == MASTER:
             return tree["single_partition_of_fp32_groups"][index]
         base = tree["base_optimizer_state"]
-        return (base[index] if isinstance(base, list) else base["state"].get(index, {})).get(state)
+        states = dict(enumerate(base)) if isinstance(base, list) else base["state"]
+        return entry_of(states, index).get(state)
 
 
 class Zero3File:
@@ -277,7 +295,7 @@ class Zero3File:
         for index, named in enumerate(shapes):
             sizes = [math.prod(shape) for shape in named.values()]
             starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
-            element, kept = split_states(base.get("state", {}).get(index, {}), file, scalar)
+            element, kept = split_states(entry_of(base.get("state", {}), index), file, scalar)
             buffers.append(
                 FlatBuffer(
                     _members(named, starts, _group_of(index, groups), kept),
@@ -298,7 +316,7 @@ class Zero3File:
     def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
         if state == MASTER:
             return tree["fp32_flat_groups"][index]
-        return tree["optimizer_state_dict"]["state"].get(index, {}).get(state)
+        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
 
 
 class _Unpartitioned:
@@ -314,6 +332,9 @@ class _Unpartitioned:
         """Masters in the optimizer's order; None where the training weights are the masters."""
         return None
 
+    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
+        raise NotImplementedError
+
     def contents(
         self,
         tree: Tree,
@@ -324,16 +345,16 @@ class _Unpartitioned:
     ) -> Contents:
         base, masters = self.base(tree), self.masters(tree)
         groups = base["param_groups"]
-        indices = _stepped(groups, base["state"], [len(named) for named in shapes], file)
+        counts = [len(named) for named in shapes]
+        indices = _stepped(groups, base["state"], counts, masters is not None, file)
         buffers: list[FlatBuffer] = []
         for number, named in enumerate(shapes):
             for (name, shape), index in zip(named.items(), indices[number], strict=True):
-                entry = base["state"].get(index, {})
+                entry = entry_of(base["state"], index)
                 element, kept = split_states(entry, file, scalar)
                 refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
                 _check_shapes(refs, name, shape, file)
-                dtype = masters[index].storage.dtype if masters else "float32"
-                states = ((MASTER, dtype), *element)
+                states = ((MASTER, self.master_dtype(tree, name, index)), *element)
                 size, axes = math.prod(shape), spread.axes(name)
                 buffers.append(flat.alone(name, size, states, number, kept, axes=axes))
         return Contents(
@@ -348,7 +369,7 @@ class _Unpartitioned:
         if state == MASTER:
             masters = self.masters(tree)
             return masters[index] if masters else None
-        return self.base(tree)["state"].get(index, {}).get(state)
+        return entry_of(self.base(tree)["state"], index).get(state)
 
 
 def _check_shapes(refs: Sequence[TensorRef], name: str, shape: Ints, file: str) -> None:
@@ -372,12 +393,22 @@ class UnfusedFile(_Unpartitioned):
     def masters(self, tree: Tree) -> list[TensorRef]:
         return [ref for group in tree["fp32_groups"] for ref in group]
 
+    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
+        return self.masters(tree)[index].storage.dtype
+
 
 class PlainFile(_Unpartitioned):
-    """The user's own optimizer (fp32 at stage 0): the model's weights are the masters."""
+    """The user's own optimizer (an fp32 config at stage 0): the model's weights are the masters, in
+    the dtype that the model has."""
+
+    def __init__(self, weight_dtype: Callable[[str], str]) -> None:
+        self._weight_dtype = weight_dtype
 
     def base(self, tree: Tree) -> Tree:
         return tree
+
+    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
+        return self._weight_dtype(name)
 
 
 class FusedFlatFile:
@@ -403,7 +434,7 @@ class FusedFlatFile:
                     expected=used,
                     found=[ref.numel for ref in masters],
                 )
-            element, kept = split_states(base["state"].get(index, {}), file, scalar)
+            element, kept = split_states(entry_of(base["state"], index), file, scalar)
             group = _group_of(index, base["param_groups"])
             states = ((MASTER, masters[index].storage.dtype), *element)
             members = _members(named, starts, group, kept)
@@ -420,7 +451,7 @@ class FusedFlatFile:
     def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
         if state == MASTER:
             return tree["fp32_groups_flat"][index]
-        return tree["optimizer_state_dict"]["state"].get(index, {}).get(state)
+        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
 
 
 def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
@@ -433,20 +464,28 @@ def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
     }
 
 
+def is_empty(entry: Tree) -> bool:
+    """Whether states are those of a parameter without elements, which nothing else counts."""
+    return any(isinstance(value, TensorRef) and not value.numel for value in entry.values())
+
+
 def _stepped(
-    groups: Sequence[Tree], state: Tree, wanted: Sequence[int], file: str
+    groups: Sequence[Tree], state: Tree, wanted: Sequence[int], masters: bool, file: str
 ) -> list[list[int]]:
     """Optimizer indices of each group's parameters.
 
-    A plain optimizer also lists frozen parameters, which have no state: where the number of names
-    says so, only indices with state count. Raises StateMismatchError where names and indices can't
-    be matched one to one.
+    A plain optimizer also lists frozen parameters, which have no state, and those without elements:
+    where the number of names says so, only indices with state count. Before the first step, and
+    where it keeps no `masters`, any index will do: there is nothing under it. Raises
+    StateMismatchError where names and indices can't be matched one to one.
     """
     out: list[list[int]] = []
     for number, group in enumerate(groups):
-        every = list(group["params"])
+        every = [index for index in group["params"] if not is_empty(entry_of(state, index))]
         stepped = [index for index in every if index in state]
         want = wanted[number] if number < len(wanted) else -1
+        if not masters and not state and 0 <= want < len(every):
+            every = every[:want]
         if want not in (len(every), len(stepped)) or len(groups) != len(wanted):
             raise StateMismatchError(
                 "the optimizer's groups differ from the model's",

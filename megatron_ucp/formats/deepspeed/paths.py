@@ -204,6 +204,16 @@ def has_state_files(path: Path) -> bool:
     )
 
 
+def _no_model(folder: Path) -> NotFoundError:
+    return NotFoundError(
+        "the tag folder holds no model states",
+        file=folder,
+        expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
+        found="no such file",
+        fix="load another tag",
+    )
+
+
 def _check_known(folder: Path, name: str) -> None:
     for pattern, what in REFUSED_FILES.items():
         if re.fullmatch(pattern, name):
@@ -246,12 +256,6 @@ def scan(folder: Path) -> TagFiles:
             optimizer[int(found["dp"]), int(found["mp"])] = name
             prefixes.add(found["pre"] or "")
     if not model:
-        raise NotFoundError(
-            "the tag folder holds no model states",
-            file=folder,
-            expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
-            found="no such file",
-            fix="load another tag",
-        )
+        raise _no_model(folder)
     kept = tuple(sorted(prefixes))
     return TagFiles(folder, model, optimizer, kept, layers, experts, expert_optimizer)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.base import Order
+from megatron_ucp.formats.deepspeed.optimizer_files import is_empty
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def orders_of(checkpoint: "NativeCheckpoint", order: Order | None) -> list[Order
         return math.prod(checkpoint.shape_of(module, name)) if in_elements else 1
 
     counts = [size for size, _ in sizes]
-    return [*of_stages(order, PipeNames(checkpoint._names), counts, weigh, trees[0][1])]
+    return [*of_stages(order, PipeNames(checkpoint.pipe_names), counts, weigh, trees[0][1])]
 
 
 def wrong_structure(error: Exception, file: str) -> DamagedFileError:
@@ -57,7 +58,7 @@ def group_sizes(tree: Mapping[str, Any]) -> tuple[list[int], bool]:
         return [ref.numel for ref in tree["fp32_groups_flat"]], True
     base = tree.get("optimizer_state_dict", tree)
     stepped = [
-        len([index for index in group["params"] if index in base["state"]])
+        len([i for i in group["params"] if i in base["state"] and not is_empty(base["state"][i])])
         for group in base["param_groups"]
     ]
     return (

@@ -6,7 +6,7 @@ start of a name, and what no pattern matches is cut on dim 0.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -62,7 +62,7 @@ def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, A
     for kind in (REPLICATED, AVERAGED, ROW, VOCABULARY, HALVES):
         found += [
             (kind, pattern)
-            for pattern in _usable(info.get(kind), kind, file)
+            for pattern in usable(info.get(kind), kind, file)
             if re.match(pattern, name)
         ]
     for entry in _listed(info.get(SUB_PARAMS), SUB_PARAMS, file):
@@ -70,7 +70,7 @@ def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, A
         patterns = fields.get("patterns") if isinstance(fields, Mapping) else fields
         found += [
             (SUB_PARAMS, fields)
-            for pattern in _usable(patterns, SUB_PARAMS, file)
+            for pattern in usable(patterns, SUB_PARAMS, file)
             if re.match(pattern, name)
         ]
     return found
@@ -145,7 +145,7 @@ def _listed(value: Any, kind: str, file: str) -> Sequence[Any]:
     return value or ()
 
 
-def _usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
+def usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
     """A list of patterns that can be matched in bounded time: whoever wrote the checkpoint wrote
     them."""
     for pattern in _listed(patterns, kind, file):
@@ -159,6 +159,37 @@ def _usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
                 fix="give a family or --rules instead",
             )
     return _listed(patterns, kind, file)
+
+
+def affine_shares(info: Mapping[str, Any], file: str) -> dict[str, tuple[list[Ints], bool]]:
+    """Pattern -> shape of each tensor-parallel rank's share, and whether shares are scaled, as the
+    `affine_map` says; empty without one. Raises DamagedFileError, RuleError."""
+    try:
+        params = (info.get("affine_map") or {}).get("params") or {}
+        usable(list(params), "affine_map", file)
+        return {
+            pattern: (
+                [tuple(map(int, entry["ranks"][rank]["shard_shape"])) for rank in _sorted(entry)],
+                any(piece.get("scale", 1.0) != 1.0 for piece in _pieces(entry)),
+            )
+            for pattern, entry in params.items()
+        }
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise DamagedFileError(
+            "universal_checkpoint_info has another structure than DeepSpeed's",
+            file=file,
+            expected="affine_map: shares of each rank",
+            found=f"{type(error).__name__}: {error}",
+        ) from None
+
+
+def _sorted(entry: Any) -> list[Any]:
+    return sorted(entry["ranks"], key=int)
+
+
+def _pieces(entry: Any) -> Iterator[Any]:
+    for held in entry["ranks"].values():
+        yield from held["pieces"]
 
 
 def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -> ParamSpec:

@@ -8,7 +8,7 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -439,7 +439,7 @@ class UniversalCheckpoint(TagFolder):
         ]
         return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
 
-    def check(self, name: str, stale: bool = False) -> None:
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens one file; what its atoms say was compared when the folder was."""
         self.file(name)
 

@@ -18,13 +18,9 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.deepspeed.native_writer import (
-    RunSettings,
-    group_tree,
-    model_extras,
-    scalar_tensor,
-    scaler_of,
-)
+from megatron_ucp.formats.deepspeed.native_optimizer import group_tree, scalar_tensor, scaler_of
+from megatron_ucp.formats.deepspeed.native_structure import RunSettings
+from megatron_ucp.formats.deepspeed.native_writer import model_extras
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import Stand
 

@@ -1,6 +1,6 @@
 """Whether the files of a tag folder belong together: one run, one step, one mesh."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.flat import Fragment
@@ -12,6 +12,7 @@ from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.experts import expert_place, file_rank
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.deepspeed.positions import by_position, check_positions
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 if TYPE_CHECKING:
@@ -20,19 +21,24 @@ if TYPE_CHECKING:
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 
 
-def check_file(checkpoint: "NativeCheckpoint", name: str, stale: bool = False) -> None:
-    """Compares one file with the structure. Raises ForeignFileError for a file of another run, step
-    or mesh. `stale` lets masters differ from the weights in the model file."""
+def check_file(
+    checkpoint: "NativeCheckpoint", name: str, allow: Collection[str], optimizer: bool
+) -> None:
+    """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
+    file of another run, step or mesh, StateMismatchError where nothing says whose states are in
+    it."""
     if name in checkpoint.names.optimizer.values():
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
         rank = checkpoint.rank_of_file(part, mp)
         _check_optimizer_file(checkpoint, name, checkpoint.optimizer_tree(part, mp), rank)
-        if not stale and checkpoint.contents.engine in ("zero12", "bf16"):
+        if "stale" not in allow and checkpoint.contents.engine in ("zero12", "bf16"):
             _check_weights(checkpoint, rank)
     elif name in checkpoint.names.expert_optimizer.values():
         _check_expert_optimizer(checkpoint, name)
     elif name in checkpoint.names.model.values():
-        _check_model_file(checkpoint, name)
+        mp = _check_model_file(checkpoint, name)
+        if by_position(checkpoint):
+            check_positions(checkpoint, mp, allow, optimizer)
     else:
         checkpoint.file(name)
         if name in {*checkpoint.names.layers.values(), *checkpoint.names.experts.values()}:
@@ -77,9 +83,9 @@ def _check_optimizer_file(
             )
 
 
-def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> None:
-    """Against the first one of the run, and what is flattened against the first one of its
-    stage."""
+def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> int:
+    """Against the first one of the run, and what is flattened against the first one of its stage;
+    returns its model-parallel rank."""
     tree = checkpoint.tree(name)
     mp = next(mp for (_, mp), n in checkpoint.names.model.items() if n == name)
     first = checkpoint.tree(checkpoint.model_of(mp - mp % checkpoint.counts.tp))
@@ -93,6 +99,7 @@ def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> None:
                 file=checkpoint.full_path(name),
                 **difference(ours, theirs),
             )
+    return mp
 
 
 def _check_weights(checkpoint: "NativeCheckpoint", rank: int) -> None:

@@ -1,0 +1,136 @@
+"""The manifest that follows from a tag's files alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.errors import ModelMismatchError, RuleError
+from megatron_ucp.formats.deepspeed import frozen
+from megatron_ucp.formats.deepspeed.experts import expert_name
+from megatron_ucp.formats.deepspeed.flattened import names_at
+from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
+from megatron_ucp.formats.deepspeed.optimizer_files import Contents, PlainFile
+from megatron_ucp.formats.deepspeed.plain_values import number
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What the files `of` a checkpoint say, whose optimizers are read."""
+
+    of: "NativeCheckpoint"
+
+    def manifest(self) -> Manifest:
+        """The manifest that follows from the files alone."""
+        found = self.of.contents
+        module = self.of.weights.module()
+        members = [member.param for buffer in found.buffers for member in buffer.members]
+        flat = dict.fromkeys(members)
+        shapes = self._flat_shapes()
+        dtype = training_dtype(self.of.meta, module, shapes)
+        ties = self.of.weights.ties(flat)
+        # in a plain optimizer's file the weights are the masters, of whatever dtype the model is
+        plain = any(isinstance(reader, PlainFile) for reader in self.of.readers)
+        params = [
+            self._spec(
+                name,
+                shapes[name] if name in shapes else self.of.shape_of(module, name),
+                self.of._weight_dtype(name) if plain else dtype,
+                "trainable",
+            )
+            for name in flat
+        ]
+        values = self._values(module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
+        mesh = replace(self.of.counts.mesh, zero=self._zero_stage(found))
+        run = {
+            key: number(self.of.meta.get(key))
+            for key in ("global_steps", "skipped_steps", "ds_version")
+        }
+        return Manifest(
+            found.engine,
+            mesh,
+            (*params, *(spec for spec, _ in values)),
+            (*found.buffers, *(buffer for _, buffer in values)),
+            found.groups,
+            ties,
+            names=self.of.pipe_names if self.of.pipeline else {},
+            run=run,
+        )
+
+    def _flat_shapes(self) -> dict[str, Ints]:
+        """Rank-local shapes of what is flattened, as the model files of all stages say."""
+        out: dict[str, Ints] = {}
+        for stage, file in enumerate(self.of.first_of_stages):
+            name_of = names_at(self.of, self.of.rank_of_file(0, stage * self.of.counts.tp), file)
+            for named in shapes_by_group(self.of.tree(file)) or []:
+                out |= {name_of(name): shape for name, shape in named.items()}
+        return out
+
+    def _values(
+        self, module: Mapping[str, Any], known: set[str]
+    ) -> list[tuple[ParamSpec, FlatBuffer]]:
+        """Frozen parameters and module buffers, one flat buffer for each."""
+        buffer_names = {
+            self.of.weights.name_of(name, file)
+            for file in self.of.first_of_stages
+            for name in self.of.tree(file).get("buffer_names") or []
+        }
+        found = frozen.values(
+            self.of.meta,
+            module,
+            buffer_names,
+            known,
+            self.of.counts.partitions if self.of.contents.engine == "zero3" else None,
+            lambda name: self.of.fragment(name, 0),
+            self.of.main_file,
+        )
+        return [
+            (self._spec(name, shape, buffer.states[0][1], kind), buffer)
+            for name, shape, kind, buffer in found
+        ]
+
+    def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
+        """The parameter with the declared layout, whose share of one rank must have the shape in
+        the file."""
+        declared = self.of.declared.find(name, local, kind)
+        expert = self._expert_of(name)
+        # where nothing cuts it another shape is an error of the comparison with the target
+        cut = self.of.mesh.cut_of_dense if expert is None else self.of.mesh.cut_of_experts
+        other = cut == 1 and (declared is None or declared.shape != local)
+        if other or (declared is None and kind == "buffer"):
+            return ParamSpec(name, local, dtype, kind, expert=expert)
+        if declared is None:
+            raise RuleError(
+                "a tensor-parallel parameter of the checkpoint is not declared",
+                parameter=name,
+                file=self.of.main_file,
+                expected="a parameter of the family",
+                found="none",
+                fix="build the model as the run that wrote the checkpoint did",
+            )
+        shares = self.of.counts.mesh.shares()
+        share = declared.layout.local_shape(name, declared.shape, shares)
+        if share != local:
+            raise ModelMismatchError(
+                "the checkpoint's share of a parameter is not what its layout says",
+                parameter=name,
+                file=self.of.main_file,
+                found=local,
+                expected=f"{share} of {declared.shape} at tp={self.of.counts.tp}",
+            )
+        return replace(declared, dtype=dtype, kind=kind, expert=expert)
+
+    def _expert_of(self, name: str) -> tuple[int, int] | None:
+        """Number and count of the expert that a parameter belongs to."""
+        part = expert_name(name)
+        return (part.number, self.of.expert_counts[part.layer]) if part else None
+
+    def _zero_stage(self, found: Contents) -> int:
+        if found.engine == "zero12":
+            return 2 if self.of.optimizer_tree(0)["zero_stage"] == 2 else 1
+        return {"zero3": 3, "bf16": 1}.get(found.engine, 0)

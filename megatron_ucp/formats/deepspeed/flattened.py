@@ -1,0 +1,70 @@
+"""Which parameters an optimizer file keeps, in the order in which they are flattened."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.errors import DamagedFileError, NotFoundError
+from megatron_ucp.formats.base import Order
+from megatron_ucp.formats.deepspeed.experts import LocalExperts
+from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+
+if TYPE_CHECKING:
+    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+
+
+def flattened(
+    checkpoint: "NativeCheckpoint", tree: Any, file: str, order: Order | None, rank: int
+) -> list[dict[str, Ints]]:
+    """Names and rank-local shapes of each group's parameters in the file of a rank, whose optimizer
+    is `tree`. `order` has the names that files of stage 0 don't say. Raises DamagedFileError,
+    NotFoundError."""
+    _, mp = checkpoint.file_place(rank)
+    model = checkpoint.model_of(mp)
+    shapes = shapes_by_group(checkpoint.tree(model))
+    name_of = names_at(checkpoint, rank, model)
+    if checkpoint.names.optimizer and isinstance(shapes, list):
+        return [{name_of(name): shape for name, shape in named.items()} for named in shapes]
+    if checkpoint.names.optimizer and "param_slice_mappings" in tree:
+        # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in order
+        order = [
+            list(dict.fromkeys(map(name_of, _by_slices(checkpoint, rank, group))))
+            for group in range(len(tree["param_slice_mappings"]))
+        ]
+    elif checkpoint.names.optimizer:
+        raise DamagedFileError(
+            "the model file does not say how parameters are flattened",
+            file=checkpoint.full_path(model),
+            expected="param_shapes",
+            found=type(shapes).__name__,
+        )
+    if order is None:
+        raise NotFoundError(
+            "a stage-0 checkpoint without a manifest does not name its optimizer's parameters",
+            file=file,
+            expected=FILE_NAME,
+            found="no manifest",
+            fix="load it into an engine, which knows the order of its own groups",
+        )
+    module = checkpoint.weights.module(mp % checkpoint.counts.tp)
+    return [{name: checkpoint.shape_of(module, name) for name in names} for names in order]
+
+
+def names_at(checkpoint: "NativeCheckpoint", rank: int, file: str) -> Callable[[str], str]:
+    """The canonical name of what the module of a rank calls a parameter."""
+    ep, _ = checkpoint.mesh.expert_place(rank)
+    apart = checkpoint.mesh.ep > 1
+    local = checkpoint.experts.local(checkpoint.mesh, ep) if apart else LocalExperts({})
+    return lambda name: checkpoint.weights.name_of(local.whole_name(name), file)
+
+
+def _by_slices(checkpoint: "NativeCheckpoint", rank: int, group: int) -> Iterator[str]:
+    """What the optimizer files of all partitions of a rank's buffer of a group name, in order; of
+    experts only the rank's own."""
+    mesh = checkpoint.mesh
+    own = mesh.expert_place(rank)
+    for other in mesh.partition_group(rank):
+        held = checkpoint.optimizer_tree(*checkpoint.file_place(other))["param_slice_mappings"]
+        alike = mesh.expert_place(other) == own
+        yield from (name for name in held[group] if alike or not checkpoint.spread.is_apart(name))

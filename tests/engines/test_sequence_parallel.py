@@ -1,0 +1,57 @@
+"""DeepSpeed's sequence parallelism (Ulysses): ZeRO partitions over its ranks as over data-parallel
+ones, and yet it is an axis of its own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ucp.core.manifest import FILE_NAME
+from tests.engines.model import Setup
+from tests.engines.sources import Sources
+from tests.engines.test_pairs import check
+
+pytestmark = pytest.mark.ranks
+SAVES = "tests.engines.save_jobs:"
+DERIVED = "derived from the seed, the step"
+
+
+def ulysses(zero: int, sp: int, **kwargs: Any) -> Setup:
+    return Setup(zero, "fp32", extra={"sp": sp} if sp > 1 else {}, **kwargs)
+
+
+def test_it_is_an_axis_of_the_manifest(sources: Sources) -> None:
+    folder = Path(sources.get(4, ulysses(1, 2), more=0, filled=False))
+    mesh = json.loads((folder / "trained" / FILE_NAME).read_text())["mesh"]
+    assert (mesh["sp"], mesh["dp"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "source", "target_world", "target"),
+    [(4, ulysses(1, 2), 2, ulysses(3, 1)), (2, ulysses(3, 1), 4, ulysses(1, 2))],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_states_are_carried_over(
+    sources: Sources, world: int, source: Setup, target_world: int, target: Setup, named: bool
+) -> None:
+    folder = sources.get(world, source, more=0, filled=False, attach=named)
+    job = "tests.engines.jobs:resume"
+    check(sources.ranks.run(target_world, job, replace(target, seed=9), folder, tags=("trained",)))
+
+
+@pytest.mark.parametrize(("sp", "other"), [(2, 1), (1, 2)])
+def test_the_same_number_of_ranks_is_another_mesh(
+    sources: Sources, tmp_path: Path, sp: int, other: int
+) -> None:
+    """Two ranks that share a sequence and two that don't draw other numbers."""
+    run = sources.ranks.run
+    source = ulysses(1, sp, net="Noisy")
+    losses = run(2, SAVES + "noisy", source, str(tmp_path))
+    same = run(2, SAVES + "resume_noisy", replace(source, seed=9), str(tmp_path))
+    for found, want in zip(same, losses, strict=True):
+        assert found["losses"] == want
+        assert not [note for note in found["notes"] if "random" in note]
+    for found in run(2, SAVES + "resume_noisy", ulysses(1, other, net="Noisy"), str(tmp_path)):
+        assert any(DERIVED in note for note in found["notes"])

@@ -1,0 +1,63 @@
+"""Stage 0, whose optimizer keeps each parameter for itself: models in a low precision of their own,
+parameters without elements."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engines.model import Setup
+from tests.engines.sources import Sources
+from tests.engines.test_pairs import check
+
+pytestmark = pytest.mark.ranks
+RESUME = "tests.engines.jobs:resume"
+LOW = Setup(0, "fp32", extra={"model_dtype": torch.bfloat16})
+EMPTY = Setup(0, "fp32", net="Empty")
+
+
+def load(sources: Sources, folder: str, ranks: int, target: Setup, **options: object) -> list:
+    return sources.ranks.run(
+        ranks, RESUME, replace(target, seed=9), folder, tags=("trained",), **options
+    )
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("world", [2, 4, 1])
+def test_a_model_in_bf16_under_an_fp32_config(sources: Sources, world: int, named: bool) -> None:
+    """Its weights are the masters, and moments are bf16, too."""
+    folder = sources.get(2, LOW, more=0, filled=False, attach=named)
+    check(load(sources, folder, world, LOW))
+
+
+def test_its_weights_become_fp32_masters(sources: Sources) -> None:
+    folder = sources.get(2, LOW, more=0, filled=False)
+    found = sources.ranks.run(2, "tests.engines.jobs:masters_are_equal", Setup(1, "bf16"), folder)
+    assert all(found)
+
+
+def test_a_planted_bit_in_it_is_seen(sources: Sources) -> None:
+    folder = sources.get(2, LOW, more=0, filled=False)
+    for rank in load(sources, folder, 2, LOW, plant="one moment"):
+        assert rank["differences"]["trained"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("steps", [3, 0])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (EMPTY, EMPTY),
+        (EMPTY, Setup(1, "fp32", net="Empty")),
+        (Setup(1, "fp32", net="Empty"), EMPTY),
+        (Setup(0, "bf16", net="Empty"), Setup(0, "bf16", net="Empty")),
+    ],
+)
+def test_a_parameter_without_elements(  # ZeRO-3 can't gather one: torch.cat of nothing
+    sources: Sources, source: Setup, target: Setup, steps: int, named: bool
+) -> None:
+    folder = sources.get(2, source, more=0, filled=False, attach=named, steps=steps)
+    job = "tests.engines.position_jobs:resume_empty"
+    for rank in sources.ranks.run(1, job, replace(target, seed=9), folder):
+        assert rank["after"] == [] and len(rank["before"]) >= 8
+        assert rank["shape"] == (0, 7) and rank["steady"]
