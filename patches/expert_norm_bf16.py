@@ -26,7 +26,8 @@ def change() -> None:
         norm = float(total.sqrt())
         return -1 if is_invalid_grad_norm(non_expert_norm) or norm != norm else norm
 
-    for module in (bf16_optimizer, fused_optimizer):
+    modules: tuple[Any, ...] = (bf16_optimizer, fused_optimizer)
+    for module in modules:
         module.get_norm_with_moe_layers = get_norm_with_moe_layers
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_ucp.engines.megatron import experts, models, pipeline
 from megatron_ucp.engines.megatron.experts import Experts
+from megatron_ucp.families import find_family
 from tests.engines.model_jobs import LLAMA, attempting
 
 GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
@@ -246,9 +247,12 @@ def live(cuts: list[Cut]) -> list[dict[str, Any]]:
 
     found = []
     for cut in cuts:
-        held = canonical(build(cut), cut)
+        model = build(cut)
+        held, measure = canonical(model, cut), find_family("mixtral").measure
+        assert measure is not None
         found.append(
             {
+                "measured": measure(model),
                 "tensor": parallel_state.get_tensor_model_parallel_rank(),
                 "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
                 "expert": parallel_state.get_expert_model_parallel_rank(),

@@ -46,6 +46,7 @@ def test_the_family_describes_what_megatron_builds(
         assert set(whole[cut.model]) == set(table)
         for rank in by_rank:
             found = rank[number]
+            assert found["measured"] == cut.model.sizes()
             place = {
                 "tp": (cut.tp, found["tensor"]),
                 "etp": (cut.etp or cut.tp, found["expert_tensor"]),
@@ -119,6 +120,18 @@ def test_refusals(ranks: RankPool) -> None:
         assert set(found) == set(expected)
         for name, text in found.items():
             assert re.match(expected[name], text), (name, text)
+
+
+def test_a_routers_bias_stays_in_fp32(ranks: RankPool) -> None:
+    model = with_experts(bias=True, score="sigmoid", bias_rate=1e-3)
+    cut = Cut(2, zero=1, dtype="bf16", clip=1.0, model=model)
+    for rank in ranks.run(2, f"{JOBS}:train", cut, steps=3):
+        biases = [value for name, value in rank["buffers"].items() if name.endswith("expert_bias")]
+        assert len(biases) == 2
+        for bias in biases:
+            assert bias.dtype == torch.float32
+            steps = bias.double() / 1e-3  # three, up or down; in bf16 they would not be whole
+            assert (steps - steps.round()).abs().max() < 1e-4 and bias.any()
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,11 @@ def test_a_mesh_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None
 def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    assert "(gpt, llama, mixer, neo)" in " ".join(capsys.readouterr().out.split())
+    assert "(gpt, llama, mixtral, mixer, neo)" in " ".join(capsys.readouterr().out.split())
     text = " ".join(make_parser().format_help().split())
     # no builder, no training: the mixer is not among them
-    assert "{gpt,llama,neo}" in text and "default for llama, neo" in text
-    assert "default 0.1, llama 0, neo 0" in text
+    assert "{gpt,llama,mixtral,neo}" in text and "default for llama, mixtral, neo" in text
+    assert "default 0.1, llama 0, mixtral 0, neo 0" in text
 
 
 # ------------------------------------------------ training with megatron-core's modules
@@ -223,10 +223,10 @@ def test_flags() -> None:
     assert (args.normalization, args.swiglu, args.disable_bias_linear) == ("RMSNorm", False, False)
     assert args.position_embedding_type == "rope" and args.untie_embeddings_and_output_weights
     assert args.hidden_dropout == 0.0
-    for flag, others in (("--swiglu", "llama"), ("--normalization LayerNorm", "gpt")):
+    for flag, others in (("--swiglu", "llama or mixtral"), ("--normalization LayerNorm", "gpt")):
         with pytest.raises(UsageError, match=f"leave it out, or use --model-family {others}$"):
             complete(parse([*FLAGS, *flag.split()]), 1)
-    with pytest.raises(UsageError, match="--model-family llama or neo"):
+    with pytest.raises(UsageError, match="--model-family llama or mixtral or neo"):
         complete(parse([*FLAGS, "--model-family", "gpt", "--normalization", "RMSNorm"]), 1)
     with pytest.raises(UsageError, match="invalid choice: 'mixer'"):
         parse([*FLAGS, "--model-family", "mixer"])

@@ -121,7 +121,7 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
 
     tp = parallel_state.get_tensor_model_parallel_world_size()
     ep = parallel_state.get_expert_model_parallel_world_size()
-    etp = parallel_state.get_expert_tensor_parallel_world_size()
+    etp: Any = parallel_state.get_expert_tensor_parallel_world_size()
     if experts is None:
         if experts_are_apart():
             raise UsageError(
@@ -231,15 +231,12 @@ def cut_of(param: torch.Tensor) -> tuple[int, int]:
     """Into how many parts the ranks cut a parameter that is cut, and which one this rank has."""
     from megatron.core import parallel_state
 
-    if hasattr(param, NUMBER):
-        return (
-            parallel_state.get_expert_tensor_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-        )
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
+    group: Any = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if hasattr(param, NUMBER)
+        else parallel_state.get_tensor_model_parallel_group()
     )
+    return group.size(), group.rank()
 
 
 def _show_to_deepspeed(layer: Any) -> None:

@@ -115,19 +115,12 @@ def _tell_deepspeed() -> None:
     from megatron.core import parallel_state
 
     name = expert_group_name()
-    for held, ranks, group in (
-        (
-            groups._EXPERT_PARALLEL_GROUP,
-            groups._EXPERT_PARALLEL_GROUP_RANKS,
-            parallel_state.get_expert_model_parallel_group(),
-        ),
-        (
-            groups._EXPERT_DATA_PARALLEL_GROUP,
-            groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
-            parallel_state.get_expert_data_parallel_group(),
-        ),
-    ):
-        held[name], ranks[name] = group, dist.get_process_group_ranks(group)
+    sharing: Any = parallel_state.get_expert_model_parallel_group()
+    groups._EXPERT_PARALLEL_GROUP[name] = sharing
+    groups._EXPERT_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(sharing)
+    copies: Any = parallel_state.get_expert_data_parallel_group()
+    groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(copies)
     groups.expert_tensor_parallel_world_size = (
         parallel_state.get_expert_tensor_parallel_world_size()
     )

@@ -109,6 +109,7 @@ class ModelConfig:
 
     def sizes(self) -> Sizes:
         """The sizes as the family's table takes them."""
+        more: dict[str, Any] = self.experts.sizes if self.experts else {}
         return find_family(self.family).sizes(
             layers=self.layers,
             hidden=self.hidden,
@@ -121,7 +122,7 @@ class ModelConfig:
             positions=self.positions if self.builder.learned_positions else 0,
             tied=self.tied,
             **self.builder.flags,
-            **(self.experts.sizes if self.experts else {}),
+            **more,
         )
 
 
