@@ -204,6 +204,15 @@ def has_state_files(path: Path) -> bool:
     )
 
 
+def _two_layers(folder: Path, one: str, other: str) -> ForeignFileError:
+    return ForeignFileError(
+        "two layer files are for one place of the pipeline",
+        file=folder / other,
+        expected=one,
+        found=other,
+    )
+
+
 def _no_model(folder: Path) -> NotFoundError:
     return NotFoundError(
         "the tag folder holds no model states",
@@ -246,12 +255,7 @@ def scan(folder: Path) -> TagFiles:
         elif found := LAYER.fullmatch(name):
             place = int(found["layer"]), int(found["tp"] or 0)
             if layers.setdefault(place, name) != name:
-                raise ForeignFileError(
-                    "two layer files are for one place of the pipeline",
-                    file=folder / name,
-                    expected=layers[place],
-                    found=name,
-                )
+                raise _two_layers(folder, layers[place], name)
         elif found := OPTIMIZER.fullmatch(name):
             optimizer[int(found["dp"]), int(found["mp"])] = name
             prefixes.add(found["pre"] or "")
