@@ -13,6 +13,7 @@ from megatron_ucp.engines.megatron import experts, models, pipeline
 from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.families import find_family
 from tests.engines.model_jobs import LLAMA, attempting
+from tests.ranks import allow_fp16_on_cpu
 
 GLOBAL_BATCH, SEQUENCE, VOCAB = 4, 16, 32
 MIXTRAL = models.ModelConfig(
@@ -103,7 +104,10 @@ def engine_of(cut: Cut, model: Any, optimizer: torch.optim.Optimizer) -> Any:
         "steps_per_print": 10**9,
     }
     if cut.dtype != "fp32":
-        settings[cut.dtype] = {"enabled": True}
+        scale = {"initial_scale_power": 8} if cut.dtype == "fp16" else {}
+        settings[cut.dtype] = {"enabled": True, **scale}
+    if cut.dtype == "fp16":
+        allow_fp16_on_cpu()
     if cut.fp32_sums:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     engine, *_ = deepspeed.initialize(

@@ -153,6 +153,25 @@ def test_the_norm_in_bf16(ranks: RankPool, cut: Cut, plant: str) -> None:
     assert abs(stock / want - 1) > 0.04, "the defect is gone: drop the patch"
 
 
+@pytest.mark.parametrize(
+    ("cut", "plant"),
+    [
+        (Cut(2, zero=1, dtype="fp16"), "no scale from the loss"),
+        (Cut(2, pp=2, zero=1, dtype="fp16"), "no scale on the first stage"),
+    ],
+    ids=str,
+)
+def test_the_auxiliary_loss_is_scaled_in_fp16(
+    ranks: RankPool, truth: Found, cut: Cut, plant: str
+) -> None:
+    """Rounding apart the gradients are those of fp32; not so where only the loss is scaled."""
+    scaled, unscaled = (
+        differences(ranks.run(4, f"{JOBS}:gradients", run), truth, run)[0]
+        for run in (cut, replace(cut, plant=plant))
+    )
+    assert scaled < 1e-3 and unscaled > 2e-3
+
+
 def test_twenty_steps(ranks: RankPool) -> None:
     """Also with what a router remembers between the steps: its bias."""
     balanced = with_experts(bias=True, score="sigmoid", bias_rate=0.05)
