@@ -18,7 +18,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.describe import look, sizes
+    from megatron_ucp.reshard.describe import experts, look, sizes
 
     manifest = look(args.path, args.tag, args.rules)
     rows = _rows(manifest)
@@ -30,6 +30,7 @@ def run(args: Any) -> int:
         "optimizer": manifest.optimizer,
         "manifest": bool(manifest.save_id),
         "parameters": len(rows),
+        "experts": experts(manifest),
         "elements": sum(math.prod(spec.shape) for spec in manifest.params),
         "files": len(manifest.files),
         "file_bytes": sum(entry.size_bytes for entry in manifest.files),
@@ -53,6 +54,9 @@ def _print_head(head: dict[str, Any]) -> None:
         if key == "groups":
             for number, group in enumerate(value):
                 print(f"{f'group {number}':12} " + ", ".join(f"{k}={v}" for k, v in group.items()))
+        elif key == "experts":
+            for text, layers in value.items():
+                print(f"{key:12} {text}: {len(layers)} layers")
         elif key == "states":
             for state, held in value.items():
                 print(f"{state:12} {' '.join(held['dtypes'])}, {held['bytes']:,} bytes")

@@ -32,7 +32,10 @@ ELEMENT = {
     "state2",
 }
 SCALAR = {"step", "mu_product", "eta", "mu"}
+_BITSANDBYTES = {"state1", "state2"}
 REFUSED_STATES = {
+    "state1": "8-bit block-wise states",
+    "state2": "8-bit block-wise states",
     "qmap1": "8-bit block-wise states",
     "absmax1": "8-bit block-wise states",
     "worker_error": "error feedback of a 1-bit optimizer",
@@ -175,9 +178,12 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
 
 
 def check_known(keys: Iterable[str], where: str) -> None:
-    """Raises UnsupportedError for a saved state that is refused by name or not known."""
+    """Raises UnsupportedError for a saved state that is refused by name or not known. Those of
+    bitsandbytes are known where nothing beside them says that they are in 8 bits."""
+    keys = list(keys)
+    bits = {*keys} & _BITSANDBYTES if {*keys} - _BITSANDBYTES - SCALAR else set[str]()
     for key in keys:
-        if key not in ELEMENT and key not in SCALAR:
+        if key in bits or (key not in ELEMENT and key not in SCALAR):
             raise UnsupportedError(
                 "the checkpoint holds an optimizer state that can't be cut",
                 file=where,

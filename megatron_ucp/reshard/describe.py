@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.deepspeed.paths import is_universal, tag_folder
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -54,6 +55,21 @@ def look(path: str | Path, tag: str | None = None, rules: str | Path | None = No
     if recorded.manifest is None:
         raise DamagedFileError("the manifest went away while it was read", file=folder / FILE_NAME)
     return recorded.manifest
+
+
+def experts(manifest: Manifest) -> dict[str, list[str]]:
+    """Experts in words ("8, 4 on each of 2 ranks") -> the layers with so many."""
+    counts = {
+        spec.name.rpartition(f".{spec.expert[0]}.")[0]: spec.expert[1]
+        for spec in manifest.params
+        if spec.expert is not None
+    }
+    ranks = manifest.mesh.size(EXPERT_RANK)
+    out: dict[str, list[str]] = {}
+    for layer, count in counts.items():
+        text = f"{count}, {count // ranks} on each of {ranks} ranks" if ranks > 1 else f"{count}"
+        out.setdefault(text, []).append(layer)
+    return out
 
 
 def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import Coords, Mesh, expert_rank_of, stage_of
+from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -84,6 +84,13 @@ def target_manifest(wanted: Wanted) -> Manifest:
             expected=f"layouts for tp={mesh.tp}",
             found="a checkpoint without tensor parallelism and without a family",
             fix="give --rules FILE (megatron-ucp rules writes a draft)",
+        )
+    if mesh.ep > 1 and not any(spec.expert for spec in source.params):
+        raise UsageError(
+            "this axis is not converted: the model has no experts",
+            file=file,
+            expected=f"{EXPERT_RANK}=1",
+            found=mesh,
         )
     match_ties(source, True, file)
     groups = _with_experts_apart(wanted.named_groups(), mesh)

@@ -163,3 +163,17 @@ def resume(setup: Moe, folder: str, **options: Any) -> dict[str, Any]:
 def plant_fault(engine: Any, fault: str) -> None:
     """One small wrong thing that a comparison has to see."""
     raise ValueError(fault)
+
+
+def stock_load(setup: Moe, folder: str) -> list[str]:
+    """What differs after DeepSpeed's own load of the tag `trained`."""
+    from pathlib import Path
+
+    from tests.engines.canonical import canonical, differences
+
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    engine = make(setup, attach=False)
+    engine.load_checkpoint(folder, tag="trained")
+    found = differences(oracle, canonical(engine))
+    tensor_jobs.close(engine)
+    return found

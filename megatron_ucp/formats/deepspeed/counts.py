@@ -50,7 +50,17 @@ def _of_experts(
     one copy of an expert on each tensor-parallel rank."""
     if folder.recorded is not None:
         return folder.recorded.mesh.ep, folder.recorded.mesh.etp
-    return (experts.ranks(meta, file), tp) if folder.names.experts else (1, 1)
+    if folder.names.experts:
+        return experts.ranks(meta, file), tp
+    if meta.get("num_experts"):
+        raise NotFoundError(
+            "the expert files are missing, and without them local numbers say nothing",
+            file=folder.folder,
+            expected=f"layer_*_expert_*_model_states.pt for {meta['num_experts']} experts",
+            found="no such file",
+            fix="restore them, or load another tag",
+        )
+    return 1, tp
 
 
 def is_pipeline(names: TagFiles, meta: Mapping[str, Any]) -> bool:

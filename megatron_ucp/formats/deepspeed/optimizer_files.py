@@ -76,7 +76,9 @@ class OptimizerFile(Protocol):
         ...
 
 
-def reader_for(tree: Tree, file: str, weight_dtype: Callable[[str], str]) -> OptimizerFile:
+def reader_for(
+    tree: Tree, file: str, weight_dtype: Callable[[str], str] = lambda _: "float32"
+) -> OptimizerFile:
     """The format of an optimizer state dict; `weight_dtype` is that of a weight in the model file.
     Raises DamagedFileError where no known key is present."""
     if "fp32_flat_groups" in tree:

@@ -204,13 +204,16 @@ def has_state_files(path: Path) -> bool:
     )
 
 
-def _two_layers(folder: Path, one: str, other: str) -> ForeignFileError:
-    return ForeignFileError(
-        "two layer files are for one place of the pipeline",
-        file=folder / other,
-        expected=one,
-        found=other,
-    )
+def _add_layer(
+    layers: dict[tuple[int, int], str], place: tuple[int, int], folder: Path, name: str
+) -> None:
+    if layers.setdefault(place, name) != name:
+        raise ForeignFileError(
+            "two layer files are for one place of the pipeline",
+            file=folder / name,
+            expected=layers[place],
+            found=name,
+        )
 
 
 def _no_model(folder: Path) -> NotFoundError:
@@ -240,7 +243,7 @@ def scan(folder: Path) -> TagFiles:
     optimizer: dict[tuple[int, int], str] = {}
     layers: dict[tuple[int, int], str] = {}
     experts: dict[tuple[int, int, int], str] = {}
-    expert_optimizer: dict[tuple[int, int], str] = {}
+    of_experts: dict[tuple[int, int], str] = {}
     prefixes: set[str] = set()
     for name in sorted(p.name for p in folder.iterdir()):
         _check_known(folder, name)
@@ -251,15 +254,13 @@ def scan(folder: Path) -> TagFiles:
         elif found := EXPERT.fullmatch(name):
             experts[int(found["layer"]), int(found["expert"]), int(found["mp"])] = name
         elif found := EXPERT_OPTIMIZER.fullmatch(name):
-            expert_optimizer[int(found["ep"]), int(found["mp"])] = name
+            of_experts[int(found["ep"]), int(found["mp"])] = name
         elif found := LAYER.fullmatch(name):
-            place = int(found["layer"]), int(found["tp"] or 0)
-            if layers.setdefault(place, name) != name:
-                raise _two_layers(folder, layers[place], name)
+            _add_layer(layers, (int(found["layer"]), int(found["tp"] or 0)), folder, name)
         elif found := OPTIMIZER.fullmatch(name):
             optimizer[int(found["dp"]), int(found["mp"])] = name
             prefixes.add(found["pre"] or "")
     if not model:
         raise _no_model(folder)
     kept = tuple(sorted(prefixes))
-    return TagFiles(folder, model, optimizer, kept, layers, experts, expert_optimizer)
+    return TagFiles(folder, model, optimizer, kept, layers, experts, of_experts)

@@ -22,7 +22,10 @@ SAMPLES = 16  # parameters of one partition whose masters are compared with the 
 
 
 def check_file(
-    checkpoint: "NativeCheckpoint", name: str, allow: Collection[str], optimizer: bool
+    checkpoint: "NativeCheckpoint",
+    name: str,
+    allow: Collection[str] = (),
+    optimizer: bool = True,
 ) -> None:
     """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
     file of another run, step or mesh, StateMismatchError where nothing says whose states are in

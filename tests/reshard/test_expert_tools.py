@@ -1,0 +1,139 @@
+"""Every verb on checkpoints with experts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import megatron_ucp as ucp
+from megatron_ucp.cli import main
+from tests.engines.moe_jobs import Moe
+from tests.engines.sources import Sources, without_manifest
+from tests.engines.test_mixtral import mixtral
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+MIXTRAL, MOE = "tests.engines.pipeline_jobs", "tests.engines.moe_jobs"
+
+
+@pytest.fixture
+def mixed(sources: Sources) -> Path:
+    """A Mixtral on two expert-parallel ranks."""
+    return Path(sources.get(4, mixtral(2, zero=1), f"{MIXTRAL}:save", more=0))
+
+
+@pytest.fixture
+def own(sources: Sources) -> Path:
+    """DeepSpeed's own mixtures on two expert-parallel ranks."""
+    return Path(sources.get(4, Moe(2, 1), f"{MOE}:save", more=3))
+
+
+def converted(source: Path, out: Path, target: object, tag: str = "trained") -> Path:
+    """A copy for another mesh, with the source's oracle beside it."""
+    for each in ("trained", "filled"):
+        ucp.convert(source / each, out / each, target=target)
+    shutil.copy(source / "oracle.pt", out)
+    return out
+
+
+TARGETS = [
+    (ucp.Mesh(dp=4, ep=4, zero=2), mixtral(4, zero=2)),
+    (ucp.Mesh(tp=2, dp=2, ep=2, zero=0), mixtral(2, tp=2, zero=0)),
+    (ucp.Mesh(tp=2, dp=2, ep=2, etp=1, zero=1), mixtral(2, tp=2, etp=1, zero=1)),
+    (ucp.Mesh(dp=4, zero=3), mixtral(1, zero=3)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "setup"), TARGETS, ids=[str(mesh) for mesh, _ in TARGETS])
+def test_a_conversion_resumes(
+    ranks: RankPool, mixed: Path, tmp_path: Path, mesh: ucp.Mesh, setup: object
+) -> None:
+    out = converted(mixed, tmp_path / "out", mesh)
+    assert main(["verify", "--deep", str(out / "trained")]) == 0
+    assert main(["diff", str(mixed / "trained"), str(out / "trained")]) == 0
+    (found, *_) = ranks.run(4, f"{MIXTRAL}:resume", setup, str(out), timeout_s=200)
+    assert found["differences"] == {"filled": [], "trained": []}
+
+
+def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> None:
+    target = ucp.Target(ucp.Mesh(pp=2, dp=2, ep=2, zero=1), stages="uniform")
+    out = converted(mixed, tmp_path / "out", target)
+    (found, *_) = ranks.run(4, f"{MIXTRAL}:resume", mixtral(2, pp=2), str(out), timeout_s=200)
+    assert found["differences"] == {"filled": [], "trained": []}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_stock_deepspeed_loads_a_conversion(
+    ranks: RankPool, own: Path, tmp_path: Path, zero: int
+) -> None:
+    out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=4, zero=zero))
+    found = ranks.run(4, f"{MOE}:stock_load", Moe(4, zero), str(out), timeout_s=200)
+    assert found[0] == []
+
+
+def test_a_universal_folder_holds_every_expert(
+    ranks: RankPool, own: Path, mixed: Path, tmp_path: Path
+) -> None:
+    for source, job, setup in ((own, MOE, Moe(4, 1)), (mixed, MIXTRAL, mixtral(4, zero=2))):
+        out = tmp_path / source.name
+        for tag in ("trained", "filled"):
+            ucp.convert(source / tag, out / tag, to="universal")
+        shutil.copy(source / "oracle.pt", out)
+        (found, *_) = ranks.run(4, f"{job}:resume", setup, str(out), timeout_s=200)
+        assert found["differences"] == {"filled": [], "trained": []}
+
+
+def test_inspect_counts_experts(mixed: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--no-table", str(mixed / "trained")]) == 0
+    assert "4, 2 on each of 2 ranks: 3 layers" in capsys.readouterr().out
+    assert main(["inspect", "--json", str(own / "trained")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(layers) for layers in found["experts"].values()] == [2]
+    assert main(["plan", str(own / "trained"), "--mesh", "dp=4,ep=4,zero=1"]) == 0
+
+
+def copy_of(source: Path, out: Path, manifest: bool = True) -> Path:
+    shutil.copytree(source / "trained", out)
+    return out if manifest else without_manifest(out)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_lost_expert_is_named(own: Path, tmp_path: Path, manifest: bool) -> None:
+    for number in (1, 3):
+        folder = copy_of(own, tmp_path / f"lost{number}", manifest)
+        name = f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
+        (folder / name).unlink()
+        with pytest.raises(ucp.UcpError, match=name):
+            ucp.describe(folder)
+            ucp.verify(folder)
+
+
+def test_an_expert_that_two_files_hold(own: Path, tmp_path: Path) -> None:
+    folder = copy_of(own, tmp_path / "twice", manifest=False)
+    held = folder / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    again = folder / "layer_1_expert_1_mp_rank_00_model_states.pt"
+    shutil.copy(held, again)
+    with pytest.raises(ucp.UcpError, match=r"missing[^$]*mixtures\.1\."):  # the same bytes twice
+        ucp.describe(folder)
+    other = own / "filled" / held.name
+    shutil.copy(other, again)
+    assert held.read_bytes() != other.read_bytes()
+    with pytest.raises(ucp.UcpError, match="two files"):
+        ucp.describe(folder)
+
+
+def test_a_size_that_does_not_divide_the_experts(mixed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ucp.UcpError, match="does not divide the experts"):
+        ucp.convert(mixed / "trained", tmp_path / "out", target=ucp.Mesh(dp=3, ep=3, zero=1))
+    assert not (tmp_path / "out").exists()
+
+
+def test_local_numbers_without_files_of_experts(own: Path, tmp_path: Path) -> None:
+    """What an old script may leave: optimizer files that count a rank's own experts, and no word
+    about which ones these are."""
+    folder = copy_of(own, tmp_path / "local", manifest=False)
+    for path in folder.glob("layer_*_expert_*"):
+        path.unlink()
+    with pytest.raises(ucp.UcpError, match="the expert files are missing"):
+        ucp.describe(folder)
