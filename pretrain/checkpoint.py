@@ -210,7 +210,7 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size if args.num_experts else 1,
+        etp=args.expert_tensor_parallel_size if args.num_experts else 0,
         dp=args.data_parallel_size,
         zero=args.zero_stage,
     )

@@ -86,12 +86,6 @@ def stock_engines() -> Iterator[None]:
         setup.ucp.initialize = ours  # type: ignore[method-assign]
 
 
-def run_with_stock(argv: list[str]) -> dict[str, Any]:
-    """As `run`, with DeepSpeed's own engine."""
-    with stock_engines():
-        return run(argv)
-
-
 def save_with_stock(argv: list[str], folder: str, iterations: int) -> list[float]:
     """Trains the same model with an engine that this package never touched, and saves by
     DeepSpeed's own call."""

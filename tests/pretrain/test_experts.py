@@ -11,7 +11,7 @@ from pretrain.arguments import complete, parse
 from tests.pretrain.common import RATES, command, stdlib
 from tests.ranks import RankPool
 
-JOB = "tests.pretrain.jobs:run_with_stock"
+JOB = "tests.pretrain.jobs:run"
 MIXTRAL = [
     "--model-family",
     "mixtral",
@@ -126,3 +126,16 @@ def test_defaults_and_aliases() -> None:
     dense = [word for word in MIXTRAL[:14] if word != "mixtral"]
     dense.insert(1, "llama")
     assert complete(parse(command(dense, rest, ["--num-experts", "1"])), 4).num_experts is None
+
+
+def test_a_run_goes_on_on_other_meshes(ranks: RankPool, tmp_path: Path) -> None:
+    """Ten iterations on one mesh, then ten more, straight from its files, on each of the others."""
+    whole = ranks.run(1, JOB, argv())[0]["losses"]
+    save = ["--save", str(tmp_path), "--save-interval", "10", "--exit-interval", "10"]
+    first = ranks.run(4, JOB, argv(*MESHES["shared"].split(), *save))[0]
+    assert first["losses"] == pytest.approx(whole[:10], rel=0, abs=1e-5), first.get("text")
+    load = ["--load", str(tmp_path), "--universal-checkpoint"]
+    for name in ("cut", "stages"):
+        found = ranks.run(4, JOB, argv(*MESHES[name].split(), *load))[0]
+        assert "error" not in found, found["text"]
+        assert found["losses"] == pytest.approx(whole[10:], rel=0, abs=1e-5), name

@@ -1,9 +1,8 @@
 """How DeepSpeed's optimizer wrappers lay out their states in files, told apart by the keys that are
 present.
 
-Each class reads the pickled tree of one optimizer file into flat buffers (reference: `state_dict`
-of the wrapper in DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which
-buffer.
+Each class reads the pickled tree of one file into flat buffers (reference: `state_dict` of the
+wrapper in DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which buffer.
 """
 
 import math
