@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from pretrain.family import trained_families
+from pretrain.flags import FLAGS
 
 # Flags that only a family with experts has; the attribute of `--num-experts` comes first.
 ATTRIBUTES = (
@@ -45,7 +46,9 @@ def check_experts(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def _check_dense(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    said = [name for name in ATTRIBUTES if name in given and given[name] is not None]
+    usual = {flag.attribute: flag.default for flag in FLAGS}
+    # a checkpoint's arguments have all of them; what every model has says nothing
+    said = [name for name in ATTRIBUTES if given.get(name) not in (None, usual[name])]
     if args.num_experts == 1:  # which is what Megatron-DeepSpeed calls a model without
         said.remove("num_experts")
         args.num_experts = None

@@ -13,6 +13,7 @@ from tests.engines.sources import PLAIN, Sources
 from tests.ranks import RankPool
 
 SHOWN_JOBS = 10
+CASES = 8  # of one test, that the default run takes in any case
 pools: list[RankPool] = []
 
 
@@ -57,12 +58,31 @@ def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks that are asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    _mark_most_cases_slow(items)
+
+
+def _mark_most_cases_slow(items: list[pytest.Item]) -> None:
+    """Of a test on ranks with many cases the default run takes some, evenly; `tests/run.sh all`
+    takes all of them. The pairs of meshes are what this project is about: they stay."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, every in cases.items():
+        if test.endswith("::test_pair") or len(every) <= CASES:
+            continue
+        kept = CASES + (len(every) - CASES) // 4
+        chosen = {number * len(every) // kept for number in range(kept)}
+        for number, item in enumerate(every):
+            if number not in chosen:
+                item.add_marker("slow")
 
 
 def has_gpu() -> bool:

@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh             the default tests
 #   bash tests/run.sh quick       only those that start no processes (under a minute)
-#   bash tests/run.sh all         the slow ones and the GPU ones too
+#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many
 #   bash tests/run.sh -k plan -x  further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

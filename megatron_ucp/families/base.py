@@ -46,7 +46,8 @@ class Declared:
     """One parameter as its family declares it.
 
     `shape` is the whole one, `layout` its cut, `attributes` are those that the live parameter must
-    carry, `extent` says how many rows of a padded vocabulary are data. `init` is how a builder
+    carry, `extent` says how many rows of a padded vocabulary are data, `expert` of which expert
+    it is a part (see `ParamSpec`). `init` is how a builder
     draws the first values: N(0, std), for a projection that ends in the residual stream
     N(0, std / sqrt(2 layers)), or a constant.
     """
@@ -55,11 +56,14 @@ class Declared:
     layout: Layout
     attributes: Mapping[str, object] = field(default_factory=dict[str, object])
     extent: Extent | None = None
+    expert: tuple[int, int] | None = None
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
 
     def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
         """As a manifest lists it."""
-        return ParamSpec(name, self.shape, dtype, kind, self.layout, self.extent)
+        return ParamSpec(
+            name, self.shape, dtype, kind, self.layout, self.extent, expert=self.expert
+        )
 
 
 def column(rows: int, *rest: int) -> Declared:

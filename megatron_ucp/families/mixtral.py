@@ -12,7 +12,7 @@ same on every rank).
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layers import Layers
@@ -89,8 +89,11 @@ def layer(sizes: MixtralSizes, number: int) -> dict[str, Declared]:
     out[f"{ROUTER}weight"] = whole(sizes.experts, sizes.hidden)
     for expert in range(sizes.experts):
         prefix = f"{EXPERT}{expert}."
-        out[f"{prefix}linear_fc1.weight"] = gated(sizes.width, sizes.hidden, axis="etp")
-        out[f"{prefix}linear_fc2.weight"] = row(sizes.hidden, sizes.width, axis="etp")
+        for part, declared in {
+            "linear_fc1.weight": gated(sizes.width, sizes.hidden, axis="etp"),
+            "linear_fc2.weight": row(sizes.hidden, sizes.width, axis="etp"),
+        }.items():
+            out[prefix + part] = replace(declared, expert=(expert, sizes.experts))
     if sizes.shared_ffn:
         out[f"{SHARED}linear_fc1.weight"] = gated(sizes.shared_ffn, sizes.hidden)
         out[f"{SHARED}linear_fc2.weight"] = row(sizes.hidden, sizes.shared_ffn)

@@ -41,22 +41,24 @@ class Model:
     layouts: tuple[Layout, ...]
     groups: int
     tied: frozenset[int] = frozenset()  # parameters that several stages may hold
+    experts: frozenset[int] = frozenset()  # those that one of the ep ranks has
 
     def name(self, index: int) -> str:
         return f"block.{index}.weight"
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: list[int]) -> Layout:
-    kind = draw(st.sampled_from(["replicate", "partial", "shard", "hy", "nc", "unit"]))
+def layouts(draw: st.DrawFn, shape: list[int], axis: str) -> Layout:
+    kinds = ["replicate", "partial", "shard", "nc", "unit", *(["hy"] if axis == "tp" else [])]
+    kind = draw(st.sampled_from(kinds))
     if kind == "replicate" or not shape:
         return Replicate()
     if kind == "partial":
-        return Partial("tp")
+        return Partial(axis)
     dim = draw(st.integers(0, len(shape) - 1))
     if kind == "shard":
         shape[dim] = WIDTH
-        return Shard("tp", dim)
+        return Shard(axis, dim)
     if kind == "hy":
         other = draw(st.integers(0, len(shape) - 1))
         shape[dim] = WIDTH
@@ -67,30 +69,35 @@ def layouts(draw: st.DrawFn, shape: list[int]) -> Layout:
         WIDTH * unit * n for n in draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
     )
     shape[dim] = sum(parts)
-    return ShardNC("tp", dim, parts, unit)
+    return ShardNC(axis, dim, parts, unit)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    shapes, chosen = [], []
-    for _ in range(draw(st.integers(1, 4))):
+    shapes, chosen, experts = [], [], set[int]()
+    for number in range(draw(st.integers(1, 4))):
         shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
-        chosen.append(draw(layouts(shape)))
+        if draw(st.booleans()):
+            experts.add(number)
+        chosen.append(draw(layouts(shape, "etp" if number in experts else "tp")))
         shapes.append(tuple(shape))
-    tied = draw(st.frozensets(st.integers(0, len(shapes) - 1), max_size=2))
-    return Model(tuple(shapes), tuple(chosen), draw(st.integers(1, 2)), tied)
+    tied = draw(st.frozensets(st.integers(0, len(shapes) - 1), max_size=2)) - experts
+    groups = draw(st.integers(1, 2))
+    return Model(tuple(shapes), tuple(chosen), groups, tied, frozenset(experts))
 
 
 @st.composite
 def meshes(draw: st.DrawFn) -> Mesh:
     tp = draw(st.sampled_from(SIZES))
     etp = draw(st.sampled_from([s for s in (1, 2) if s]))
-    dp = draw(st.sampled_from([1, 2, 3, 5, 8])) * etp
+    ep = draw(st.sampled_from([1, 2, 3]))
+    dp = draw(st.sampled_from([1, 2, 3, 5, 8])) * etp * ep
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
     return Mesh(
         tp=tp,
         pp=pp,
         vpp=draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1,
+        ep=ep,
         etp=etp,
         dp=dp,
         zero=draw(st.sampled_from([0, 1, 2, 3])),
@@ -147,18 +154,22 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
         specs.append(
             ParamSpec(model.name(i), shape, "bfloat16", "trainable", layout, order=tuple(order))
         )
+    # any rank may have any expert; at ep=1 they lie among all else
+    apart = {i: draw(st.integers(0, mesh.ep - 1)) for i in model.experts if mesh.ep > 1}
     ordering = draw(st.permutations(range(len(specs))))
     held = draw(holdings(model, mesh))
     buffers: list[FlatBuffer] = []
     for place in draw(
         st.permutations(list(held))
     ):  # the order of buffers says nothing about stages
-        for group in range(model.groups):
-            members = [i for i in ordering if i in held[place] and i % model.groups == group]
+        for group, at in product(range(model.groups), [None, *range(mesh.ep)]):
+            here = [i for i in ordering if i in held[place] and i % model.groups == group]
+            members = [specs[i] for i in here if apart.get(i) == at]
             if members:
+                of_rank = () if at is None else (("ep", at),)
                 buffers += [
-                    replace(b, at=place)
-                    for b in draw(flat_buffers([specs[i] for i in members], mesh, group, dtype))
+                    replace(b, at=(*place, *of_rank))
+                    for b in draw(flat_buffers(members, mesh, group, dtype, at is not None))
                 ]
     return Manifest(
         "zero",
@@ -171,23 +182,24 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
 
 @st.composite
 def flat_buffers(
-    draw: st.DrawFn, specs: list[ParamSpec], mesh: Mesh, group: int, dtype: str
+    draw: st.DrawFn, specs: list[ParamSpec], mesh: Mesh, group: int, dtype: str, experts: bool
 ) -> list[FlatBuffer]:
+    dp = mesh.dp // mesh.ep if experts else mesh.dp
     place = {"tp": (mesh.tp, 0), "etp": (mesh.etp, 0)}
     sizes = [int(np.prod(oracle_local(s, place).shape)) for s in specs]
     states = (("fp32", dtype), ("exp_avg", "float32"))
-    common: dict[str, Any] = {"states": states, "axes": ("tp", "etp")}
+    common: dict[str, Any] = {"states": states, "axes": ("etp",) if experts else ("tp", "etp")}
     if mesh.zero == 0:
         pairs = zip(specs, sizes, strict=True)
         lone = [(Member(spec.name, 0, size, group),) for spec, size in pairs]
         return [FlatBuffer(one, one[0].size, 1, "whole", **common) for one in lone]
     if mesh.zero < 3:
-        return [whole_buffer(draw, specs, sizes, mesh.dp, group, common)]
+        return [whole_buffer(draw, specs, sizes, dp, group, common)]
     out = []
-    for chosen in formulas.sub_groups(sizes, mesh.dp, draw(st.sampled_from([1, 7, 10**9]))):
-        starts, used = flat.aligned_starts([-(-sizes[i] // mesh.dp) for i in chosen])
+    for chosen in formulas.sub_groups(sizes, dp, draw(st.sampled_from([1, 7, 10**9]))):
+        starts, used = flat.aligned_starts([-(-sizes[i] // dp) for i in chosen])
         members = members_of(specs, sizes, chosen, starts, group)
-        out.append(FlatBuffer(members, used, mesh.dp, "each", **common))
+        out.append(FlatBuffer(members, used, dp, "each", **common))
     return out
 
 

@@ -206,8 +206,9 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
         engine.optimizer.offloaded_states = {OffloadStateTypeEnum.optim_states}
-    elif feature == "MoE":
-        engine.has_moe_layers = True
+    elif feature == "AutoEP":
+        layer = type("AutoEPMoELayer", (torch.nn.Module,), {})
+        engine.module.add_module("of_experts", layer())
     elif feature == "tensor parallelism":
         engine.mp_world_size = 2
     out = []
@@ -219,7 +220,6 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
             out.append((str(error), differences(before, canonical(engine)) == []))
         else:
             out.append(("nothing was refused", False))
-    engine.has_moe_layers = False
     engine.destroy()
     return out
 

@@ -161,8 +161,39 @@ def resume(setup: Moe, folder: str, **options: Any) -> dict[str, Any]:
 
 
 def plant_fault(engine: Any, fault: str) -> None:
-    """One small wrong thing that a comparison has to see."""
-    raise ValueError(fault)
+    """One small wrong thing that a comparison has to see, at ZeRO-0."""
+    params = dict(engine.module.named_parameters())
+    base = engine.optimizer
+    first, second = (
+        params[f"mixtures.1.deepspeed_moe.experts.deepspeed_experts.{number}.up.weight"]
+        for number in (0, 1)
+    )
+    if fault == "two experts swapped":
+        kept = first.data.clone()
+        first.data.copy_(second.data)
+        second.data.copy_(kept)
+    elif fault == "a row of the router":
+        router = params["mixtures.0.deepspeed_moe.gate.wg.weight"].data
+        router.copy_(router.roll(1, 0))
+    elif fault == "an expert's moment":
+        base.state[first]["exp_avg"].view(-1)[3] = 0.5
+    elif fault == "an expert's decay":
+        group = next(g for g in base.param_groups if any(p is first for p in g["params"]))
+        group["weight_decay"] += 0.01
+    else:
+        raise ValueError(fault)
+
+
+def save_reserved(setup: Moe, folder: str) -> str:
+    """What a save says of a client state under a name that DeepSpeed itself uses."""
+    engine = make(setup)
+    try:
+        engine.save_checkpoint(folder, client_state={"universal_checkpoint_info": {}})
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        tensor_jobs.close(engine)
+    return ""
 
 
 def stock_load(setup: Moe, folder: str) -> list[str]:

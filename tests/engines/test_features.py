@@ -167,7 +167,7 @@ REFUSED = {
     "ZeRO++ weights": "quantized weights",
     "node-local storage": "node-local storage",
     "offloaded states": "offload_states",
-    "MoE": "DeepSpeed-MoE",
+    "AutoEP": "AutoEP",
     "tensor parallelism": "tensor parallelism",
 }
 

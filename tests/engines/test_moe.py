@@ -26,6 +26,37 @@ def test_a_mixture_resumes_at_another_expert_parallel_size(
     assert found["loss"] < 1e-5
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources, ep: int) -> None:
+    """PR-MoE: two and four experts, each beside a dense MLP (residual MoE)."""
+    setup = {"experts": (2, 4), "residual": True}
+    folder = sources.get(4, Moe(2, 1, **setup), f"{JOBS}:save", more=3)
+    (found, *_) = ranks.run(4, f"{JOBS}:resume", Moe(ep, 2, **setup), folder, more=3, timeout_s=200)
+    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["loss"] < 1e-5
+
+
+FAULTS = ["two experts swapped", "a row of the router", "an expert's moment", "an expert's decay"]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) -> None:
+    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
+    (found, *_) = ranks.run(
+        2, f"{JOBS}:resume", Moe(1, 0), folder, plant=plant, tags=("filled",), timeout_s=200
+    )
+    assert found["differences"]["filled"]
+
+
+def test_a_client_state_with_a_reserved_key(
+    ranks: RankPool, sources: Sources, tmp_path: Path
+) -> None:
+    """L8: stock dies on one rank there, and the others wait for ever."""
+    found = ranks.run(4, f"{JOBS}:save_reserved", Moe(2, 1), str(tmp_path), timeout_s=100)
+    assert all("universal_checkpoint_info" in said for said in found)
+    assert not list(tmp_path.glob("*/*.pt"))
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_files_of_stock_deepspeed(
     ranks: RankPool, sources: Sources, tmp_path: Path, zero: int

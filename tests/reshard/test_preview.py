@@ -402,3 +402,16 @@ def test_refused_for_a_checkpoint(sources: Sources, capsys: pytest.CaptureFixtur
     ):
         assert main(["plan", folder, "--mesh", mesh]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["dp=8,ep=4,zero=1", "dp=4,ep=2,etp=2,tp=2", "dp=8,zero=3"])
+def test_a_mixture_on_paper(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    sizes = "layers=2,hidden=64,heads=4,vocab=256,experts=4"
+    argv = ["plan", "--simulate", "mixtral", "--sizes", sizes]
+    assert main([*argv, "--source-mesh", "dp=4,ep=2,zero=1", "--mesh", target]) == 0
+    # every rank its own part; what tensor parallelism does not cut both of its ranks read
+    said = capsys.readouterr().out
+    assert "times the states of the checkpoint" in said
+    assert ("1.000 times" in said) == ("tp=2" not in target)
+    assert main([*argv, "--source-mesh", "dp=4,ep=2,zero=1", "--mesh", "dp=3,ep=3,zero=1"]) == 2
+    assert "does not divide the experts" in capsys.readouterr().err
