@@ -142,18 +142,21 @@ def holdings(draw: st.DrawFn, model: Model, mesh: Mesh) -> dict[Place, list[int]
 
 
 @st.composite
+def parameters(draw: st.DrawFn, model: Model, number: int) -> ParamSpec:
+    """A parameter whose memory has its dims in any order."""
+    shape, layout = model.shapes[number], model.layouts[number]
+    dims = range(len(shape))
+    order = draw(st.permutations(dims)) if draw(st.booleans()) else dims
+    name = model.name(number)
+    return ParamSpec(name, shape, "bfloat16", "trainable", layout, order=tuple(order))
+
+
+@st.composite
 def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest:
     """The model on a random mesh, in a random order, with or without alignment, round robin and
     sub-groups."""
     mesh = draw(meshes())
-    specs = []
-    for i, (shape, layout) in enumerate(zip(model.shapes, model.layouts, strict=True)):
-        order = (
-            draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else range(len(shape))
-        )
-        specs.append(
-            ParamSpec(model.name(i), shape, "bfloat16", "trainable", layout, order=tuple(order))
-        )
+    specs = [draw(parameters(model, number)) for number in range(len(model.shapes))]
     # any rank may have any expert; at ep=1 they lie among all else
     apart = {i: draw(st.integers(0, mesh.ep - 1)) for i in model.experts if mesh.ep > 1}
     ordering = draw(st.permutations(range(len(specs))))

@@ -63,11 +63,18 @@ def _load(
         "flats": len(held),
         "step tensors": len(steps),
         "states": sorted({key for _, key in have["full"]}),
-        "groups": other_keys(groups, group_settings(engine)) if groups else None,
+        "groups": other_keys(groups, _after_a_step(engine)) if groups else None,
         "decay": {n: h["weight_decay"] for n, h in have["hyper"].items()},
     }
     close(engine, setup)
     return out
+
+
+def _after_a_step(engine: Any) -> list[dict[str, Any]]:
+    """Settings of the groups as they are after the next step: FusedAdam gives each group a count of
+    0 then, from which it begins where a parameter has no states."""
+    fused = type(base_of(engine)).__name__ == "FusedAdam"
+    return [({"step": 0} if fused else {}) | group for group in group_settings(engine)]
 
 
 def other_keys(want: list[dict[str, Any]], have: list[dict[str, Any]]) -> list[str]:
