@@ -46,8 +46,17 @@ tests() { # marks, then further arguments of pytest; that nothing fits them is n
 # Two cores, and ranks mostly wait for each other: what starts none runs beside them. Its output comes when both are done.
 beside=$(mktemp -d)/beside
 and=${marks:+$marks and }
+# Without ranks half of the tests run beside the other half.
+here=() there=()
+if [ -n "$quick" ] && [ $# = 0 ]; then
+    here=(tests/core tests/formats tests/test_*.py)
+    for path in tests/*/; do
+        case " ${here[*]} " in *" ${path%/} "*) ;; *) there+=("${path%/}") ;; esac
+    done
+fi
 run_beside() {
     if [ -n "$quick" ]; then # all types take a minute alone: the default run checks them
+        if [ -n "${there[*]}" ]; then check tests "${and}not ranks" "${there[@]}"; fi
         check pyright --warnings megatron_ucp/core megatron_ucp/families
     else
         check pyright --warnings
@@ -63,7 +72,7 @@ set -m # a process group of its own, which can be stopped as a whole
 run_beside "$@" >"$beside.log" 2>&1 &
 set +m
 trap 'kill -- -$! 2>/dev/null || true; rm -rf "${beside%/*}"' EXIT
-check tests "${and}${quick:+not }ranks" "$@"
+check tests "${and}${quick:+not }ranks" ${here[@]+"${here[@]}"} "$@"
 before=$code code=0
 wait $! || code=$?
 cat "$beside.log"
