@@ -239,13 +239,13 @@ class Mesh:
     def rank_of(self, at: Coords, part: int) -> int:
         """The first rank at a place, or the one with partition `part` of what lies there. A place
         with an expert axis is an expert's.
-
-        Raises UsageError for a partition that nobody has.
         """
         named = dict(at)
         if EXPERTS.isdisjoint(named):
+            rest, cp = divmod(part, self.cp)
+            dp, sp = divmod(rest, self.sp)
             dense = {axis: index for axis, index in at if axis in ORDERS[self.order]}
-            return self.partition_group(self.rank(Coord(**dense)))[part]
+            return self.rank(Coord(**{**dense, "cp": cp, "sp": sp, "dp": dp}))
         named["edp"] = part
         rank, step = 0, 1
         for axis in EXPERT_ORDERS[self.order]:
@@ -266,6 +266,11 @@ class Mesh:
         """The ranks over which ZeRO partitions a buffer that `axes` cut or place, in order: those
         that hold the same experts for an expert's, else the dense ones."""
         return self.expert_data_group(rank) if EXPERTS & {*axes} else self.partition_group(rank)
+
+    def partition_of(self, rank: int) -> int:
+        """Which one of the dense partitions a rank has: its place in `partition_group`."""
+        at = self.coord(rank)
+        return at.cp + self.cp * (at.sp + self.sp * at.dp)
 
     def partition_group(self, rank: int) -> tuple[int, ...]:
         """The ranks over which ZeRO partitions the dense parameters of `rank`, in order."""

@@ -117,9 +117,12 @@ def _same(one: Any, other: Any, what: str, param: str | None = None) -> None:
         raise ModelMismatchError(
             f"two ranks {what} that should be the same and is not",
             parameter=param,
-            expected=one,
-            found=other,
+            expected=str(one)[:_SHOWN],
+            found=str(other)[:_SHOWN],
         )
+
+
+_SHOWN = 200  # characters of a buffer, which may have thousands of members
 
 
 def _placed(buffer: FlatBuffer, at: Coords, first_group: int) -> FlatBuffer:

@@ -32,6 +32,7 @@ from megatron_ucp.families.base import (
     whole,
 )
 from megatron_ucp.families.layer import attention_and_mlp
+from megatron_ucp.families.measure import measured
 
 ROUTER, EXPERT, SHARED = "mlp.router.", "mlp.experts.local_experts.", "mlp.shared_experts."
 
@@ -148,21 +149,8 @@ def measure(module: Any) -> MixtralSizes:
             expected="moe_layer_freq as a number",
             found=config.moe_layer_freq,
         )
-    learned = module.position_embedding_type == "learned_absolute"
     return MixtralSizes(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        groups=config.num_query_groups or config.num_attention_heads,
-        head_dim=config.kv_channels,
-        ffn=config.ffn_hidden_size,
-        vocab=module.vocab_size,
-        true_vocab=getattr(module, "ucp_true_vocab", module.vocab_size),
-        positions=module.max_sequence_length if learned else 0,
-        tied=module.share_embeddings_and_output_weights,
-        gated=config.gated_linear_unit,
-        biases=config.add_bias_linear,
-        norm_biases=config.normalization == "LayerNorm",
+        **vars(measured(module)),
         experts=config.num_moe_experts,
         expert_ffn=config.moe_ffn_hidden_size,
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,

@@ -326,3 +326,19 @@ def test_what_is_no_manifest(text):
 def test_names_that_are_not_plain(name):
     with pytest.raises(ValueError):
         plain_name(name)
+
+
+@given(st.sampled_from(["dp-pp", "pp-dp"]), *[st.integers(1, 3)] * 5)
+def test_the_rank_of_a_partition_is_the_one_in_its_group(order, tp, pp, cp, sp, dp):
+    mesh = Mesh(tp=tp, pp=pp, cp=cp, sp=sp, dp=dp, order=order)
+    for rank in range(mesh.world):
+        group, at = mesh.partition_group(rank), mesh.coord(rank)
+        place = (("tp", at.tp), ("pp", at.pp))
+        assert [mesh.rank_of(place, part) for part in range(mesh.partitions)] == list(group)
+        assert mesh.partition_of(rank) == group.index(rank)
+        if order == "pp-dp" and cp * sp > 1:
+            continue  # there experts and all else would have other stages: no such mesh is built
+        copies = mesh.expert_data_group(rank)
+        ep, etp = mesh.expert_place(rank)
+        place = (("pp", at.pp), ("ep", ep), ("etp", etp))
+        assert [mesh.rank_of(place, part) for part in range(len(copies))] == list(copies)

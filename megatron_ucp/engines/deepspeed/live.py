@@ -69,6 +69,8 @@ class LiveEngine:
         here = places.index(own.at)
         self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
         self.numbers, self.values = joined.numbers[here], joined.values[here]
+        # number in the manifest -> place among this rank's own
+        self._own_place = {n: i for held in (self.numbers, self.values) for i, n in enumerate(held)}
         self.first_group = joined.first_group[here]
         self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
         self.manifest = _manifest(own, joined, parts)
@@ -98,12 +100,12 @@ class LiveEngine:
 
     def _live(self, buffer: int) -> LiveBuffer:
         """This rank's part of a buffer of the optimizer, by its number in the manifest."""
-        return self.buffers[self.numbers.index(buffer)]
+        return self.buffers[self._own_place[buffer]]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """The memory of one of this rank's slots, flat, detached."""
         if slot.state == VALUE:
-            value = list(self.own.values.values())[self.values.index(slot.buffer)]
+            value = list(self.own.values.values())[self._own_place[slot.buffer]]
             return flat_view(value.tensor.detach())
         master = self._live(slot.buffer).master
         if slot.state == MASTER:

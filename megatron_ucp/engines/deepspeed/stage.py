@@ -19,8 +19,8 @@ from megatron_ucp.formats.deepspeed.experts import (
     LocalExperts,
     Spread,
     counts_of,
-    expert_name,
     expert_place,
+    number_and_count,
 )
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
@@ -84,9 +84,11 @@ class OwnStage:
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the first rank at its place."""
-        dense, expert = self.spread.is_first(self.mesh, torch.distributed.get_rank())
-        return expert if self.mesh.ep > 1 else dense
+        """Whether this is the first rank at its place. Without experts the engine's own groups
+        say so, whatever the order of its ranks."""
+        if self.mesh.ep == 1:
+            return self.tp_rank == 0 and self.data_rank == 0
+        return torch.distributed.get_rank() == self.mesh.rank_of(self.at, 0)
 
     def cut(self, buffer: FlatBuffer) -> Coords:
         """This rank's place along the axes that cut one of its buffers."""
@@ -256,8 +258,9 @@ class OwnStage:
         """A parameter as its family declares it, after the live one was compared with the
         declaration."""
         dtype = dtype_name(tensor.dtype)
+        expert = number_and_count(name, self._expert_counts)
         if self.model is None or kind == "buffer":
-            return ParamSpec(name, local, dtype, kind, expert=self._expert_of(name))
+            return ParamSpec(name, local, dtype, kind, expert=expert)
         declared = self.model.find(name)
         share = declared.layout.local_shape(name, declared.shape, self.mesh.shares())
         if share != local:
@@ -280,12 +283,7 @@ class OwnStage:
                     found=found,
                     fix=f"check {self.model.family.source}",
                 )
-        return replace(declared.spec(name, dtype, kind), expert=self._expert_of(name))
-
-    def _expert_of(self, name: str) -> tuple[int, int] | None:
-        """Number and count of the expert that a parameter belongs to."""
-        part = expert_name(name)
-        return (part.number, self._expert_counts[part.layer]) if part else None
+        return replace(declared.spec(name, dtype, kind), expert=expert)
 
     @cached_property
     def _expert_counts(self) -> dict[str, int]:

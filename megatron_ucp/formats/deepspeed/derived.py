@@ -9,7 +9,7 @@ from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
-from megatron_ucp.formats.deepspeed.experts import expert_name
+from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.flattened import names_at
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, PlainFile
@@ -98,7 +98,7 @@ class Derived:
         """The parameter with the declared layout, whose share of one rank must have the shape in
         the file."""
         declared = self.of.declared.find(name, local, kind)
-        expert = self._expert_of(name)
+        expert = number_and_count(name, self.of.expert_counts)
         # where nothing cuts it another shape is an error of the comparison with the target
         cut = self.of.mesh.cut_of_dense if expert is None else self.of.mesh.cut_of_experts
         other = cut == 1 and (declared is None or declared.shape != local)
@@ -124,11 +124,6 @@ class Derived:
                 expected=f"{share} of {declared.shape} at tp={self.of.counts.tp}",
             )
         return replace(declared, dtype=dtype, kind=kind, expert=expert)
-
-    def _expert_of(self, name: str) -> tuple[int, int] | None:
-        """Number and count of the expert that a parameter belongs to."""
-        part = expert_name(name)
-        return (part.number, self.of.expert_counts[part.layer]) if part else None
 
     def _zero_stage(self, found: Contents) -> int:
         if found.engine == "zero12":

@@ -33,11 +33,6 @@ class ExpertFiles:
         self._folder = folder
         self._held: dict[int, Shares] = {}
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The files."""
-        return frozenset(self._folder.names.experts.values())
-
     def of(self, mp: int) -> Shares:
         """The experts in the files of a model-parallel rank. Raises ForeignFileError for one that
         two files hold and that is not the same in both, DamagedFileError for what is no expert."""
@@ -83,7 +78,7 @@ class ExpertFiles:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Shares of each layer, by the name of its list. Raises NotFoundError for a lost file."""
+        """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file."""
         self._complete()
         return counts_of(
             name for mp in {mp for _, _, mp in self._folder.names.experts} for name in self.of(mp)
@@ -135,8 +130,7 @@ class ExpertFiles:
 
     def local(self, mesh: Mesh, index: int) -> LocalExperts:
         """What an expert-parallel rank has of them."""
-        counts = {layer: count // mesh.ep for layer, count in self.counts.items()}
-        return LocalExperts(counts, mesh.ep, index)
+        return LocalExperts.among(self.counts, mesh.ep, index)
 
 
 class WithExperts:
@@ -192,17 +186,25 @@ class WithExperts:
 
     def check(self, file: str) -> None:
         """Also an expert file with that of the first expert-tensor-parallel rank."""
-        first = self.experts(0)
-        for etp in range(self._mesh.etp):
-            for name, (ref, held_by) in self.experts(etp).items():
-                want = first.get(name, (None, ""))[0]
-                if held_by == file and (want is None or want.shape != ref.shape):
-                    raise ForeignFileError(
-                        "an expert file differs from that of the first expert-tensor-parallel rank",
-                        file=file,
-                        parameter=name,
-                        expected=want and want.shape,
-                        found=ref.shape,
-                    )
-        if file not in self._files.names:
+        if file not in self._by_file:
             self._beside.check(file)
+        first = self.experts(0)
+        for name, ref in self._by_file.get(file, ()):
+            want = first.get(name, (None, ""))[0]
+            if want is None or want.shape != ref.shape:
+                raise ForeignFileError(
+                    "an expert file differs from that of the first expert-tensor-parallel rank",
+                    file=file,
+                    parameter=name,
+                    expected=want and want.shape,
+                    found=ref.shape,
+                )
+
+    @cached_property
+    def _by_file(self) -> dict[str, list[tuple[str, TensorRef]]]:
+        """What each expert file holds, by canonical name."""
+        out: dict[str, list[tuple[str, TensorRef]]] = {}
+        for etp in range(self._mesh.etp):
+            for name, (ref, file) in self.experts(etp).items():
+                out.setdefault(file, []).append((name, ref))
+        return out

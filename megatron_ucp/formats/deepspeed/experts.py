@@ -89,6 +89,11 @@ class LocalExperts:
     ranks: int = 1
     index: int = 0
 
+    @classmethod
+    def among(cls, whole: Mapping[str, int], ranks: int, index: int) -> "LocalExperts":
+        """Of a rank, where the whole layers have so many."""
+        return cls({layer: count // ranks for layer, count in whole.items()}, ranks, index)
+
     def whole_name(self, name: str) -> str:
         """The name with the number that the expert has in the whole layer."""
         part = expert_name(name)
@@ -181,13 +186,6 @@ class Spread:
         expert = mesh.expert_partitions if dense > 1 or mesh.partitions == dense else 1
         return cls(dense, expert, mesh.experts_apart)
 
-    @staticmethod
-    def is_first(mesh: Mesh, rank: int) -> tuple[bool, bool]:
-        """Whether a rank is the first of its stage, and the first with its experts."""
-        stage, (ep, _) = mesh.coord(rank).pp, mesh.expert_place(rank)
-        dense = mesh.rank_of(on_stage(stage), 0)
-        return rank == dense, rank == mesh.rank_of(expert_place(stage, ep, 0), 0)
-
     def is_apart(self, name: str) -> bool:
         """Whether a parameter is shared by other ranks than the dense ones are."""
         return self.apart and is_expert(name)
@@ -199,6 +197,12 @@ class Spread:
     def axes(self, name: str) -> tuple[str, ...]:
         """The axes that cut a buffer that holds the parameter."""
         return EXPERT_CUT if self.is_apart(name) else DENSE_CUT
+
+
+def number_and_count(name: str, counts: Mapping[str, int]) -> tuple[int, int] | None:
+    """What `ParamSpec.expert` says of a parameter; `counts` are those of the whole layers."""
+    part = expert_name(name)
+    return (part.number, counts[part.layer]) if part else None
 
 
 def by_layer(names: Iterable[str]) -> list[dict[int, list[str]]]:

@@ -258,16 +258,15 @@ class NativeCheckpoint(TagFolder):
         experts."""
         if order is None or self.recorded is not None or not self.names.experts:
             return order
-        counts = {layer: count // self.mesh.ep for layer, count in self.expert_counts.items()}
-        return for_experts(order, counts, str(self.folder))
+        own = LocalExperts.among(self.expert_counts, self.mesh.ep, 0)
+        return for_experts(order, own.counts, str(self.folder))
 
     def _renumbered(self, order: Order | None, rank: int) -> Order | None:
         """The order at the first expert-parallel rank, for a rank with other experts."""
         ep, _ = self.mesh.expert_place(rank)
         if order is None or not ep:
             return order
-        counts = {layer: count // self.mesh.ep for layer, count in self.expert_counts.items()}
-        local = LocalExperts(counts, self.mesh.ep, ep)
+        local = LocalExperts.among(self.expert_counts, self.mesh.ep, ep)
         return [[local.whole_name(name) for name in names] for names in order]
 
     @property
@@ -278,7 +277,7 @@ class NativeCheckpoint(TagFolder):
     def file_place(self, rank: int) -> tuple[int, int]:
         """(partition, model-parallel rank) in the names of a rank's files."""
         at = self.mesh.coord(rank)
-        return self.mesh.partition_group(rank).index(rank), at.pp * self.mesh.tp + at.tp
+        return self.mesh.partition_of(rank), at.pp * self.mesh.tp + at.tp
 
     def rank_of_file(self, part: int, mp: int) -> int:
         """The rank whose files have a partition and a model-parallel rank in their names."""

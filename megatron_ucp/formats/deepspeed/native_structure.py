@@ -72,9 +72,8 @@ class Structure:
         """What a rank writes of."""
         at, (ep, etp) = self.mesh.coord(rank), self.mesh.expert_place(rank)
         parts = {number: (cut, part) for number, cut, part in self.manifest.parts_of(rank)}
-        part = self.mesh.partition_group(rank).index(rank)
-        counts = {layer: count // self.mesh.ep for layer, count in self._counts.items()}
-        return Own(at.pp, at.tp, part, etp, LocalExperts(counts, self.mesh.ep, ep), parts)
+        experts = LocalExperts.among(self._counts, self.mesh.ep, ep)
+        return Own(at.pp, at.tp, self.mesh.partition_of(rank), etp, experts, parts)
 
     # ---------------------------------------------------------------- the structure of a stage
 

@@ -283,7 +283,7 @@ def state_file(manifest: Manifest, slot: Slot) -> str:
     rank = mesh.rank_of((*buffer.at, *slot.cut), slot.part)
     mp = buffer.stage * mesh.tp + mesh.coord(rank).tp
     if buffer.stepped and manifest.engine != "zero0":
-        return optimizer_name(mesh.partition_group(rank).index(rank), mp, "bf16_")
+        return optimizer_name(mesh.partition_of(rank), mp, "bf16_")
     ep, etp = mesh.expert_place(rank)
     if buffer.stepped and buffer.axes == EXPERT_CUT:
         return expert_optimizer_name(ep, file_rank(mesh, buffer.stage, ep, etp))
