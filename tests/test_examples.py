@@ -148,6 +148,7 @@ def test_the_script_with_three_lines(tmp_path: Path) -> None:
     )  # what a run from the beginning would have
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """examples/preemption.sh with fewer kills."""
     done = subprocess.run(

@@ -13,6 +13,12 @@ from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
 
 # optimizers that look at a whole matrix: their states follow no partition of a flat buffer
 WHOLE_MATRICES = frozenset({"torch.Muon"})
+_CLIPPED = (
+    "it scales each step by the root mean square over what it is given, which is a partition, "
+    "keeps its count in the group, and begins its moments anew where kahan_comp is not beside them"
+)
+# optimizers that can't be registered either: a resume would change numbers in silence
+REFUSED = {"optimi.StableAdamW": _CLIPPED, "pytorch_optimizer.StableAdamW": _CLIPPED}
 # names of element-wise and of scalar states that some optimizer keeps; registered ones come in too
 ELEMENT = {
     "exp_avg",
@@ -122,8 +128,11 @@ def register_optimizer(
     `name` is the first part of its module and its class ("my_package.Lion"). `element` are states
     of the parameter's shape, one number for each element and independent of the others; `scalar`
     are single numbers; `step` says how the step is kept, as a 0-d "tensor" or as an "int". A second
-    call for a name replaces the first. Raises UsageError for names that can't be states.
+    call for a name replaces the first. Raises UsageError for names that can't be states,
+    UnsupportedError for an optimizer that is refused by name.
     """
+    if name in REFUSED:
+        raise UnsupportedError("this optimizer can't be carried", found=f"{name}: {REFUSED[name]}")
     kept = Kept(tuple(element), tuple(scalar), step)
     names = (*kept.element, *kept.scalar)
     wrong = [one for one in names if not one.isidentifier() or one in (MASTER, VALUE)]

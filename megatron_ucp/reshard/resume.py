@@ -147,7 +147,6 @@ class _Job:
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
         _check_files(source, how.allow, optimizer)
-        engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
         states = _states(bare, source.manifest, optimizer, file)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.masters import base_of as base_of
-from tests.engines.masters import expert_group, global_name, named, runs_of, wrapper_of
+from tests.engines.masters import expert_group, named, runs_of, without_pipeline, wrapper_of
 from tests.engines.masters import names as names
 
 STATES = (
@@ -328,7 +328,7 @@ def values(engine: Any) -> dict[str, torch.Tensor]:
     """The module's buffers that are saved."""
     saved = set(engine._get_buffer_names())
     held = engine.module.named_buffers()
-    own = {global_name(engine, n): b.detach().clone() for n, b in held if n in saved}
+    own = {without_pipeline(engine, n): b.detach().clone() for n, b in held if n in saved}
     if not hasattr(engine, "num_stages"):
         return own
     return {name: value for rank in everywhere(own) for name, value in rank.items()}

@@ -13,13 +13,14 @@ Run = tuple[str, int, int, torch.Tensor, int, int]
 
 
 def names(engine: Any) -> dict[Any, str]:
-    return {p: global_name(engine, n) for n, p in engine.module.named_parameters()}
+    return {param: name for name, param in named(engine).items()}
 
 
-def global_name(engine: Any, name: str) -> str:
-    """The name that a model of one rank has: with the number of an expert in the whole layer,
-    and as a GPTModel without pipeline has it."""
-    return _without_pipeline(engine, _numbered(engine, name))
+def named(engine: Any) -> dict[str, Any]:
+    """This rank's parameters by the name that a model of one rank has: with the number of an expert
+    in the whole layer, and as a GPTModel without pipeline has it."""
+    params = dict(engine.module.named_parameters())
+    return {without_pipeline(engine, _numbered(params, name)): params[name] for name in params}
 
 
 EXPERT = re.compile(r"(.*\.(?:local_experts|deepspeed_experts)\.)(\d+)(\..*)")
@@ -30,10 +31,9 @@ def expert_group(param: Any) -> str | None:
     return param.group_name if not getattr(param, "allreduce", True) else None
 
 
-def _numbered(engine: Any, name: str) -> str:
+def _numbered(params: dict[str, Any], name: str) -> str:
     found = EXPERT.fullmatch(name)
-    params = dict(engine.module.named_parameters())
-    group = expert_group(params[name]) if found and name in params else None
+    group = expert_group(params[name]) if found else None
     if found is None or group is None:
         return name
     from deepspeed.utils import groups
@@ -45,8 +45,8 @@ def _numbered(engine: Any, name: str) -> str:
     return f"{head}{first + int(number)}{rest}"
 
 
-def _without_pipeline(engine: Any, name: str) -> str:
-    """Where the pipeline's layers are embedding, L layers, norm, head."""
+def without_pipeline(engine: Any, name: str) -> str:
+    """A name in a model of one stage; a pipeline has embedding, L layers, norm and head."""
     if not hasattr(engine, "num_stages"):
         return name
     head, _, rest = name.partition(".")
@@ -55,11 +55,6 @@ def _without_pipeline(engine: Any, name: str) -> str:
     layer, layers = int(head), engine.module.config.num_layers
     fixed = {0: "embedding", layers + 1: "decoder.final_layernorm", layers + 2: "output_layer"}
     return f"{fixed.get(layer, f'decoder.layers.{layer - 1}')}.{rest}"
-
-
-def named(engine: Any) -> dict[str, Any]:
-    """This rank's parameters by global name."""
-    return {global_name(engine, n): p for n, p in engine.module.named_parameters()}
 
 
 def wrapper_of(engine: Any) -> str:

@@ -35,26 +35,28 @@ class Expert(torch.nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+def mixture(setup: Moe, count: int) -> torch.nn.Module:
+    """DeepSpeed's layer with so many experts. It drops no token and draws nothing."""
+    from deepspeed.moe.layer import MoE
+
+    return MoE(
+        WIDTH,
+        Expert(),
+        num_experts=count,
+        ep_size=setup.ep,
+        k=2,
+        drop_tokens=False,
+        use_rts=False,
+        use_residual=setup.residual,
+        top2_2nd_expert_sampling=False,
+    )
+
+
 class Net(torch.nn.Module):
     def __init__(self, setup: Moe) -> None:
-        from deepspeed.moe.layer import MoE
-
         super().__init__()
         self.embed = torch.nn.Embedding(VOCAB, WIDTH)
-        self.mixtures = torch.nn.ModuleList(
-            MoE(
-                WIDTH,
-                Expert(),
-                num_experts=count,
-                ep_size=setup.ep,
-                k=2,
-                drop_tokens=False,
-                use_rts=False,
-                use_residual=setup.residual,
-                top2_2nd_expert_sampling=False,
-            )
-            for count in setup.experts
-        )
+        self.mixtures = torch.nn.ModuleList(mixture(setup, count) for count in setup.experts)
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
         self.register_buffer("scale", torch.rand(WIDTH) + 0.5)

@@ -157,6 +157,50 @@ def plant_fault(engine: Any, fault: str) -> None:
         base.param_groups[-1]["weight_decay"] += 0.1
     elif fault == "one step" and engine.stage_id == 1:
         next(iter(base.state.values()))["step"] += 1
+    elif fault in EXPERT_FAULTS:
+        EXPERT_FAULTS[fault](engine, params)
+
+
+LAYER = "decoder.layers.1.mlp."
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges the values of two tensors."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def _swap_experts(_: Any, params: dict[str, Any]) -> None:
+    names = [f"{LAYER}experts.local_experts.{n}.linear_fc2.weight" for n in (0, 1)]
+    swap(*(params[name].data for name in names))
+
+
+def _swap_halves(_: Any, params: dict[str, Any]) -> None:
+    swap(*params[f"{LAYER}experts.local_experts.2.linear_fc1.weight"].data.chunk(2))
+
+
+def _swap_rows(_: Any, params: dict[str, Any]) -> None:
+    rows = params[f"{LAYER}router.weight"].data
+    swap(rows[0], rows[3])
+
+
+def _move_bias(engine: Any, _: dict[str, Any]) -> None:
+    dict(engine.module.named_buffers())[f"{LAYER}router.expert_bias"][1] += 1e-3
+
+
+def _change_moment(engine: Any, params: dict[str, Any]) -> None:
+    weight = params[f"{LAYER}experts.local_experts.3.linear_fc1.weight"]
+    base_of(engine).state[weight]["exp_avg"].view(torch.int32).view(-1)[5] ^= 1
+
+
+EXPERT_FAULTS = {
+    "two experts swapped": _swap_experts,
+    "gate and up of an expert swapped": _swap_halves,
+    "two rows of the router swapped": _swap_rows,
+    "a router's bias": _move_bias,
+    "an expert's moment": _change_moment,
+}
 
 
 def attempt(setup: Staged, folder: str, given: str | None = "gpt") -> dict[str, Any]:

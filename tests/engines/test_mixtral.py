@@ -1,6 +1,11 @@
 """Mixtral under DeepSpeed: saved and resumed on other expert-parallel, expert-tensor-parallel,
 tensor-parallel and pipeline sizes, bit for bit."""
 
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from megatron_ucp.engines.megatron.experts import Experts
@@ -31,11 +36,6 @@ def mixtral(
     )
 
 
-def world_of(setup: Staged) -> int:
-    """Ranks that a mesh needs at least."""
-    return max(setup.tp, setup.ep * (setup.etp or setup.tp)) * max(setup.pp, 1)
-
-
 PAIRS = [
     (mixtral(2, zero=1), mixtral(1, zero=1)),
     (mixtral(2, zero=1), mixtral(4, zero=2)),
@@ -45,7 +45,30 @@ PAIRS = [
     (mixtral(2, zero=0), mixtral(1, zero=3)),
     (mixtral(2, pp=2, zero=1), mixtral(2, tp=2, zero=2)),
     (mixtral(2, tp=2, zero=1), mixtral(2, pp=2, zero=0)),
+    (mixtral(2, tp=2, etp=1, zero=1), mixtral(1, tp=2, zero=3)),
+    (mixtral(2, pp=2, zero=1), mixtral(1, tp=2, pp=2, zero=1)),
+    (mixtral(4, tp=2, etp=1, zero=0), mixtral(2, tp=2, zero=2)),
+    (mixtral(1, tp=2, zero=1), mixtral(4, tp=2, etp=1, zero=1)),
 ]
+
+
+def meshes() -> Iterator[Staged]:
+    """Every cut of four ranks under which DeepSpeed trains experts and saves all of them."""
+    for ep, etp, tp, pp, zero in itertools.product((1, 2, 4), (1, 2), (1, 2), (0, 2), range(4)):
+        saved_whole = etp <= tp <= ep * etp
+        fits = ep * etp * max(pp, 1) <= 4 and tp * max(pp, 1) <= 4
+        supported = (zero < 3 or ep == 1) and (zero < 2 or not pp)
+        if saved_whole and fits and supported:
+            yield mixtral(ep, tp, pp, zero, etp)
+
+
+def marked() -> list[Any]:
+    """More pairs, drawn once and for all: every mesh is a source and a target."""
+    every = list(meshes())
+    drawn = random.Random(11)
+    pairs = [(one, drawn.choice(every)) for one in every]
+    pairs += [(drawn.choice(every), one) for one in every]
+    return [pytest.param(pair, marks=pytest.mark.slow, id=named(pair)) for pair in pairs]
 
 
 def named(pair: object) -> str:
@@ -53,10 +76,43 @@ def named(pair: object) -> str:
     return "-".join(f"ep{s.ep}etp{s.etp or s.tp}tp{s.tp}pp{s.pp}z{s.zero}" for s in (one, two))
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=named)
-def test_a_mixtral_resumes_on_another_mesh(ranks: RankPool, sources: Sources, pair: object) -> None:
+@pytest.mark.parametrize("pair", [*(pytest.param(p, id=named(p)) for p in PAIRS), *marked()])
+def test_pair(ranks: RankPool, sources: Sources, pair: object) -> None:
     source, target = pair
     folder = sources.get(4, source, f"{JOBS}:save", more=0)
     (found, *_) = ranks.run(4, f"{JOBS}:resume", target, folder, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["before"]["filled"] and found["before"]["trained"]
+
+
+def test_at_least_sixty_pairs_are_marked() -> None:
+    assert len(marked()) >= 60
+
+
+@pytest.mark.parametrize("target", [mixtral(2, tp=2, zero=2), mixtral(2, pp=2, zero=1)])
+def test_the_losses_of_the_run_go_on(ranks: RankPool, sources: Sources, target: Staged) -> None:
+    """In fp32, the router too, for twenty steps; no token is dropped."""
+    folder = sources.get(4, mixtral(4, zero=1), f"{JOBS}:save", more=20)
+    (found, *_) = ranks.run(
+        4, f"{JOBS}:resume", target, folder, tags=("trained",), more=20, timeout_s=200
+    )
+    assert found["differences"] == {"trained": []}
+    assert found["loss"] <= 1e-5
+
+
+FAULTS = [
+    "two experts swapped",
+    "gate and up of an expert swapped",
+    "two rows of the router swapped",
+    "a router's bias",
+    "an expert's moment",
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_planted_fault_is_seen(ranks: RankPool, sources: Sources, plant: str) -> None:
+    folder = sources.get(4, mixtral(2, zero=1), f"{JOBS}:save", more=0)
+    (found, *_) = ranks.run(
+        1, f"{JOBS}:resume", mixtral(1, zero=0), folder, plant=plant, tags=("filled",)
+    )
+    assert found["differences"]["filled"]

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.engines.moe_jobs import Moe
+from tests.engines.moe_pipe_jobs import Piped
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
-JOBS = "tests.engines.moe_jobs"
+JOBS, PIPED = "tests.engines.moe_jobs", "tests.engines.moe_pipe_jobs"
 
 
 @pytest.mark.parametrize("zero", [1, 0, 2])
@@ -68,3 +69,41 @@ def test_files_of_stock_deepspeed(
     for ep in (1, 4):
         (found, *_) = ranks.run(4, f"{JOBS}:resume", Moe(ep, zero), str(folder), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
+
+
+def piped(ep: int, zero: int, pp: int = 0) -> Piped:
+    return Piped(ep, zero, pp=pp)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (piped(2, 1, pp=2), piped(1, 2)),
+        (piped(2, 1, pp=2), piped(4, 0)),
+        (piped(2, 0, pp=2), piped(1, 1, pp=2)),
+        (piped(2, 2), piped(2, 0, pp=2)),
+    ],
+)
+def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target: Piped) -> None:
+    folder = sources.get(4, source, f"{PIPED}:save", more=3)
+    (found, *_) = ranks.run(4, f"{PIPED}:resume", target, folder, more=3, timeout_s=200)
+    assert found["differences"] == {"filled": [], "trained": []}
+    assert found["before"]["filled"] and found["before"]["trained"]
+    assert found["loss"] < 1e-5
+
+
+def test_files_of_a_stock_pipeline(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
+    folder = tmp_path / "stock"
+    shutil.copytree(sources.get(4, piped(2, 1, pp=2), f"{PIPED}:save", more=3), folder)
+    without_manifest(folder)
+    for ep in (1, 4):
+        (found, *_) = ranks.run(4, f"{PIPED}:resume", piped(ep, 1), str(folder), timeout_s=200)
+        assert found["differences"] == {"filled": [], "trained": []}
+
+
+def test_two_experts_swapped_in_a_pipeline(ranks: RankPool, sources: Sources) -> None:
+    folder = sources.get(4, piped(2, 1, pp=2), f"{PIPED}:save", more=3)
+    (found, *_) = ranks.run(
+        4, f"{PIPED}:resume", piped(1, 0, pp=2), folder, plant="swap", timeout_s=200
+    )
+    assert found["differences"]["filled"]

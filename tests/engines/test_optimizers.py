@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import megatron_ucp as ucp
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 from tests.engines.test_pairs import check
@@ -141,3 +142,12 @@ def test_the_8_bit_form_is_refused_by_what_it_keeps(ranks: RankPool) -> None:
     setup = Setup(1, "fp32", "bitsandbytes.optim.AdamW", options=small)
     for rank in ranks.run(2, JOBS + "attaching", setup, steps=1):
         assert rank["error"] == "UnsupportedError" and "8-bit block-wise" in rank["message"]
+
+
+def test_steps_that_depend_on_the_partition_are_refused(ranks: RankPool) -> None:
+    pytest.importorskip("optimi", reason="tests/setup_env.sh installs it")
+    for rank in ranks.run(2, JOBS + "attaching", Setup(1, "fp32", "optimi.StableAdamW")):
+        assert rank["error"] == "UnsupportedError" and "root mean square" in rank["message"]
+        assert rank["unchanged"] and not rank["attached"]
+    with pytest.raises(ucp.UnsupportedError, match="root mean square"):
+        ucp.register_optimizer("optimi.StableAdamW", element=("exp_avg", "exp_avg_sq"))

@@ -5,7 +5,13 @@ from typing import Any
 
 from megatron_ucp.engines.deepspeed.wrappers import Wrapper, wrapper_of
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.optimizers import REFUSED_STATES, WHOLE_MATRICES, in_table, name_in_table
+from megatron_ucp.formats.optimizers import (
+    REFUSED,
+    REFUSED_STATES,
+    WHOLE_MATRICES,
+    in_table,
+    name_in_table,
+)
 
 _OWN_LOAD = (
     "leave `attach` out: DeepSpeed's own save and load, which load_checkpoint(native=True) of an "
@@ -45,6 +51,13 @@ def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:
             found=full,
             expected="ZeRO stage 0",
             fix=f"train at stage 0 with torch.optim.Muon, or {_OWN_LOAD}",
+        )
+    if name in REFUSED:
+        raise UnsupportedError(
+            "this optimizer can't be carried to another mesh",
+            found=f"{full}: {REFUSED[name]}",
+            expected="an optimizer whose step of an element depends on that element alone",
+            fix=f"train with torch.optim.AdamW and gradient clipping, or {_OWN_LOAD}",
         )
     held = {str(key) for state in wrapper.base.state.values() for key in state}
     refused = sorted(key for key in held if key in REFUSED_STATES)

@@ -120,9 +120,6 @@ class LiveEngine:
 
     # ------------------------------------------------ before the first write
 
-    def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """An engine of DeepSpeed takes all that fits its parameters."""
-
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
     ) -> DeepSpeedExtras:

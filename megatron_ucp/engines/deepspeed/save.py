@@ -29,6 +29,7 @@ from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_bat
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
+from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
 from megatron_ucp.families.base import Model
@@ -184,10 +185,12 @@ def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitSta
     `left` removes. Collective. Raises SaveError, UsageError."""
     with _as_save_error(), agree.together() as block:
         block.value = (str(folder), tag)
-        if engine.checkpoint_engine is None:
+        if not wrapper_of(engine).is_saved:
             raise SaveError(
-                "this engine has no optimizer, and DeepSpeed saves none such at ZeRO-3",
-                fix="save the weights with engine.save_16bit_model",
+                "this engine has no optimizer, and DeepSpeed's own save fails for such an engine "
+                "at ZeRO-3, and in bf16 and fp16 at stage 0",
+                fix="save the weights with engine.save_16bit_model, or torch.save of "
+                "engine.module.state_dict() at stage 0",
             )
         check_client_state(client_state, OWN_KEYS, Path(engine._get_ckpt_name(str(folder), tag)))
         if agree.world()[0] == 0:

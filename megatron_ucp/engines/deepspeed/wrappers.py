@@ -35,6 +35,7 @@ class Wrapper:
 
     engine_name = ""
     zero = 0
+    is_saved = True  # whether DeepSpeed's own save writes such an engine
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -319,6 +320,8 @@ class NoOptimizer(LivePlain):
         self.opt = engine.optimizer
         self.base = None
         self.zero = 3 if type(self.opt).__name__ == _OFFLOAD else 0
+        # DeepSpeed asks what wraps nothing for its state; at ZeRO-3 there is no writer
+        self.is_saved = self.opt is None
 
     def buffers(self) -> list[LiveBuffer]:
         return []
