@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import PER_GROUP, Extras
 from megatron_ucp.formats.pt.values import TensorRef
@@ -125,12 +126,15 @@ def _joined_scheduler(source: "NativeCheckpoint") -> Any:
     if source.counts.stages == 1 or not isinstance(found, dict):
         return found
     files = source.first_of_stages
+    groups: dict[int, int] = {}  # how many each stage has; its places with experts have the same
+    for at, contents in zip(source.places, source.stages, strict=True):
+        groups.setdefault(stage_of(at), len(contents.groups))
     saved = [source.tree(file).get("lr_scheduler") or {} for file in files]
     out = dict(found)
     for key in PER_GROUP & found.keys():
         lists = [state.get(key) if isinstance(state, dict) else None for state in saved]
         counts = [len(values) if isinstance(values, list) else -1 for values in lists]
-        if counts == [len(contents.groups) for contents in source.stages]:
+        if counts == [*groups.values()]:
             out[key] = [
                 _as_number(source, file, value)
                 for file, values in zip(files, lists, strict=True)
