@@ -45,6 +45,16 @@ MODEL = [
     "--make-vocab-size-divisible-by",
     "64",
 ]
+# The same with a mixture of experts instead of each MLP, two of which see each token.
+EXPERTS = [
+    *MODEL,
+    "--model-family",
+    "mixtral",
+    "--ffn-hidden-size",
+    "192",
+    "--num-experts",
+    "4",
+]
 TRAINING = [
     "--global-batch-size",
     str(BATCH),
@@ -75,14 +85,19 @@ class Mesh:
     zero: int = 1
     sp: bool = False
     """Megatron's sequence parallelism, within the tensor-parallel ranks."""
+    ep: int = 0
+    """Ranks among which the experts are divided; tp cuts each one. 0: the model has none."""
 
     def __str__(self) -> str:
         stages = f"pp={self.pp}, " if self.pp > 1 else ""
-        return f"tp={self.tp}, {stages}dp={self.dp}, ZeRO-{self.zero}" + (", SP" if self.sp else "")
+        experts = f", ep={self.ep}" if self.ep else ""
+        dense = f"tp={self.tp}, {stages}dp={self.dp}{experts}, ZeRO-{self.zero}"
+        return dense + (", SP" if self.sp else "")
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}_zero{self.zero}" + "_sp" * self.sp
+        experts = f"_ep{self.ep}" if self.ep else ""
+        return f"tp{self.tp}_pp{self.pp}_dp{self.dp}_zero{self.zero}{experts}" + "_sp" * self.sp
 
     @property
     def ranks(self) -> int:
@@ -102,7 +117,11 @@ class Mesh:
             "--micro-batch-size",
             str(micro),
         ]
-        return [*flags, "--sequence-parallel"] if self.sp else flags
+        if self.ep:
+            flags += ["--expert-model-parallel-size", str(self.ep)]
+        # megatron-core trains experts of several tensor-parallel ranks with it alone
+        sequences = self.sp or (self.ep and self.tp > 1)
+        return [*flags, "--sequence-parallel"] if sequences else flags
 
 
 SOURCE = Mesh(tp=2, dp=2, zero=1)
@@ -173,7 +192,7 @@ def compare(
     """Trains and saves on one mesh, resumes on others; what came of each, and the losses of the
     uninterrupted run."""
     flags = [
-        *MODEL,
+        *(EXPERTS if source.ep else MODEL),
         *TRAINING,
         "--train-iters",
         str(steps + more),

@@ -1,11 +1,12 @@
 """The whole optimizer state of a live megatron-core engine, to check what a load restored:
 data-parallel pieces are gathered by DeepSpeed's own accessors, tensor-parallel shards joined by the
 attributes that megatron-core sets on its parameters, pipeline stages by the positions of their
-layers.
+layers, experts by the numbers that follow from a rank's place.
 
 Nothing here uses megatron_ucp: a check by the code that it checks would show nothing.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+EXPERT = re.compile(r"(.*local_experts\.)(\d+)(\..*)")
+# keys of a parameter group that hold no hyper-parameter: DeepSpeed tells experts apart by them
+LABELS = ("params", "name", "moe")
 States = dict[str, Any]
 
 
@@ -56,6 +60,7 @@ def gather(engine: Any) -> States:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found: States = {}
+    pipe = stages(engine) > 1
     group_of, steps = groups_of(engine), steps_of_groups(engine)
     for raw, param in engine.module.named_parameters():
         name, number = canonical(engine, raw), group_of[param]
@@ -67,14 +72,16 @@ def gather(engine: Any) -> States:
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
             held["weight"] = param.detach().clone()
         for key, shard in held.items():
-            found[f"{key} of {name}"] = join(name, param, shards(shard.detach().clone()))
+            found[f"{key} of {name}"] = join(name, param, shards(name, shard.detach().clone()))
         found[f"hyper-parameters of {name}"] = {
-            k: v for k, v in base.param_groups[number].items() if k != "params"
+            k: v for k, v in base.param_groups[number].items() if k not in LABELS
         }
         found[f"steps of {name}"] = steps[number]
     found["scheduler"] = engine.lr_scheduler.state_dict()
     found["counters"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
-    return of_all_stages(engine, found)
+    if has_experts(engine):
+        found = of_all(parallel_state().get_expert_model_parallel_group(), found, "expert rank")
+    return of_all(engine.grid.get_pipe_parallel_group(), found, "stage") if pipe else found
 
 
 def groups_of(engine: Any) -> dict[Any, int]:
@@ -118,10 +125,20 @@ def stages(engine: Any) -> int:
     return engine.grid.get_pipe_parallel_world_size() if hasattr(engine, "grid") else 1
 
 
+def has_experts(engine: Any) -> bool:
+    return bool(engine.module.config.num_moe_experts)
+
+
 def canonical(engine: Any, name: str) -> str:
-    """A parameter's name in the model without a pipeline. There names begin with the layer's
-    position: 0 is the embedding, the transformer layers follow, then the final norm and the
-    head."""
+    """A parameter's name in the model of one rank: with an expert's number in the whole layer, and
+    without a pipeline. There names begin with the layer's position: 0 is the embedding, the
+    transformer layers follow, then the final norm and the head."""
+    expert = EXPERT.fullmatch(name)
+    if expert:
+        state = parallel_state()
+        each = engine.module.config.num_moe_experts // state.get_expert_model_parallel_world_size()
+        number = state.get_expert_model_parallel_rank() * each + int(expert[2])
+        name = f"{expert[1]}{number}{expert[3]}"
     if not hasattr(engine, "grid"):
         return name
     first, _, rest = name.partition(".")
@@ -136,25 +153,28 @@ def canonical(engine: Any, name: str) -> str:
     return f"decoder.final_layernorm.{rest}" if position == layers + 1 else f"output_layer.{rest}"
 
 
-def of_all_stages(engine: Any, found: States) -> States:
-    """What all stages hold together; two stages that hold one thing differently show as an entry of
-    its own."""
-    if stages(engine) == 1:
-        return found
-    group = engine.grid.get_pipe_parallel_group()
+def of_all(group: Any, found: States, what: str) -> States:
+    """What the ranks of a group hold together; one thing that two of them hold differently shows as
+    an entry of its own."""
     each: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(each, found, group=group)
     out: States = {}
-    for number, stage in enumerate(each):
-        for key, value in stage.items():
+    for number, held in enumerate(each):
+        for key, value in held.items():
             if not equal(out.setdefault(key, value), value):
-                out[f"{key}, on stage {number}"] = value
+                out[f"{key}, on {what} {number}"] = value
     return out
 
 
-def shards(mine: torch.Tensor) -> list[torch.Tensor]:
-    """The shards of one tensor on all ranks of the tensor-parallel group, in their order."""
-    group = parallel_state().get_tensor_model_parallel_group()
+def shards(name: str, mine: torch.Tensor) -> list[torch.Tensor]:
+    """The shards of one tensor on all ranks of the tensor-parallel group, in their order; experts
+    have a group of their own."""
+    state = parallel_state()
+    group = (
+        state.get_expert_tensor_parallel_group()
+        if EXPERT.fullmatch(name)
+        else state.get_tensor_model_parallel_group()
+    )
     out = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(out, mine.contiguous(), group=group)
     return out
@@ -162,7 +182,7 @@ def shards(mine: torch.Tensor) -> list[torch.Tensor]:
 
 def join(name: str, param: Any, parts: list[torch.Tensor]) -> torch.Tensor:
     """The whole tensor; with one more dim, so that it equals nothing, where copies differ."""
-    if not param.tensor_model_parallel:  # norms: every rank has a copy
+    if not getattr(param, "tensor_model_parallel", False):  # norms: every rank has a copy
         return parts[0] if all(equal(parts[0], part) for part in parts) else torch.stack(parts)
     if name.endswith("linear_fc1.weight"):
         # SwiGLU: a rank holds its rows of the gate above its rows of the up projection; whole, all

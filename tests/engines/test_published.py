@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ucp.engines.megatron.experts import Experts
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
 from tests.engines.stages import JOBS, check
@@ -22,21 +23,25 @@ from quickstart import Mesh  # type: ignore[import-not-found]
 
 pytestmark = pytest.mark.ranks
 FOUR = [source for source in evaluation.SOURCES if source.ranks <= 4]
-SCENARIOS = {  # the fourth, a mixture of experts, needs experts
+SCENARIOS = {
     "fewer data-parallel ranks": (Mesh(1, 1, 4, 1), Mesh(1, 1, 2, 1)),
     "plain data parallelism to ZeRO": (Mesh(1, 1, 4, 0), Mesh(1, 1, 4, 3)),
     "other tensor-parallel and pipeline sizes": (Mesh(2, 1, 2, 1), Mesh(1, 4, 1, 1)),
+    "a mixture of experts": (Mesh(1, 2, 2, 1, ep=2), Mesh(2, 2, 1, 1, ep=1)),
 }
+FOUR_WITH_EXPERTS = [target for target in evaluation.EXPERTS_TARGETS if target.ranks <= 4]
 
 
 def setup(mesh: Mesh, seed: int = 1) -> Staged:
     return Staged(
-        "gpt",
+        "mixtral" if mesh.ep else "gpt",
         mesh.tp,
         mesh.zero,
         pp=mesh.pp if mesh.pp > 1 else 0,
         seed=seed,
-        sequence_parallel=mesh.sp,
+        sequence_parallel=mesh.sp or (mesh.ep > 0 and mesh.tp > 1),
+        ep=max(mesh.ep, 1),
+        experts=Experts(4, ffn=12) if mesh.ep else None,
     )
 
 
@@ -64,6 +69,11 @@ def test_the_sources_of_four_ranks_to_one_target(sources: Sources, origin: Mesh)
     reshard(sources, origin, evaluation.TARGET)
 
 
+@pytest.mark.parametrize("target", FOUR_WITH_EXPERTS, ids=str)
+def test_a_mixture_of_experts_to_other_meshes(sources: Sources, target: Mesh) -> None:
+    reshard(sources, evaluation.SMALL_EXPERTS_SOURCE, target)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_scenarios_of_flexibility(sources: Sources, scenario: str) -> None:
     reshard(sources, *SCENARIOS[scenario])
@@ -78,5 +88,5 @@ def test_the_whole_evaluation_as_training_runs(tmp_path: Path) -> None:
         timeout=2400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("| yes (") == 17
+    assert done.stdout.count("| yes (") == 17 + len(evaluation.EXPERTS_TARGETS)
     assert (tmp_path / "one_to_ten.png").stat().st_size > 50_000
