@@ -1,8 +1,8 @@
 """Loading against stock DeepSpeed's loading and conversion: seconds, bytes read, memory. 124
-million parameters, two ranks.
+million parameters, two ranks; four for the mixture of experts.
 
     python -m benchmarks.load                       # 20 minutes, 8 GiB of memory, 14 GB of disk
-    python -m benchmarks.load --suites tensor       # also `data` (ZeRO stages), `pipeline`
+    python -m benchmarks.load --suites tensor       # also `data` (ZeRO), `pipeline`, `experts`
     python -m benchmarks.load --tiny --repetitions 2  # to see that it runs
 
 Every ratio is of medians of one run in the same processes, the repetitions interleaved, the page
@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import SUITES, Mesh, Pair, meshes, targets
+from benchmarks.cases import RANKS, SUITES, Mesh, Pair, meshes, targets
 from benchmarks.load_ranks import status
 from benchmarks.machine import description
 from benchmarks.model import TINY
 from tests.ranks import RankPool, RanksFailed
 
-RANKS, TIMEOUT_S = 2, 3000
+TIMEOUT_S = 3000
 RESULTS = Path(__file__).parent / "results" / "load.json"
 EXTRA_BYTES = 64 * 2**20
 # what, numerator, denominator, "at most" or "at least", limit
@@ -48,6 +48,9 @@ def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
             ours, stock = f"ucp {pair}{checked}", f"stock {pair.target}"
             what = f"load {pair} / stock load of {pair.target}{more}"
             out.append((what, ours, stock, "at most", load))
+            if pair.floor is not None:
+                floor, limit = f"floor {pair.target}", None if checked else pair.floor
+                out.append((f"load {pair} / floor{more}", ours, floor, "at most", limit))
             if pair.converts:
                 what = f"stock convert + load / load, {pair}{more}"
                 out.append((what, f"stock both {pair}", ours, "at least", convert))
@@ -103,11 +106,12 @@ def bytes_read(
 ) -> list[int | None]:
     """Bytes of the files under `folder` that each rank reads between its markers; None without
     strace."""
-    pool.run(RANKS, "benchmarks.load_ranks:status", "VmRSS")  # the workers exist now
+    ranks = pool.size
+    pool.run(ranks, "benchmarks.load_ranks:status", "VmRSS")  # the workers exist now
     if shutil.which("strace") is None:
         run()
-        return [None] * RANKS
-    logs = [Path(f"{marker}.strace.{rank}") for rank in range(RANKS)]
+        return [None] * ranks
+    logs = [Path(f"{marker}.strace.{rank}") for rank in range(ranks)]
     watchers = [
         subprocess.Popen(
             ["strace", "-f", "-y", "-e", TRACED, "-o", str(log), "-p", str(pid)],
@@ -119,7 +123,7 @@ def bytes_read(
     try:
         for watcher in watchers:  # it says so when it has attached
             if watcher.stderr is None or "attached" not in watcher.stderr.readline():
-                return [None] * RANKS
+                return [None] * ranks
             threading.Thread(target=watcher.stderr.read, daemon=True).start()
         run()
     finally:
@@ -194,7 +198,9 @@ class Suite:
     repetitions: int
 
     def call(self, function: str, *args: Any) -> list[Any]:
-        return self.pool.run(RANKS, f"benchmarks.load_ranks:{function}", *args, timeout_s=TIMEOUT_S)
+        return self.pool.run(
+            self.pool.size, f"benchmarks.load_ranks:{function}", *args, timeout_s=TIMEOUT_S
+        )
 
     def observed(self, mesh: Mesh, way: str, marker: str) -> list[dict[str, int]]:
         return self.call(
@@ -212,11 +218,15 @@ class Suite:
         return None
 
     def memory(self, mesh: Mesh, way: str) -> list[dict[str, int]]:
-        marker, stop, peaks = str(self.folder / f"memory {way}"), threading.Event(), [0] * RANKS
+        marker, stop, peaks = (
+            str(self.folder / f"memory {way}"),
+            threading.Event(),
+            [0] * self.pool.size,
+        )
         self.call("status", "VmRSS")  # the workers exist now
 
         def look() -> None:
-            peaks[:] = peak_anonymous(self.pool.pids()[:RANKS], marker, stop)
+            peaks[:] = peak_anonymous(self.pool.pids(), marker, stop)
 
         watcher = threading.Thread(target=look)
         watcher.start()
@@ -263,7 +273,7 @@ class Suite:
         out: dict[str, Any] = {
             "machine_before": description(),
             "repetitions": self.repetitions,
-            "ranks": RANKS,
+            "ranks": self.pool.size,
         }
         seconds: dict[str, dict[str, Any]] = {
             "seconds": {},
@@ -272,7 +282,7 @@ class Suite:
         }
         for mesh in meshes(self.pairs):
             count = self.call("save", str(self.folder), mesh, self.size)[0]
-            if mesh.tp < 2 and mesh.pp < 2:
+            if mesh.tp < 2 and mesh.pp < 2 and mesh.ep < 2:
                 out["parameters"] = count
         out["stock_can_not"] = refusals = {
             str(pair): why for pair in self.pairs if (why := self.stock_can_not(pair))
@@ -378,7 +388,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="ucp_load_", dir=options.folder) as folder:
             if shutil.disk_usage(folder).free < needed:
                 parser.error(f"{folder} has less than {needed >> 30} GiB of free space")
-            pool = RankPool(RANKS)
+            pool = RankPool(RANKS.get(name, 2))
             try:
                 results[name] = Suite(
                     pool, Path(folder).resolve(), SUITES[name], size, options.repetitions

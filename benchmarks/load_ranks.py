@@ -102,9 +102,15 @@ class Loads:
         )
 
     def largest_shard_bytes(self) -> int:
+        """Of a parameter's masters in a partition. Experts that are divided among ranks have as
+        many fewer partitions."""
         ranks = self.engine.seq_dp_world_size
         return max(
-            4 * -(-getattr(p, "ds_numel", p.numel()) // ranks)
+            4
+            * -(
+                -getattr(p, "ds_numel", p.numel())
+                // (ranks if getattr(p, "allreduce", True) else ranks // self.mesh.ep)
+            )
             for p in self.engine.module.parameters()
         )
 

@@ -8,8 +8,10 @@ import torch
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
 from megatron_ucp.engines.megatron import models, pipeline
+from megatron_ucp.engines.megatron.experts import Experts
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 768, 12, 12, 50304, 1024
+MIXTURE = {"width": 512, "layers": 8, "vocabulary": 8192}  # with 8 experts 124 million parameters
 TINY = {"width": 64, "layers": 2, "vocabulary": 500}  # to try a benchmark out
 
 
@@ -61,7 +63,11 @@ def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
     import deepspeed
 
     torch.manual_seed(0)
-    net: Any = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
+    net: Any
+    if mesh.ep:
+        net = _mixture(mesh, **(size or MIXTURE))
+    else:
+        net = _megatron(mesh, **size) if mesh.tp else Gpt2(**size)
     optimizer = torch.optim.AdamW(models.param_groups(net, 1e-4, 0.1), lr=1e-4)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -82,7 +88,7 @@ def make_engine(mesh: Mesh, size: dict[str, int], attach: bool = False) -> Any:
 
 
 def family(mesh: Mesh) -> str | None:
-    return "gpt" if mesh.tp else None
+    return "mixtral" if mesh.ep else "gpt" if mesh.tp else None
 
 
 def _megatron(
@@ -107,6 +113,26 @@ def _megatron(
         models.start(mesh.tp, seed=0, pp=mesh.pp)
         return pipeline.build_pipeline(config, mesh.pp)
     models.start(mesh.tp, seed=0)
+    return models.build(config)
+
+
+def _mixture(mesh: Mesh, width: int, layers: int, vocabulary: int) -> Any:
+    """A Mixtral with eight experts in each layer."""
+    config = models.ModelConfig(
+        "mixtral",
+        layers=layers,
+        hidden=width,
+        ffn=width,
+        heads=8,
+        groups=4,
+        head_dim=width // 8,
+        vocab=vocabulary,
+        true_vocab=vocabulary,
+        positions=POSITIONS,
+        dtype="bf16",
+        experts=Experts(8, ffn=width * 17 // 8),
+    )
+    models.start(mesh.tp, seed=0, ep=mesh.ep)
     return models.build(config)
 
 

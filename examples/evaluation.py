@@ -8,7 +8,8 @@ Meshes from the paper (Lian et al., USENIX ATC 2025, arXiv 2406.18820, section 6
 2024); their rows with SP=2 are Ulysses-style there, and here tp=2 with Megatron's sequence
 parallelism. Their mixture of experts goes from tp=1, pp=2 to tp=2, pp=2; here the experts are
 divided among other numbers of ranks too. The paper shows loss curves; here every state is compared
-bit by bit as well, by `states.py`. Exit code 0 when all are equal and no loss is further away than 1e-5.
+bit by bit as well, by `states.py`. Exit code 0 when all are equal and no loss is further away than
+1e-5.
 """
 
 import argparse
