@@ -253,10 +253,9 @@ class Mesh:
             step *= self.size(axis)
         return rank
 
-    @property
-    def dense_cut(self) -> dict[str, int]:
-        """Sizes of the axes that cut what is no expert's."""
-        return {axis: self.size(axis) for axis in DENSE_CUT}
+    def cuts(self, expert: bool = False) -> dict[str, int]:
+        """Sizes of the axes that cut an expert, or what is none."""
+        return {axis: self.size(axis) for axis in (EXPERT_CUT if expert else DENSE_CUT)}
 
     def shares(self) -> dict[str, tuple[int, int]]:
         """The first place along every axis that cuts: of what has the same shape on every rank."""

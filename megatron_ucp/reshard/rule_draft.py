@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
-from megatron_ucp.core.mesh import DENSE_CUT
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.durable import Syncs, replace_text
 from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
 from megatron_ucp.reshard.findings import Progress
@@ -111,7 +112,7 @@ def _by_values(members: list[Held]) -> _Known:
         return _Known(
             "the ranks hold different values, and there is one dim to cut; CHECK: not fused parts, "
             "not Partial",
-            Shard(*DENSE_CUT, 0),
+            Shard(*(EXPERT_CUT if is_expert(members[0].name) else DENSE_CUT), 0),
         )
     if DIFFERENT in seen:
         return _Known(

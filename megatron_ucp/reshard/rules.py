@@ -11,6 +11,7 @@ from megatron_ucp.core.rules import RuleSet, nearest
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
+from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of
 from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
@@ -141,11 +142,8 @@ class _Check:
         found: list[ParamSpec] = []
         if held.kind == "buffer" and not self._rules.matching(name):
             return
-        if not self._note(
-            lambda: found.append(
-                self._rules.declare(name, held.local, self._seen.manifest.mesh.dense_cut)
-            )
-        ):
+        sizes = self._seen.manifest.mesh.cuts(is_expert(name))
+        if not self._note(lambda: found.append(self._rules.declare(name, held.local, sizes))):
             return
         layout = found[0].layout
         if held.recorded is not None:

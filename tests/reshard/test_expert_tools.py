@@ -8,6 +8,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
+from megatron_ucp.errors import RuleError
 from tests.engines.moe_jobs import Moe
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_mixtral import mixtral
@@ -137,3 +138,98 @@ def test_local_numbers_without_files_of_experts(own: Path, tmp_path: Path) -> No
         path.unlink()
     with pytest.raises(ucp.UcpError, match="the expert files are missing"):
         ucp.describe(folder)
+
+
+RULES = r"""
+format = 1
+
+[[rule]]
+pattern = '.*\.local_experts\.\d+\.linear_fc1\.weight'
+layout = "{layout}"
+axis = "{axis}"
+dim = 0
+{parts}
+
+[[rule]]
+pattern = '.*\.local_experts\.\d+\.linear_fc2\.weight'
+layout = "Shard"
+axis = "etp"
+dim = 1
+
+[[rule]]
+pattern = '.*\.shared_experts\.linear_fc1\.weight'
+layout = "ShardNC"
+axis = "tp"
+dim = 0
+parts = 2
+
+[[rule]]
+pattern = '.*\.(shared_experts\.linear_fc2|linear_proj)\.weight'
+layout = "Shard"
+axis = "tp"
+dim = 1
+
+[[rule]]
+pattern = '.*\.(linear_qkv|word_embeddings)\.weight|output_layer\.weight'
+layout = "Shard"
+axis = "tp"
+dim = 0
+
+[[rule]]
+pattern = '.*norm\.weight|.*\.router\..*'
+layout = "Replicate"
+"""
+
+
+@pytest.fixture
+def unexplained(sources: Sources, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint whose experts are cut, and a copy without anything that says how."""
+    whole = Path(sources.get(4, mixtral(2, tp=2, zero=1), f"{MIXTRAL}:save", more=0)) / "trained"
+    shutil.copytree(whole, tmp_path / "bare")
+    return whole, without_manifest(tmp_path / "bare")
+
+
+def test_rules_say_how_experts_are_cut(
+    unexplained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, bare = unexplained
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES.format(layout="ShardNC", axis="etp", parts="parts = 2"))
+    with_rules = ["--rules", str(rules)]
+    assert main(["rules", str(bare), *with_rules]) == 0
+    assert main(["verify", "--deep", str(bare), *with_rules]) == 0
+    assert main(["diff", str(whole), str(bare), *with_rules]) == 0
+    out = tmp_path / "out"
+    assert main(["convert", str(bare), str(out), "--mesh", "dp=4,ep=4,zero=2", *with_rules]) == 0
+    assert main(["diff", str(whole), str(out)]) == 0
+    capsys.readouterr()
+    assert main(["rules", str(bare)]) == 0  # a draft: what the ranks' bytes show
+    draft = capsys.readouterr().out
+    assert r"local_experts\.\d+\.linear_fc1\.weight" in draft and "a rank holds 12x16" in draft
+
+
+def test_gate_and_up_of_experts_swapped_by_rules_are_a_difference(
+    unexplained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    whole, bare = unexplained
+    wrong, good = tmp_path / "wrong.toml", tmp_path / "good.toml"
+    wrong.write_text(RULES.format(layout="Shard", axis="etp", parts=""))
+    good.write_text(RULES.format(layout="ShardNC", axis="etp", parts="parts = 2"))
+    with pytest.raises(RuleError, match="contradicts the manifest in the layout"):
+        ucp.diff(bare, whole, rules=wrong)
+    found = ucp.diff(bare, whole, rules=wrong, rules_b=good)
+    names = [f"decoder.layers.{n}.mlp.experts.local_experts" for n in range(3)]
+    want = {f"{name}.{expert}.linear_fc1.weight" for name in names for expert in range(4)}
+    assert {one.parameter for one in found} == want
+
+
+def test_a_rule_that_cuts_experts_as_the_rest_is_refused(
+    unexplained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks that cut an expert can be others: etp=1 at tp=2 holds whole experts."""
+    _, bare = unexplained
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES.format(layout="ShardNC", axis="tp", parts="parts = 2"))
+    assert main(["verify", str(bare), "--rules", str(rules)]) != 0
+    said = capsys.readouterr().err
+    assert "expected: etp" in said and "local_experts" in said

@@ -13,6 +13,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.errors import RuleError, UcpError
 from megatron_ucp.formats.deepspeed import stock_info
+from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
@@ -39,7 +40,7 @@ class LayoutSource:
     @property
     def is_cut(self) -> bool:
         """Whether several ranks have shares of one parameter."""
-        return any(size > 1 for size in self.mesh.dense_cut.values())
+        return self.mesh.cut_of_dense > 1
 
     @property
     def silent(self) -> bool:
@@ -65,7 +66,7 @@ class LayoutSource:
             return self._by_stock(name, local) if self.is_cut and kind != "buffer" else None
         if kind == "buffer" and not self.rules.matching(name):
             return None
-        spec = self.rules.declare(name, local, self.mesh.dense_cut)
+        spec = self.rules.declare(name, local, self.mesh.cuts(is_expert(name)))
         if self.info and kind != "buffer" and self.is_cut and not self._agrees(spec, local):
             self._overruled[name] = None
         return spec
@@ -124,7 +125,7 @@ def compared_spec(spec: ParamSpec, manifest: Manifest, rules: RuleSet, file: str
     if not rules.rules or (spec.kind == "buffer" and not rules.matching(spec.name)):
         return spec
     local = manifest.local_shape(spec.name)
-    ruled = rules.declare(spec.name, local, manifest.mesh.dense_cut)
+    ruled = rules.declare(spec.name, local, manifest.mesh.cuts(spec.expert is not None))
     if not says_layouts(manifest):
         return replace(spec, layout=ruled.layout, extent=ruled.extent or spec.extent)
     for what, ours, theirs in (
