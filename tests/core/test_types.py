@@ -72,6 +72,23 @@ def test_subtraction_leaves_disjoint_boxes(shape, data):
     assert {p for x in left for p in points(x)} == points(a) - points(b)
 
 
+def stacked(*within: tuple[int, int] | None, rule: str = "each", starts=(0, 0, 0)) -> FlatBuffer:
+    """Members of 3 elements each, as slices of a stored tensor."""
+    members = [
+        Member(f"e{i}", start, 3, slice_of=one)
+        for i, (one, start) in enumerate(zip(within, starts, strict=False))
+    ]
+    return FlatBuffer(tuple(members), 9, 2, rule, ())
+
+
+def test_slices_of_a_stored_tensor():
+    """Two experts of 3 elements in one tensor, of which each of two partitions has 3; alone each
+    expert would be cut in 2 and 1."""
+    buffer = stacked((0, 6), (3, 6))
+    owned = [[(f.member, f.low, f.high, f.offset) for f in buffer.fragments(p)] for p in (0, 1)]
+    assert owned == [[(0, 0, 3, 0)], [(1, 0, 3, 0)]] and buffer.used() == 3
+
+
 def test_what_is_no_box_piece_extent_or_buffer():
     for wrong in (
         lambda: Box((1,), (0,)),
@@ -86,6 +103,17 @@ def test_what_is_no_box_piece_extent_or_buffer():
         lambda: FlatBuffer((Member("a", 0, 3),), 2, 1, "whole", ()),
         lambda: FlatBuffer((Member("a", 0, 3),), 3, 2, "whole", ()),
         lambda: FlatBuffer((Member("a", 0, 3),), 4, 2, "third", ()),
+        lambda: FlatBuffer((Member("a", 0, 3),), 4, 0, "each", ()),
+        lambda: stacked((0, 6), rule="whole"),
+        lambda: stacked((0, 5)),
+        lambda: stacked((1, 6)),
+        lambda: stacked((0, 9)),
+        lambda: stacked((3, 6), (0, 6)),
+        lambda: stacked((0, 6), (2, 6)),
+        lambda: stacked((0, 6), (3, 7)),
+        lambda: stacked((0, 6), (3, 6), (0, 3)),
+        lambda: stacked((0, 6), (3, 6), starts=(0, 3)),
+        lambda: stacked((0, 6), None),
     ):
         with pytest.raises(ValueError):
             wrong()

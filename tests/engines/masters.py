@@ -22,6 +22,7 @@ def global_name(engine: Any, name: str) -> str:
     return _without_pipeline(engine, _numbered(engine, name))
 
 
+STACKED = re.compile(r".*\.experts\.w[123]")  # all experts of a rank, as AutoEP keeps them
 EXPERT = re.compile(r"(.*\.(?:local_experts|deepspeed_experts)\.)(\d+)(\..*)")
 
 
@@ -31,6 +32,11 @@ def expert_group(param: Any) -> str | None:
 
 
 def _numbered(engine: Any, name: str) -> str:
+    if STACKED.fullmatch(name):
+        from deepspeed.utils import groups
+
+        group = dict(engine.module.named_parameters())[name].group_name
+        return f"{name}@{groups._get_expert_parallel_rank(group)}"
     found = EXPERT.fullmatch(name)
     params = dict(engine.module.named_parameters())
     group = expert_group(params[name]) if found and name in params else None
@@ -103,9 +109,9 @@ def _in_flat(
 
 
 def _zero3(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
-    rank = dist.get_rank(opt.dp_process_group)
     for group in opt.fp16_groups:
         for p in group:
+            rank = dist.get_rank(p.ds_process_group)  # experts have one of their own
             i, offset, width = opt.grad_position[opt.get_param_id(p)][:3]
             first = rank * width
             count = max(0, min(width, p.ds_numel - first))

@@ -1,10 +1,11 @@
 """Where a live engine's experts lie: which ranks hold other experts, and which hold copies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.deepspeed.autoep import stacks_in
 from megatron_ucp.formats.deepspeed.experts import is_expert
 
 
@@ -31,6 +32,22 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     found = mesh.with_experts(len(parallel), mesh.world // (mesh.pp * len(parallel) * len(copies)))
     _check(found, name, parallel, copies)
     return found
+
+
+def autoep_layers(engine: Any) -> Iterator[tuple[str, Any]]:
+    """The mixtures that DeepSpeed's AutoEP divided, by name in the model."""
+    for name, module in engine.module.named_modules():
+        if type(module).__name__ == "AutoEPMoELayer":
+            yield name, module
+
+
+def stacks_of(engine: Any) -> dict[str, int]:
+    """Parameters that hold all experts of a rank, by the module's names, and how many: AutoEP's."""
+    return {
+        stack: int(layer.num_local_experts)
+        for name, layer in autoep_layers(engine)
+        for stack in stacks_in(f"{name}.experts" if name else "experts")
+    }
 
 
 def _ranks(name: str) -> tuple[list[int], list[int]]:

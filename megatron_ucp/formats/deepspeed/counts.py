@@ -50,7 +50,7 @@ def _of_experts(
     one copy of an expert on each tensor-parallel rank."""
     if folder.recorded is not None:
         return folder.recorded.mesh.ep, folder.recorded.mesh.etp
-    if folder.names.experts:
+    if folder.names.experts or _is_in_shards(folder, meta, experts):
         return experts.ranks(meta, file), tp
     if meta.get("num_experts"):
         raise NotFoundError(
@@ -61,6 +61,11 @@ def _of_experts(
             fix="restore them, or load another tag",
         )
     return 1, tp
+
+
+def _is_in_shards(folder: TagFolder, meta: Mapping[str, Any], experts: ExpertFiles) -> bool:
+    """Whether the experts lie in the optimizer files alone, as AutoEP's do at ZeRO-3."""
+    return bool(experts.autoep) and any(part is not None for part, _ in folder.names.model)
 
 
 def is_pipeline(names: TagFiles, meta: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import ByteFile, Record
-from megatron_ucp.formats.deepspeed.optimizer_files import PlainFile
+from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 if TYPE_CHECKING:
