@@ -19,7 +19,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.experts import Spread
+from megatron_ucp.formats.deepspeed.experts import Spread, in_order
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
@@ -67,6 +67,9 @@ class Wanted:
         """The target's groups as an optimizer without pipeline has them. Raises UsageError,
         StateMismatchError."""
         found = _listed_groups(self) if self.target.groups is not None else _source_groups(self)
+        if self.target.groups is None and self.target.mesh.ep != self.source.mesh.ep:
+            # the source lists the experts of each of its ranks
+            found = [replace(one, names=tuple(in_order(one.names))) for one in found]
         optimizer = self.target.optimizer
         if not optimizer:
             return found

@@ -104,6 +104,21 @@ def stored_tensors(names: Iterable[str]) -> list[list[str]]:
     return out
 
 
+def _number(name: str) -> int:
+    part = expert_name(name)
+    return part.number if part is not None else 0
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names with all experts of a layer where the first of them is, by their numbers: as a model
+    of fewer ranks lists them."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        part = expert_name(name)
+        blocks.setdefault(part.layer if part else f" {name}", []).append(name)
+    return [name for block in blocks.values() for name in sorted(block, key=_number)]
+
+
 def counts_of(names: Iterable[str]) -> dict[str, int]:
     """Layer's list of experts -> how many there are. Raises ModelMismatchError where numbers are
     left out."""
