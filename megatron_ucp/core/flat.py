@@ -104,7 +104,8 @@ class FlatBuffer:
                 raise ValueError(f"{member.param} is no slice of the stored tensor that it is in")
             end += member.size
         if end != total:
-            raise ValueError(f"slices of a stored tensor are missing behind {member.param}")
+            last = self.members[-1].param
+            raise ValueError(f"slices of a stored tensor are missing behind {last}")
 
     def _width(self, member: Member) -> int:
         """Elements that the stored tensor of a member takes of the buffer."""

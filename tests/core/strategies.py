@@ -178,15 +178,13 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
         st.permutations(list(held))
     ):  # the order of buffers says nothing about stages
         for group, at in product(range(model.groups), [None, *range(mesh.ep)]):
-            here = [i for i in ordering if i in held[place] and model.group(i) == group]
-            here = [i for i in here if apart.get(i) == at]
+            of_group = [i for i in ordering if i in held[place] and model.group(i) == group]
+            here = [i for i in of_group if apart.get(i) == at]
             if here:
-                of_rank = () if at is None else (("ep", at),)
                 stored = [[specs[i] for i in one] for one in draw(stored_tensors(model, here))]
-                buffers += [
-                    replace(b, at=(*place, *of_rank))
-                    for b in draw(flat_buffers(stored, mesh, group, dtype, at is not None))
-                ]
+                found = draw(flat_buffers(stored, mesh, group, dtype, at is not None))
+                where = place if at is None else (*place, ("ep", at))
+                buffers += [replace(buffer, at=where) for buffer in found]
     return Manifest(
         "zero",
         mesh,
@@ -227,16 +225,20 @@ def flat_buffers(
         return [FlatBuffer(one, size, 1, "whole", **common) for one, size in pairs]
     if mesh.zero < 3:
         return [whole_buffer(draw, tensors, sizes, dp, common)]
-    out = []
-    for chosen in formulas.sub_groups(sizes, dp, draw(st.sampled_from([1, 7, 10**9]))):
-        starts, used = flat.aligned_starts([-(-sizes[i] // dp) for i in chosen])
-        members = [
-            member
-            for i, start in zip(chosen, starts, strict=True)
-            for member in flat.slices([replace(m, start=start) for m in tensors[i]])
-        ]
-        out.append(FlatBuffer(tuple(members), used, dp, "each", **common))
-    return out
+    subs = formulas.sub_groups(sizes, dp, draw(st.sampled_from([1, 7, 10**9])))
+    return [sub_group([tensors[i] for i in chosen], dp, common) for chosen in subs]
+
+
+def sub_group(tensors: list[list[Member]], dp: int, common: dict[str, Any]) -> FlatBuffer:
+    """Of ZeRO-3: every tensor is cut for itself."""
+    sizes = [sum(member.size for member in tensor) for tensor in tensors]
+    starts, used = flat.aligned_starts([-(-size // dp) for size in sizes])
+    members = [
+        member
+        for tensor, start in zip(tensors, starts, strict=True)
+        for member in flat.slices([replace(m, start=start) for m in tensor])
+    ]
+    return FlatBuffer(tuple(members), used, dp, "each", **common)
 
 
 def whole_buffer(

@@ -104,6 +104,13 @@ def test_what_is_no_box_piece_extent_or_buffer():
         lambda: FlatBuffer((Member("a", 0, 3),), 3, 2, "whole", ()),
         lambda: FlatBuffer((Member("a", 0, 3),), 4, 2, "third", ()),
         lambda: FlatBuffer((Member("a", 0, 3),), 4, 0, "each", ()),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+def test_what_are_no_slices():
+    for wrong in (
         lambda: stacked((0, 6), rule="whole"),
         lambda: stacked((0, 5)),
         lambda: stacked((1, 6)),
@@ -115,7 +122,7 @@ def test_what_is_no_box_piece_extent_or_buffer():
         lambda: stacked((0, 6), (3, 6), starts=(0, 3)),
         lambda: stacked((0, 6), None),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="slice|overlap"):
             wrong()
 
 

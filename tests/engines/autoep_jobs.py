@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import megatron_ucp as ucp
-from tests.engines import tensor_jobs
+from tests.engines import moe_jobs, tensor_jobs
 from tests.engines.moe_jobs import hash_of, train
 
 WIDTH, FFN, VOCAB, SEQUENCE, BATCH = 6, 5, 24, 6, 4
@@ -93,7 +93,7 @@ def make(setup: Auto, attach: bool = True) -> Any:
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
-        "gradient_clipping": 1.0 if setup.zero else 0.0,
+        "gradient_clipping": 0.0,  # at stage 0 a rank clips by the norm of its own experts
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -140,15 +140,30 @@ def save(setup: Auto, folder: str, **options: Any) -> None:
 
 def resume(setup: Auto, folder: str, **options: Any) -> dict[str, Any]:
     """As tensor_jobs.resume."""
-    return tensor_jobs.resume(setup, folder, making=make, training=train, **options)
-
-
-def probe(setup: Auto, folder: str) -> Any:
-    engine = make(setup, attach=False)
-    losses = train(engine, 3)
-    engine.save_checkpoint(folder, tag="t")
-    return (
-        losses,
-        {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in engine.module.named_parameters()},
-        type(engine.optimizer).__name__,
+    return tensor_jobs.resume(
+        setup, folder, making=make, training=train, planting=plant_fault, **options
     )
+
+
+def plant_fault(engine: Any, fault: str) -> None:
+    """One small wrong thing that a comparison has to see, at ZeRO-0."""
+    experts, base = engine.module.mixtures[1].experts, engine.optimizer
+    gate, up = experts.w1.data, experts.w3.data
+    if fault == "two experts swapped":
+        gate.copy_(gate[[1, 0, *range(2, len(gate))]])
+    elif fault == "gate and up of one expert":
+        kept = gate[2].clone()
+        gate[2] = up[2]
+        up[2] = kept
+    elif fault == "a row of the router":
+        router = engine.module.mixtures[0].router.gate.weight.data
+        router.copy_(router.roll(1, 0))
+    elif fault == "an expert's moment":
+        base.state[experts.w2]["exp_avg"][3, 0, 0] = 0.5
+    else:
+        raise ValueError(fault)
+
+
+def stock_load(setup: Auto, folder: str) -> list[str]:
+    """As moe_jobs.stock_load."""
+    return moe_jobs.stock_load(setup, folder, make)

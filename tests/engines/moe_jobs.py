@@ -196,14 +196,15 @@ def save_reserved(setup: Moe, folder: str) -> str:
     return ""
 
 
-def stock_load(setup: Moe, folder: str) -> list[str]:
-    """What differs after DeepSpeed's own load of the tag `trained`."""
+def stock_load(setup: Any, folder: str, making: Any = make) -> list[str]:
+    """What differs after DeepSpeed's own load of the tag `trained`. `making` is for engines of
+    another kind."""
     from pathlib import Path
 
     from tests.engines.canonical import canonical, differences
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
-    engine = make(setup, attach=False)
+    engine = making(setup, attach=False)
     engine.load_checkpoint(folder, tag="trained")
     found = differences(oracle, canonical(engine))
     tensor_jobs.close(engine)
