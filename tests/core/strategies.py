@@ -183,8 +183,7 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
             if here:
                 stored = [[specs[i] for i in one] for one in draw(stored_tensors(model, here))]
                 found = draw(flat_buffers(stored, mesh, group, dtype, at is not None))
-                where = place if at is None else (*place, ("ep", at))
-                buffers += [replace(buffer, at=where) for buffer in found]
+                buffers += [replace(buffer, at=on_rank(place, at)) for buffer in found]
     return Manifest(
         "zero",
         mesh,
@@ -192,6 +191,10 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
         tuple(buffers),
         groups=tuple(ParamGroup({"lr": 0.1}) for _ in range(model.groups)),
     )
+
+
+def on_rank(place: Place, ep: int | None) -> Place:
+    return place if ep is None else (*place, ("ep", ep))
 
 
 @st.composite

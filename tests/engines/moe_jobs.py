@@ -196,6 +196,23 @@ def save_reserved(setup: Moe, folder: str) -> str:
     return ""
 
 
+def unnamed(setup: Moe, folder: str) -> str:
+    """What a load says of a parameter of experts whose name does not say of which ones."""
+    engine = make(setup, attach=False)
+    known = next(p for p in engine.module.parameters() if not getattr(p, "allreduce", True))
+    odd = torch.nn.Parameter(torch.zeros(2))
+    odd.allreduce, odd.group_name = False, known.group_name
+    engine.module.register_parameter("stacked", odd)
+    engine.param_names[odd] = "stacked"
+    try:
+        ucp.load(engine, folder)
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        tensor_jobs.close(engine)
+    return ""
+
+
 def stock_load(setup: Any, folder: str, making: Any = make) -> list[str]:
     """What differs after DeepSpeed's own load of the tag `trained`. `making` is for engines of
     another kind."""

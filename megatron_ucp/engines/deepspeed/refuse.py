@@ -79,6 +79,15 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
 ]
 
 
+_NO_FAMILY_SAYS: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "megatron-core's grouped experts (moe_grouped_gemm)",
+        lambda e: any(type(m).__name__ in _GROUPED for m in e.module.modules()),
+        "build the experts one by one: moe_grouped_gemm=False",
+    ),
+]
+_GROUPED = ("GroupedMLP", "TEGroupedMLP")
+
 _REFUSED_WRITERS: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "a decoupled checkpoint writer (checkpoint.writer.decoupled): files are not whole when "
@@ -140,6 +149,8 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             fix=f"give {_one_of(families())}",
         )
     _refuse(engine, _REFUSED)
+    if model is not None:
+        _refuse(engine, _NO_FAMILY_SAYS)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
     if offloaded:
         raise UnsupportedError(
