@@ -80,7 +80,8 @@ def make(setup: Auto, attach: bool = True) -> Any:
     dist.barrier()
     net = Net(setup)
     draw(net, setup.seed)
-    net.mixtures[1].experts.requires_grad_(not setup.frozen)
+    if setup.frozen:
+        net.mixtures[1].experts.requires_grad_(False)
 
     def optimizer(_: Any) -> torch.optim.Optimizer:
         named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
@@ -106,6 +107,8 @@ def make(setup: Auto, attach: bool = True) -> Any:
         "expert_parallel": {
             "enabled": True,
             "autoep_size": setup.ep,
+            "use_grouped_mm": False,
+            # what it looks for in the model here
             "moe_layer_pattern": r"mixtures\.\d+",
             "router_pattern": "gate",
             "expert_pattern": "experts",
@@ -114,7 +117,6 @@ def make(setup: Auto, attach: bool = True) -> Any:
             "expert_w3": None,
             "num_experts_attr": "num_experts",
             "top_k_attr": "top_k",
-            "use_grouped_mm": False,
         },
     }
     if setup.dtype != "fp32":

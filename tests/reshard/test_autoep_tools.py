@@ -97,6 +97,10 @@ def change_sizes(state: Any) -> None:
     state["ds_autoep_layers"][0]["ep_size"] = 1
 
 
+def change_order(state: Any) -> None:
+    state["ds_config"]["use_data_before_expert_parallelism"] = True
+
+
 def fold(state: Any) -> None:
     state["folding"] = {"tp_size": 2}
 
@@ -108,6 +112,7 @@ def fold(state: Any) -> None:
         ("model", change_placement, "otherwise than in equal runs"),
         ("model", change_count, "otherwise than in equal runs"),
         ("model", change_sizes, "different numbers of ranks|otherwise than in equal"),
+        ("model", change_order, "in another order among the experts"),
         ("model", fold, "folded with AutoTP"),
     ],
 )
@@ -121,6 +126,16 @@ def test_files_that_say_something_else(
     torch.save(state, name)
     with pytest.raises(ucp.UcpError, match=words):
         ucp.describe(folder)
+
+
+def test_shards_of_other_ranks(shards: Path, tmp_path: Path) -> None:
+    folder = copy_of(shards, tmp_path / "changed", manifest=False)
+    name = next(folder.glob("zero_pp_rank_3_*_optim_states.pt"))
+    state = torch.load(name, weights_only=False)
+    state["optimizer_state_dict"]["ds_zero_partition_groups"][-1]["partition_ranks"] = [2, 3]
+    torch.save(state, name)
+    (found,) = ucp.verify(folder).findings
+    assert "shared by other ranks" in found.what and found.file.endswith(name.name)
 
 
 def test_a_lost_expert_is_named(files: Path, tmp_path: Path) -> None:
