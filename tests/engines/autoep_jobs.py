@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import megatron_ucp as ucp
+from megatron_ucp.engines.megatron.experts import apply_patches
 from tests.engines import moe_jobs, tensor_jobs
 from tests.engines.moe_jobs import hash_of, train
 
@@ -76,6 +77,8 @@ def make(setup: Auto, attach: bool = True) -> Any:
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
+    # a job before may have patched the norms of experts in some processes of the pool: all or none
+    apply_patches()
     torch.manual_seed(setup.seed)
     dist.barrier()
     net = Net(setup)
