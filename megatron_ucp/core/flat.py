@@ -1,7 +1,7 @@
 """Flat buffers as arithmetic: which run of which parameter lies where in which partition."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.states import VALUE
@@ -19,6 +19,10 @@ class Member:
     `group` is its parameter group, None for what no optimizer steps; `scalars` are the scalar
     states that the optimizer keeps for it (`step`). `chunk` is the number of the box that is held
     of a parameter in explicit chunks (see `Chunks`), else None.
+
+    `slice_of` is for parameters that one stored tensor holds one after the other, such as the
+    experts of a rank in one stacked tensor, where partitions cut that tensor as one (rule "each"):
+    (offset of the first element in it, elements of all of it). All its members have its `start`.
     """
 
     param: str
@@ -27,6 +31,12 @@ class Member:
     group: int | None = None
     scalars: Scalars = field(default_factory=dict[str, float], hash=False)
     chunk: int | None = None
+    slice_of: tuple[int, int] | None = None
+
+    @property
+    def within(self) -> tuple[int, int]:
+        """Where it begins in the stored tensor that it lies in, and the elements of that tensor."""
+        return self.slice_of or (0, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +70,18 @@ class FlatBuffer:
     axes: tuple[str, ...] = DENSE_CUT
 
     def __post_init__(self) -> None:
+        if self.partitions < 1 or self.rule not in ("whole", "each"):
+            raise ValueError(f"no buffer: rule {self.rule!r}, {self.partitions} partitions")
         end = 0
         for member in self.members:
-            width = member.size if self.rule == "whole" else -(-member.size // self.partitions)
+            if member.within[0]:
+                continue  # behind another slice of its stored tensor
             if member.start < end or member.size < 0:
                 raise ValueError(f"members of a buffer overlap at {member.param}")
-            end = member.start + width
-        if end > self.length or self.partitions < 1 or self.rule not in ("whole", "each"):
+            end = member.start + self._width(member)
+        if any(member.slice_of for member in self.members):
+            self._check_slices()
+        if end > self.length:
             raise ValueError(
                 f"a buffer of {self.length} elements can't hold members that end at {end}"
             )
@@ -75,6 +90,30 @@ class FlatBuffer:
                 f"a buffer of {self.length} elements can't be cut into {self.partitions} equal "
                 "chunks"
             )
+
+    def _check_slices(self) -> None:
+        """Raises ValueError unless the slices of each stored tensor follow each other and are all
+        of it. Under the rule "whole" slices are members like others: nothing cuts their tensor."""
+        if self.rule != "each":
+            raise ValueError(f"slices in a buffer of the rule {self.rule!r}")
+        end, start, total = 0, 0, 0  # of the stored tensor of the member before
+        for member in self.members:
+            if end == total:
+                end, start, total = 0, member.start, member.within[1]
+            if member.within != (end, total) or member.start != start or member.size < 0:
+                raise ValueError(f"{member.param} is no slice of the stored tensor that it is in")
+            end += member.size
+        if end != total:
+            last = self.members[-1].param
+            raise ValueError(f"slices of a stored tensor are missing behind {last}")
+
+    def _width(self, member: Member) -> int:
+        """Elements that the stored tensor of a member takes of the buffer."""
+        return member.size if self.rule == "whole" else self._chunk(member)
+
+    def _chunk(self, member: Member) -> int:
+        """Elements of the stored tensor of a member that a partition owns; rule "each"."""
+        return -(-member.within[1] // self.partitions)
 
     @property
     def stage(self) -> int:
@@ -119,8 +158,8 @@ class FlatBuffer:
             size = self.partition_elems
             low, high = part * size - member.start, (part + 1) * size - member.start
         else:
-            chunk = -(-member.size // self.partitions)
-            low, high = part * chunk, (part + 1) * chunk
+            chunk, first = self._chunk(member), member.within[0]
+            low, high = part * chunk - first, (part + 1) * chunk - first
         low, high = max(0, min(low, member.size)), max(0, min(high, member.size))
         return (low, high) if low < high else (0, 0)
 
@@ -128,25 +167,19 @@ class FlatBuffer:
         """Position in the partition's memory of an element that it owns."""
         if self.rule == "whole":
             return member.start + element - part * self.partition_elems
-        return member.start + element - part * -(-member.size // self.partitions)
+        return member.start + member.within[0] + element - part * self._chunk(member)
 
     def owners(self, member: Member, low: int, high: int) -> range:
         """The partitions that own a part of the non-empty range [low, high) of the member."""
         if self.rule == "whole":
             size = self.partition_elems
             return range((member.start + low) // size, (member.start + high - 1) // size + 1)
-        chunk = -(-member.size // self.partitions)
-        return range(low // chunk, (high - 1) // chunk + 1)
+        chunk, first = self._chunk(member), member.within[0]
+        return range((first + low) // chunk, (first + high - 1) // chunk + 1)
 
     def used(self) -> int:
         """End of the last member; what follows is padding."""
-        return max(
-            (
-                m.start + (m.size if self.rule == "whole" else -(-m.size // self.partitions))
-                for m in self.members
-            ),
-            default=0,
-        )
+        return max((member.start + self._width(member) for member in self.members), default=0)
 
 
 def alone(
@@ -163,6 +196,31 @@ def alone(
     """A buffer of one parameter that no partition cuts. `size` is in elements of one rank."""
     member = Member(param, 0, size, group, scalars, chunk)
     return FlatBuffer((member,), size, 1, "whole", states, at, axes)
+
+
+def slices(members: Sequence[Member]) -> tuple[Member, ...]:
+    """Members of which one stored tensor holds one after the other, as partitions cut it that cut
+    every tensor for itself (rule "each"); its place is that of the first one."""
+    if len(members) < 2:
+        return tuple(members)
+    total = sum(member.size for member in members)
+    out: list[Member] = []
+    at = 0
+    for member in members:
+        out.append(replace(member, start=members[0].start, slice_of=(at, total)))
+        at += member.size
+    return tuple(out)
+
+
+def one_after_another(members: Sequence[Member]) -> tuple[Member, ...]:
+    """Members of which one stored tensor holds one after the other, where nothing cuts that tensor
+    for itself (rule "whole"); its place is that of the first one."""
+    out: list[Member] = []
+    at = members[0].start if members else 0
+    for member in members:
+        out.append(replace(member, start=at))
+        at += member.size
+    return tuple(out)
 
 
 def aligned_starts(sizes: Sequence[int], alignment: int = 1) -> tuple[list[int], int]:

@@ -65,6 +65,8 @@ def _buffer_to_json(buffer: FlatBuffer) -> dict[str, Any]:
         if any(value not in (None, {}) for value in values):
             alike = all(value == values[0] for value in values)
             out[key] = values[0] if alike else values
+    if any(member.slice_of for member in buffer.members):
+        out["slice_of"] = [member.slice_of for member in buffer.members]
     return out
 
 
@@ -195,10 +197,19 @@ def _buffer(data: dict[str, Any]) -> FlatBuffer:
     each = cast("list[Any]", kept) if isinstance(kept, list) else None
     scalars = [_scalars(kept)] * len(listed) if each is None else list(map(_scalars, each))
     chunks = _each(data.get("chunk"), len(listed))
+    slices = _each(data.get("slice_of"), len(listed))
     members = tuple(
-        Member(str(param), _count(start), _count(size), _optional(group), steps, _optional(chunk))
-        for (param, start, size), group, steps, chunk in zip(
-            listed, groups, scalars, chunks, strict=True
+        Member(
+            str(param),
+            _count(start),
+            _count(size),
+            _optional(group),
+            steps,
+            _optional(chunk),
+            _slice(within),
+        )
+        for (param, start, size), group, steps, chunk, within in zip(
+            listed, groups, scalars, chunks, slices, strict=True
         )
     )
     return FlatBuffer(
@@ -224,6 +235,13 @@ def _scalars(kept: Any) -> Mapping[str, float]:
 
 def _optional(value: Any) -> int | None:
     return None if value is None else _count(value)
+
+
+def _slice(within: Any) -> tuple[int, int] | None:
+    if within is None:
+        return None
+    first, total = within
+    return _count(first), _count(total)
 
 
 def _ints(values: object) -> Ints:

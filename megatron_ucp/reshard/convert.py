@@ -27,9 +27,10 @@ from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.deepspeed.experts import is_stacked
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.deepspeed.target import Target
@@ -115,6 +116,11 @@ def _native(
     origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None
 ) -> tuple[Manifest, list[Output]]:
     """The manifest and the files that DeepSpeed would have written on the target's mesh."""
+    engine = wanted.target.engine(wanted.dtype)
+    if engine == "zero0" and _stacked(wanted.source):
+        raise _no_writer(wanted, "files of stage 0", "convert to ZeRO 1, 2 or 3")
+    if wanted.target.mesh.zero > 1 and _stacked(wanted.source, "frozen"):
+        raise _no_writer(wanted, "frozen parameters at ZeRO 2 and 3", "convert to ZeRO-1")
     manifest = target_manifest(wanted)
     settings = origin.settings(wanted, manifest, config)
     return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
@@ -124,6 +130,8 @@ def _universal(
     origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None
 ) -> tuple[Manifest, list[Output]]:
     """The manifest and the files of a universal folder."""
+    if _stacked(wanted.source):
+        raise _no_writer(wanted, "universal folders", "convert to native, which loads on any mesh")
     manifest = universal_manifest(wanted)
     if wanted.target.mesh.pp > 1 and wanted.layers is None:
         raise no_layers(wanted.file)
@@ -131,6 +139,21 @@ def _universal(
     settings = origin.settings(wanted, manifest, config)
     pipe = {name: pipe for pipe, name in manifest.names.items()}
     return manifest, list(UniversalWriter(manifest, settings, pipe).outputs())
+
+
+def _stacked(source: Manifest, *kinds: str) -> bool:
+    """Whether the experts are slices of stacked parameters, of some kinds or of any."""
+    return any(is_stacked(s.name) and (not kinds or s.kind in kinds) for s in source.params)
+
+
+def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} with AutoEP's stacked experts are not written",
+        file=wanted.file,
+        expected="native files at ZeRO 1, 2 or 3",
+        found=str(wanted.target.mesh),
+        fix=fix,
+    )
 
 
 _WRITERS = {"native": _native, "universal": _universal}

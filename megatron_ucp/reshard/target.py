@@ -19,7 +19,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.experts import Spread
+from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
@@ -67,6 +67,9 @@ class Wanted:
         """The target's groups as an optimizer without pipeline has them. Raises UsageError,
         StateMismatchError."""
         found = _listed_groups(self) if self.target.groups is not None else _source_groups(self)
+        if self.target.groups is None and self.target.mesh.ep != self.source.mesh.ep:
+            # the source lists the experts of each of its ranks
+            found = [replace(one, names=tuple(in_order(one.names))) for one in found]
         optimizer = self.target.optimizer
         if not optimizer:
             return found
@@ -92,6 +95,8 @@ def target_manifest(wanted: Wanted) -> Manifest:
             expected=f"{EXPERT_RANK}=1",
             found=mesh,
         )
+    if mesh.zero == 3 and mesh.experts_apart:
+        _check_zero3(source, mesh, file)
     match_ties(source, True, file)
     groups = _with_experts_apart(wanted.named_groups(), mesh)
     shares = mesh.shares()
@@ -117,6 +122,20 @@ def target_manifest(wanted: Wanted) -> Manifest:
         run=source.run,
         names=dict(layers.names) if layers else {},
     )
+
+
+def _check_zero3(source: Manifest, mesh: Mesh, file: str) -> None:
+    """Raises UnsupportedError for experts that DeepSpeed does not train at ZeRO-3 where other
+    ranks share them: all but AutoEP's."""
+    for spec in source.params:
+        if spec.expert and not is_stacked(spec.name):
+            raise UnsupportedError(
+                "DeepSpeed does not train these experts at ZeRO-3 on ranks of their own",
+                file=file,
+                parameter=spec.name,
+                expected=f"{EXPERT_RANK}=1, or ZeRO 0, 1 or 2",
+                found=mesh,
+            )
 
 
 def held_at(

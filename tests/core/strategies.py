@@ -42,9 +42,16 @@ class Model:
     groups: int
     tied: frozenset[int] = frozenset()  # parameters that several stages may hold
     experts: frozenset[int] = frozenset()  # those that one of the ep ranks has
+    layer_of: tuple[
+        int, ...
+    ] = ()  # of each: the first parameter of its layer of experts, or itself
 
     def name(self, index: int) -> str:
         return f"block.{index}.weight"
+
+    def group(self, index: int) -> int:
+        """The number of a parameter's group: one for all experts of a layer."""
+        return self.layer_of[index] % self.groups
 
 
 @st.composite
@@ -74,16 +81,20 @@ def layouts(draw: st.DrawFn, shape: list[int], axis: str) -> Layout:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    shapes, chosen, experts = [], [], set[int]()
-    for number in range(draw(st.integers(1, 4))):
+    shapes, chosen, experts, layer_of = [], [], set[int](), list[int]()
+    for _ in range(draw(st.integers(1, 4))):
+        first = len(shapes)
         shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
-        if draw(st.booleans()):
-            experts.add(number)
-        chosen.append(draw(layouts(shape, "etp" if number in experts else "tp")))
-        shapes.append(tuple(shape))
+        is_expert = draw(st.booleans())
+        layout = draw(layouts(shape, "etp" if is_expert else "tp"))
+        for number in range(first, first + (draw(st.integers(1, 3)) if is_expert else 1)):
+            shapes.append(tuple(shape))
+            chosen.append(layout)
+            layer_of.append(first)
+            experts |= {number} if is_expert else set()
     tied = draw(st.frozensets(st.integers(0, len(shapes) - 1), max_size=2)) - experts
     groups = draw(st.integers(1, 2))
-    return Model(tuple(shapes), tuple(chosen), groups, tied, frozenset(experts))
+    return Model(tuple(shapes), tuple(chosen), groups, tied, frozenset(experts), tuple(layer_of))
 
 
 @st.composite
@@ -106,6 +117,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 
 Place = tuple[tuple[str, int], ...]
+Stored = list[ParamSpec]  # the parameters of one stored tensor
 
 
 def places(mesh: Mesh) -> list[Place]:
@@ -166,14 +178,12 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
         st.permutations(list(held))
     ):  # the order of buffers says nothing about stages
         for group, at in product(range(model.groups), [None, *range(mesh.ep)]):
-            here = [i for i in ordering if i in held[place] and i % model.groups == group]
-            members = [specs[i] for i in here if apart.get(i) == at]
-            if members:
-                of_rank = () if at is None else (("ep", at),)
-                buffers += [
-                    replace(b, at=(*place, *of_rank))
-                    for b in draw(flat_buffers(members, mesh, group, dtype, at is not None))
-                ]
+            of_group = [i for i in ordering if i in held[place] and model.group(i) == group]
+            here = [i for i in of_group if apart.get(i) == at]
+            if here:
+                stored = [[specs[i] for i in one] for one in draw(stored_tensors(model, here))]
+                found = draw(flat_buffers(stored, mesh, group, dtype, at is not None))
+                buffers += [replace(buffer, at=on_rank(place, at)) for buffer in found]
     return Manifest(
         "zero",
         mesh,
@@ -183,51 +193,77 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
     )
 
 
+def on_rank(place: Place, ep: int | None) -> Place:
+    return place if ep is None else (*place, ("ep", ep))
+
+
+@st.composite
+def stored_tensors(draw: st.DrawFn, model: Model, here: list[int]) -> list[list[int]]:
+    """Parameters by the tensor that memory holds them in: experts of a layer may be stacked, in any
+    order, all else has a tensor of its own."""
+    stacked = {first for first in model.layer_of if draw(st.booleans())}
+    out: dict[tuple[int, ...], list[int]] = {}
+    for i in here:
+        layer = model.layer_of[i]
+        out.setdefault((layer,) if layer in stacked else (layer, i), []).append(i)
+    return list(out.values())
+
+
 @st.composite
 def flat_buffers(
-    draw: st.DrawFn, specs: list[ParamSpec], mesh: Mesh, group: int, dtype: str, experts: bool
+    draw: st.DrawFn, stored: list[Stored], mesh: Mesh, group: int, dtype: str, experts: bool
 ) -> list[FlatBuffer]:
     dp = mesh.dp // mesh.ep if experts else mesh.dp
     place = {"tp": (mesh.tp, 0), "etp": (mesh.etp, 0)}
-    sizes = [int(np.prod(oracle_local(s, place).shape)) for s in specs]
+    tensors = [
+        [Member(s.name, 0, int(np.prod(oracle_local(s, place).shape)), group) for s in one]
+        for one in stored
+    ]
+    sizes = [sum(member.size for member in tensor) for tensor in tensors]
     states = (("fp32", dtype), ("exp_avg", "float32"))
     common: dict[str, Any] = {"states": states, "axes": ("etp",) if experts else ("tp", "etp")}
     if mesh.zero == 0:
-        pairs = zip(specs, sizes, strict=True)
-        lone = [(Member(spec.name, 0, size, group),) for spec, size in pairs]
-        return [FlatBuffer(one, one[0].size, 1, "whole", **common) for one in lone]
+        lone = [one_after_another([tensor], [0]) for tensor in tensors]
+        pairs = zip(lone, sizes, strict=True)
+        return [FlatBuffer(one, size, 1, "whole", **common) for one, size in pairs]
     if mesh.zero < 3:
-        return [whole_buffer(draw, specs, sizes, dp, group, common)]
-    out = []
-    for chosen in formulas.sub_groups(sizes, dp, draw(st.sampled_from([1, 7, 10**9]))):
-        starts, used = flat.aligned_starts([-(-sizes[i] // dp) for i in chosen])
-        members = members_of(specs, sizes, chosen, starts, group)
-        out.append(FlatBuffer(members, used, dp, "each", **common))
-    return out
+        return [whole_buffer(draw, tensors, sizes, dp, common)]
+    subs = formulas.sub_groups(sizes, dp, draw(st.sampled_from([1, 7, 10**9])))
+    return [sub_group([tensors[i] for i in chosen], dp, common) for chosen in subs]
+
+
+def sub_group(tensors: list[list[Member]], dp: int, common: dict[str, Any]) -> FlatBuffer:
+    """Of ZeRO-3: every tensor is cut for itself."""
+    sizes = [sum(member.size for member in tensor) for tensor in tensors]
+    starts, used = flat.aligned_starts([-(-size // dp) for size in sizes])
+    members = [
+        member
+        for tensor, start in zip(tensors, starts, strict=True)
+        for member in flat.slices([replace(m, start=start) for m in tensor])
+    ]
+    return FlatBuffer(tuple(members), used, dp, "each", **common)
 
 
 def whole_buffer(
-    draw: st.DrawFn,
-    specs: list[ParamSpec],
-    sizes: list[int],
-    dp: int,
-    group: int,
-    common: dict[str, Any],
+    draw: st.DrawFn, tensors: list[list[Member]], sizes: list[int], dp: int, common: dict[str, Any]
 ) -> FlatBuffer:
     """Of ZeRO-1 or 2, with or without round robin and alignment."""
-    plain = list(range(len(specs)))
-    order = formulas.round_robin(len(specs), dp) if draw(st.booleans()) else plain
+    plain = list(range(len(tensors)))
+    order = formulas.round_robin(len(tensors), dp) if draw(st.booleans()) else plain
     alignment = draw(st.sampled_from([1, 4, 8]))
     starts, used = flat.aligned_starts([sizes[i] for i in order], alignment)
-    members = members_of(specs, sizes, order, starts, group)
+    members = one_after_another([tensors[i] for i in order], starts)
     return FlatBuffer(members, formulas.whole_length(used, dp), dp, "whole", **common)
 
 
-def members_of(
-    specs: list[ParamSpec], sizes: list[int], chosen: list[int], starts: list[int], group: int
-) -> tuple[Member, ...]:
-    pairs = zip(chosen, starts, strict=True)
-    return tuple(Member(specs[i].name, start, sizes[i], group) for i, start in pairs)
+def one_after_another(tensors: list[list[Member]], starts: list[int]) -> tuple[Member, ...]:
+    """The parameters of each tensor, from where it begins."""
+    out: list[Member] = []
+    for tensor, at in zip(tensors, starts, strict=True):
+        for member in tensor:
+            out.append(replace(member, start=at))
+            at += member.size
+    return tuple(out)
 
 
 def oracle_local(spec: ParamSpec, place: dict[str, tuple[int, int]]) -> np.ndarray:
@@ -278,9 +314,14 @@ def whole_parts(buffer: FlatBuffer, flats: list[np.ndarray]) -> list[np.ndarray]
 
 
 def each(buffer: FlatBuffer, flats: list[np.ndarray]) -> list[np.ndarray]:
-    """Every member is cut, then each part is filled with a piece of each."""
+    """Every stored tensor is cut, then each part is filled with a piece of each."""
+    tensors: list[list[np.ndarray]] = []
+    for member, numbers in zip(buffer.members, flats, strict=True):
+        if member.slice_of is None or member.slice_of[0] == 0:
+            tensors.append([])
+        tensors[-1].append(numbers)
     rows = []
-    for numbers in flats:
+    for numbers in map(np.concatenate, tensors):
         width = -(-len(numbers) // buffer.partitions)
         padding = np.full(width * buffer.partitions - len(numbers), -1)
         rows.append(np.concatenate([numbers, padding]).reshape(buffer.partitions, width))

@@ -142,7 +142,7 @@ def test_a_holder_that_is_not_written_is_found(journey):
 @pytest.mark.long
 def test_the_random_models_have_stages_of_all_kinds():
     """The laws above are about something: uneven stages, several runs in a stage, ties over stages,
-    empty stages."""
+    empty stages, experts that are slices of one tensor, and such that partitions cut."""
     seen: set[str] = set()
 
     @settings(max_examples=300, deadline=None, database=None)
@@ -166,9 +166,14 @@ def test_the_random_models_have_stages_of_all_kinds():
             seen.add("several runs")
         if any(len(held) > 1 for held in manifest.holders.values()):
             seen.add("tied")
+        for buffer in manifest.buffers:
+            cut = [len(buffer.owners(m, 0, m.size)) for m in buffer.members if m.slice_of]
+            seen.update(
+                {"stacked"} if cut else set(), {"cut stack"} if cut and max(cut) > 1 else ()
+            )
 
     look()
-    assert seen == {"uneven", "empty", "several runs", "tied"}
+    assert seen == {"uneven", "empty", "several runs", "tied", "stacked", "cut stack"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
@@ -72,6 +72,23 @@ def test_subtraction_leaves_disjoint_boxes(shape, data):
     assert {p for x in left for p in points(x)} == points(a) - points(b)
 
 
+def stacked(*within: tuple[int, int] | None, rule: str = "each", starts=(0, 0, 0)) -> FlatBuffer:
+    """Members of 3 elements each, as slices of a stored tensor."""
+    members = [
+        Member(f"e{i}", start, 3, slice_of=one)
+        for i, (one, start) in enumerate(zip(within, starts, strict=False))
+    ]
+    return FlatBuffer(tuple(members), 9, 2, rule, ())
+
+
+def test_slices_of_a_stored_tensor():
+    """Two experts of 3 elements in one tensor, of which each of two partitions has 3; alone each
+    expert would be cut in 2 and 1."""
+    buffer = stacked((0, 6), (3, 6))
+    owned = [[(f.member, f.low, f.high, f.offset) for f in buffer.fragments(p)] for p in (0, 1)]
+    assert owned == [[(0, 0, 3, 0)], [(1, 0, 3, 0)]] and buffer.used() == 3
+
+
 def test_what_is_no_box_piece_extent_or_buffer():
     for wrong in (
         lambda: Box((1,), (0,)),
@@ -86,8 +103,26 @@ def test_what_is_no_box_piece_extent_or_buffer():
         lambda: FlatBuffer((Member("a", 0, 3),), 2, 1, "whole", ()),
         lambda: FlatBuffer((Member("a", 0, 3),), 3, 2, "whole", ()),
         lambda: FlatBuffer((Member("a", 0, 3),), 4, 2, "third", ()),
+        lambda: FlatBuffer((Member("a", 0, 3),), 4, 0, "each", ()),
     ):
         with pytest.raises(ValueError):
+            wrong()
+
+
+def test_what_are_no_slices():
+    for wrong in (
+        lambda: stacked((0, 6), rule="whole"),
+        lambda: stacked((0, 5)),
+        lambda: stacked((1, 6)),
+        lambda: stacked((0, 9)),
+        lambda: stacked((3, 6), (0, 6)),
+        lambda: stacked((0, 6), (2, 6)),
+        lambda: stacked((0, 6), (3, 7)),
+        lambda: stacked((0, 6), (3, 6), (0, 3)),
+        lambda: stacked((0, 6), (3, 6), starts=(0, 3)),
+        lambda: stacked((0, 6), None),
+    ):
+        with pytest.raises(ValueError, match=r"slice|overlap"):
             wrong()
 
 
@@ -328,6 +363,7 @@ def test_names_that_are_not_plain(name):
         plain_name(name)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["dp-pp", "pp-dp"]), *[st.integers(1, 3)] * 5)
 def test_the_rank_of_a_partition_is_the_one_in_its_group(order, tp, pp, cp, sp, dp):
     mesh = Mesh(tp=tp, pp=pp, cp=cp, sp=sp, dp=dp, order=order)

@@ -164,15 +164,38 @@ def canonical(engine: Any) -> dict[str, Any]:
                 agreed(scalars, (name, key), value)
             agreed(hyper, name, settings)
     return {
-        "full": _joined(engine, gathered),
-        "scalars": scalars,
-        "hyper": hyper,
-        "weights": weights(engine),
+        "full": _unstacked(_joined(engine, gathered)),
+        "scalars": _of_each_layer(scalars),
+        "hyper": _of_each_layer(hyper),
+        "weights": _unstacked(weights(engine)),
         "values": values(engine),
         "scheduler": {k: v for k, v in schedule.items() if k not in PER_GROUP},
         "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
         "scale": loss_scale(engine),
     }
+
+
+def _unstacked(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Every expert by its number in the whole layer, where a rank has some of them in one tensor
+    ("NAME@EXPERT_RANK"; see masters)."""
+    out: dict[Any, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        name, *rest = key if isinstance(key, tuple) else (key,)
+        stack, stacked, rank = name.partition("@")
+        for k, one in enumerate(tensor if stacked else [tensor]):
+            whole = f"{stack} of expert {int(rank) * len(tensor) + k}" if stacked else name
+            out[(whole, *rest) if rest else whole] = one
+    return out
+
+
+def _of_each_layer(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Numbers and settings of stacked experts, which must be the same on every expert rank."""
+    out: dict[Any, Any] = {}
+    for key, value in values.items():
+        name, *rest = key if isinstance(key, tuple) else (key,)
+        stack = name.partition("@")[0]
+        agreed(out, (stack, *rest) if rest else stack, value)
+    return out
 
 
 def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[Any]]:

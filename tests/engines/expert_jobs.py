@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import experts, models, pipeline
 from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.families import find_family
@@ -313,6 +314,24 @@ def refusals() -> dict[str, str]:
     attempt("sequence", lambda: models.build(MIXTRAL))
     models.stop()
     return found
+
+
+def grouped() -> str:
+    """What is said of an engine with megatron-core's grouped experts, which need a GPU: here an
+    engine whose experts only have the class."""
+    cut = Cut(1)
+    model = build(cut)
+    engine = engine_of(cut, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    module = next(layer.experts for _, layer in experts.moe_layers(engine.module))
+    module.__class__ = type("GroupedMLP", (type(module),), {})
+    try:
+        ucp.attach(engine, family="mixtral")
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        models.stop()
+    return ""
 
 
 def build_plainly(cut: Cut) -> None:

@@ -206,8 +206,8 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
         engine.optimizer.offloaded_states = {OffloadStateTypeEnum.optim_states}
-    elif feature == "AutoEP":
-        layer = type("AutoEPMoELayer", (torch.nn.Module,), {})
+    elif feature == "AutoEP folded with AutoTP":
+        layer = type("AutoEPMoELayer", (torch.nn.Module,), {"folding_group_handles": object()})
         engine.module.add_module("of_experts", layer())
     elif feature == "tensor parallelism":
         engine.mp_world_size = 2

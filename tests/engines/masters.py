@@ -23,6 +23,7 @@ def named(engine: Any) -> dict[str, Any]:
     return {without_pipeline(engine, _numbered(params, name)): params[name] for name in params}
 
 
+STACKED = re.compile(r".*\.experts\.w[123]")  # all experts of a rank, as AutoEP keeps them
 EXPERT = re.compile(r"(.*\.(?:local_experts|deepspeed_experts)\.)(\d+)(\..*)")
 
 
@@ -32,6 +33,10 @@ def expert_group(param: Any) -> str | None:
 
 
 def _numbered(params: dict[str, Any], name: str) -> str:
+    if STACKED.fullmatch(name):
+        from deepspeed.utils import groups
+
+        return f"{name}@{groups._get_expert_parallel_rank(params[name].group_name)}"
     found = EXPERT.fullmatch(name)
     group = expert_group(params[name]) if found else None
     if found is None or group is None:
@@ -98,9 +103,9 @@ def _in_flat(
 
 
 def _zero3(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
-    rank = dist.get_rank(opt.dp_process_group)
     for group in opt.fp16_groups:
         for p in group:
+            rank = dist.get_rank(p.ds_process_group)  # experts have one of their own
             i, offset, width = opt.grad_position[opt.get_param_id(p)][:3]
             first = rank * width
             count = max(0, min(width, p.ds_numel - first))

@@ -198,14 +198,32 @@ def save_reserved(setup: Moe, folder: str) -> str:
     return ""
 
 
-def stock_load(setup: Moe, folder: str) -> list[str]:
-    """What differs after DeepSpeed's own load of the tag `trained`."""
+def unnamed(setup: Moe, folder: str) -> str:
+    """What a load says of a parameter of experts whose name does not say of which ones."""
+    engine = make(setup, attach=False)
+    known = next(p for p in engine.module.parameters() if not getattr(p, "allreduce", True))
+    odd = torch.nn.Parameter(torch.zeros(2))
+    odd.allreduce, odd.group_name = False, known.group_name
+    engine.module.register_parameter("stacked", odd)
+    engine.param_names[odd] = "stacked"
+    try:
+        ucp.load(engine, folder)
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        tensor_jobs.close(engine)
+    return ""
+
+
+def stock_load(setup: Any, folder: str, making: Any = make) -> list[str]:
+    """What differs after DeepSpeed's own load of the tag `trained`. `making` is for engines of
+    another kind."""
     from pathlib import Path
 
     from tests.engines.canonical import canonical, differences
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
-    engine = make(setup, attach=False)
+    engine = making(setup, attach=False)
     engine.load_checkpoint(folder, tag="trained")
     found = differences(oracle, canonical(engine))
     tensor_jobs.close(engine)

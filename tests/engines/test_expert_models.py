@@ -122,6 +122,11 @@ def test_refusals(ranks: RankPool) -> None:
             assert re.match(expected[name], text), (name, text)
 
 
+def test_grouped_experts_are_refused_by_name(ranks: RankPool) -> None:
+    (said,) = ranks.run(1, f"{JOBS}:grouped")
+    assert "grouped experts" in said and "moe_grouped_gemm=False" in said
+
+
 def test_a_routers_bias_stays_in_fp32(ranks: RankPool) -> None:
     model = with_experts(bias=True, score="sigmoid", bias_rate=1e-3)
     cut = Cut(2, zero=1, dtype="bf16", clip=1.0, model=model)

@@ -167,7 +167,7 @@ REFUSED = {
     "ZeRO++ weights": "quantized weights",
     "node-local storage": "node-local storage",
     "offloaded states": "offload_states",
-    "AutoEP": "AutoEP",
+    "AutoEP folded with AutoTP": "AutoEP folded with AutoTP",
     "tensor parallelism": "tensor parallelism",
 }
 

@@ -58,6 +58,13 @@ def test_a_client_state_with_a_reserved_key(
     assert not list(tmp_path.glob("*/*.pt"))
 
 
+def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
+    """Such as several in one tensor: two ranks hold other ones under one name."""
+    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
+    for said in ranks.run(4, f"{JOBS}:unnamed", Moe(2, 1), folder, timeout_s=100):
+        assert "does not say of which ones" in said and "parameter: stacked" in said
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_files_of_stock_deepspeed(
     ranks: RankPool, sources: Sources, tmp_path: Path, zero: int

@@ -18,7 +18,7 @@ import torch
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
-from megatron_ucp.formats.deepspeed.optimizer_files import reader_for
+from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard.canonical import read_state

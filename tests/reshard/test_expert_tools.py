@@ -64,12 +64,14 @@ def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> 
     assert found["differences"] == {"filled": [], "trained": []}
 
 
+@pytest.mark.parametrize("ep", [4, 1])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_stock_deepspeed_loads_a_conversion(
-    ranks: RankPool, own: Path, tmp_path: Path, zero: int
+    ranks: RankPool, own: Path, tmp_path: Path, zero: int, ep: int
 ) -> None:
-    out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=4, zero=zero))
-    found = ranks.run(4, f"{MOE}:stock_load", Moe(4, zero), str(out), timeout_s=200)
+    """Stock goes by position: a rank's experts must come in the order of its module."""
+    out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
+    found = ranks.run(4, f"{MOE}:stock_load", Moe(ep, zero), str(out), timeout_s=200)
     assert found[0] == []
 
 

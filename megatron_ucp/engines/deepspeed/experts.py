@@ -1,10 +1,11 @@
 """Where a live engine's experts lie: which ranks hold other experts, and which hold copies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.deepspeed.autoep import stacks_in
 from megatron_ucp.formats.deepspeed.experts import is_expert
 
 
@@ -16,7 +17,9 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     """
     from deepspeed.moe.utils import is_moe_param
 
-    groups = {param.group_name for param in engine.module.parameters() if is_moe_param(param)}
+    named = engine.module.named_parameters()
+    of_experts = {name: param for name, param in named if is_moe_param(param)}
+    groups = {param.group_name for param in of_experts.values()}
     if not groups:
         ordinary = any(is_expert(name) for name in engine.param_names.values())
         return mesh.with_experts(1, mesh.cut_of_dense) if ordinary else mesh
@@ -30,7 +33,40 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     parallel, copies = _ranks(name)
     found = mesh.with_experts(len(parallel), mesh.world // (mesh.pp * len(parallel) * len(copies)))
     _check(found, name, parallel, copies)
+    if found.experts_apart:
+        _check_names(engine, of_experts)
     return found
+
+
+def _check_names(engine: Any, of_experts: Iterable[str]) -> None:
+    """Raises UnsupportedError for a parameter that other ranks hold otherwise, and whose name does
+    not say of which expert it is."""
+    stacks = stacks_of(engine)
+    for name in of_experts:
+        if name not in stacks and not is_expert(name):
+            raise UnsupportedError(
+                "a parameter of experts does not say of which ones",
+                parameter=name,
+                expected="a module for each expert, in local_experts or deepspeed_experts",
+                found="a parameter that DeepSpeed reduces with the experts (allreduce is False)",
+                fix="build the experts one by one",
+            )
+
+
+def autoep_layers(engine: Any) -> Iterator[tuple[str, Any]]:
+    """The mixtures that DeepSpeed's AutoEP divided, by name in the model."""
+    for name, module in engine.module.named_modules():
+        if type(module).__name__ == "AutoEPMoELayer":
+            yield name, module
+
+
+def stacks_of(engine: Any) -> dict[str, int]:
+    """Parameters that hold all experts of a rank, by the module's names, and how many: AutoEP's."""
+    return {
+        stack: int(layer.num_local_experts)
+        for name, layer in autoep_layers(engine)
+        for stack in stacks_in(f"{name}.experts" if name else "experts")
+    }
 
 
 def _ranks(name: str) -> tuple[list[int], list[int]]:

@@ -107,10 +107,10 @@ class LiveEngine:
         if slot.state == VALUE:
             value = list(self.own.values.values())[self._own_place[slot.buffer]]
             return flat_view(value.tensor.detach())
-        master = self._live(slot.buffer).master
+        live = self._live(slot.buffer)
         if slot.state == MASTER:
-            return flat_view(master.detach())
-        return flat_view(self.wrapper.base.state[master][slot.state].detach())
+            return flat_view(live.own(live.master.detach()))
+        return flat_view(live.own(self.wrapper.base.state[live.master][slot.state].detach()))
 
     def state_dtype(self, buffer: int) -> str:
         """Its masters', unless the optimizer is told fp32 (CPUAdam)."""

@@ -4,6 +4,7 @@ touched."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_ucp.engines.deepspeed.experts import autoep_layers
 from megatron_ucp.engines.deepspeed.stage import is_pipeline
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
@@ -28,11 +29,15 @@ def _super(engine: Any) -> bool:
     return config is not None and bool(getattr(config, "super_offload", False))
 
 
+def _folded(engine: Any) -> bool:
+    return any(layer.folding_group_handles is not None for _, layer in autoep_layers(engine))
+
+
 _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
     (
-        "AutoEP",
-        lambda e: any(type(m).__name__ == "AutoEPMoELayer" for m in e.module.modules()),
-        "resume on the mesh that wrote the checkpoint",
+        "AutoEP folded with AutoTP (expert_parallel beside tensor_parallel.autotp_size)",
+        _folded,
+        "leave one of the two out",
     ),
     (
         "optimizer states offloaded to NVMe (zero_optimization.offload_optimizer.device: nvme)",
@@ -73,6 +78,15 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
 ]
 
+
+_NO_FAMILY_SAYS: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "megatron-core's grouped experts (moe_grouped_gemm)",
+        lambda e: any(type(m).__name__ in _GROUPED for m in e.module.modules()),
+        "build the experts one by one: moe_grouped_gemm=False",
+    ),
+]
+_GROUPED = ("GroupedMLP", "TEGroupedMLP")
 
 _REFUSED_WRITERS: list[tuple[str, Callable[[Any], bool], str]] = [
     (
@@ -135,6 +149,8 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             fix=f"give {_one_of(families())}",
         )
     _refuse(engine, _REFUSED)
+    if model is not None:
+        _refuse(engine, _NO_FAMILY_SAYS)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
     if offloaded:
         raise UnsupportedError(

@@ -6,12 +6,20 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
+from megatron_ucp.core.flat import (
+    FlatBuffer,
+    Member,
+    Scalars,
+    States,
+    alone,
+    one_after_another,
+    slices,
+)
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.deepspeed.experts import with_experts
+from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
@@ -21,6 +29,7 @@ from megatron_ucp.formats.deepspeed.experts import (
     counts_of,
     expert_place,
     number_and_count,
+    slices_of,
 )
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
@@ -39,6 +48,16 @@ class LiveValue:
     partitions: int = 1
     part: int = 0
     split: bool = False
+
+    def slices(self) -> list["LiveValue"]:
+        """Of a stacked parameter: one for each expert. Raises UnsupportedError for one that ZeRO-3
+        partitions, which DeepSpeed does not save."""
+        if self.split:
+            raise UnsupportedError(
+                "frozen experts of AutoEP at ZeRO-3 are not supported",
+                fix="train the experts, or use ZeRO-2: DeepSpeed does not save them either",
+            )
+        return [replace(self, shape=self.shape[1:], tensor=one) for one in self.tensor]
 
 
 @dataclass(frozen=True)
@@ -62,13 +81,37 @@ class OwnStage:
         self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=self.wrapper.zero))
         rank = torch.distributed.get_rank()
         self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
-        counts = counts_of(engine.param_names.values())
+        self.stacks = stacks_of(engine)
+        counts = counts_of(self._listed())
         self.experts = LocalExperts(counts, self.mesh.ep, self.ep_rank)
         self.spread = Spread.on(self.mesh)
         staged = model is not None and is_pipeline(engine)
         self.pipe = PipeNames(model.pipe) if staged and model is not None else None
-        self.buffers = self.wrapper.buffers()
-        self.names = {param: self._name(name) for param, name in engine.param_names.items()}
+        self.buffers = [own for live in self.wrapper.buffers() for own in self._by_expert(live)]
+        self.names = {param: self._names_of(name) for param, name in engine.param_names.items()}
+
+    def _own_names(self, name: str) -> list[str]:
+        """The module's name of a parameter, or those of the slices of a stacked one."""
+        return slices_of(name, self.stacks[name]) if name in self.stacks else [name]
+
+    def _names_of(self, name: str) -> list[str]:
+        """The canonical names of what the module calls `name`."""
+        return [self._name(own) for own in self._own_names(name)]
+
+    def _listed(self) -> list[str]:
+        """The module's own names of all parameters, of a stacked one those of its slices."""
+        named = self.engine.param_names.values()
+        return [own for name in named for own in self._own_names(name)]
+
+    def _by_expert(self, live: LiveBuffer) -> list[LiveBuffer]:
+        """A buffer of the optimizer; of a stacked parameter that it keeps as it is, one for each
+        expert: in files that no ZeRO partitioned they have records of their own."""
+        name = self.engine.param_names[live.params[0]] if len(live.params) == 1 else ""
+        shaped = live.master.dim() > 1 and live.partitions == 1
+        if name not in self.stacks or not shaped:
+            return [live]
+        count = self.stacks[name]
+        return [replace(live, length=live.length // count, expert=k) for k in range(count)]
 
     def _name(self, name: str) -> str:
         """The canonical name of a parameter or buffer. Raises ModelMismatchError for one that the
@@ -117,8 +160,13 @@ class OwnStage:
         out: dict[str, LiveValue] = {}
         for name in listed:
             tensor = found.get(name)
-            if tensor is not None and id(tensor) not in stepped:
-                out[self._name(name)] = self._value(tensor, name in params)
+            if tensor is None or id(tensor) in stepped:
+                continue
+            value = self._value(tensor, name in params)
+            if name in self.stacks:
+                out |= dict(zip(self._names_of(name), value.slices(), strict=True))
+            else:
+                out[self._name(name)] = value
         return out
 
     def _value(self, tensor: Any, is_param: bool) -> LiveValue:
@@ -139,7 +187,7 @@ class OwnStage:
         first: dict[int, str] = {}
         aliases: dict[str, list[str]] = {}
         for pipe, param in self.engine.module.named_parameters(remove_duplicate=False):
-            name = self._name(pipe)
+            name = self._names_of(pipe)[0]
             if first.setdefault(id(param), name) != name:
                 aliases.setdefault(first[id(param)], []).append(name)
         return tuple(Tie(name, tuple(found)) for name, found in aliases.items())
@@ -173,8 +221,9 @@ class OwnStage:
         out: list[list[str]] = [[] for _ in self.param_groups]
         for number, params in numbered:
             if number is not None and number < len(out):
-                out[number] += [self.names[param] for param in params]
-        return tuple(map(tuple, out))
+                out[number] += [name for param in params for name in self.names[param]]
+        # a stacked parameter has a buffer for each of its experts where ZeRO partitions nothing
+        return tuple(tuple(dict.fromkeys(names)) for names in out)
 
     def state(self, live: LiveBuffer) -> dict[str, Any]:
         """The optimizer's state of a buffer's master; empty before the first step."""
@@ -217,7 +266,7 @@ class OwnStage:
         buffers: list[FlatBuffer] = []
         for live in self.buffers:
             states = self.present_states(live) if present else ()
-            params += [self._spec_of(param) for param in live.params]
+            params += self._specs_of(live)
             buffers.append(self._buffer(live, states))
         values: list[FlatBuffer] = []
         for name, value in self.values.items():
@@ -230,8 +279,10 @@ class OwnStage:
         scalars = self.scalars(live)
         members: list[Member] = []
         for param, start in zip(live.params, live.starts, strict=True):
-            size = int(torch.Size(_shape(param)).numel())
-            members.append(Member(self.names[param], start, size, live.group, scalars))
+            size = self._own_shape(param).numel()
+            names = self._held(live, param)
+            stored = [Member(name, start, size, live.group, scalars) for name in names]
+            members += slices(stored) if live.rule == "each" else one_after_another(stored)
         kept = ((MASTER, dtype_name(live.master.dtype)), *states)
         axes = self._axes_of([member.param for member in members])
         return FlatBuffer(tuple(members), live.length, live.partitions, live.rule, kept, axes=axes)
@@ -251,8 +302,22 @@ class OwnStage:
             )
         return next(iter(found))
 
-    def _spec_of(self, param: Any) -> ParamSpec:
-        return self._spec(self.names[param], _shape(param), param, "trainable")
+    def _held(self, live: LiveBuffer, param: Any) -> list[str]:
+        """The canonical names of what a buffer has of a live parameter."""
+        names = self.names[param]
+        return names if live.expert is None else [names[live.expert]]
+
+    def _own_shape(self, param: Any) -> torch.Size:
+        """The shape of a parameter on this rank, or that of each slice of a stacked one."""
+        stacked = self.engine.param_names[param] in self.stacks
+        return torch.Size(_shape(param)[1:] if stacked else _shape(param))
+
+    def _specs_of(self, live: LiveBuffer) -> list[ParamSpec]:
+        return [
+            self._spec(name, tuple(self._own_shape(param)), param, "trainable")
+            for param in live.params
+            for name in self._held(live, param)
+        ]
 
     def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
         """A parameter as its family declares it, after the live one was compared with the
@@ -288,7 +353,7 @@ class OwnStage:
     @cached_property
     def _expert_counts(self) -> dict[str, int]:
         """Experts of each layer, by its canonical name."""
-        local = counts_of(map(self._pipe_name, self.engine.param_names.values()))
+        local = counts_of(map(self._pipe_name, self._listed()))
         return {layer: count * self.mesh.ep for layer, count in local.items()}
 
     def _pipe_name(self, name: str) -> str:

@@ -18,7 +18,8 @@ from megatron_ucp.errors import LayoutError, UnsupportedError
 @dataclass(frozen=True)
 class LiveBuffer:
     """One flat buffer: parameters with their starts, this rank's partition of it, and the master
-    tensor."""
+    tensor. Where an optimizer keeps a stacked parameter as it is, `expert` is the number of the
+    slice that the buffer is."""
 
     params: tuple[Any, ...]
     starts: tuple[int, ...]
@@ -28,6 +29,11 @@ class LiveBuffer:
     rule: str
     master: torch.Tensor
     group: int | None
+    expert: int | None = None
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the buffer has of its master, or of a state of the master's shape."""
+        return whole if self.expert is None else whole[self.expert]
 
 
 class Wrapper:

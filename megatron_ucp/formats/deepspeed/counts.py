@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.paths import TagFiles, optimizer_name
@@ -50,7 +50,16 @@ def _of_experts(
     one copy of an expert on each tensor-parallel rank."""
     if folder.recorded is not None:
         return folder.recorded.mesh.ep, folder.recorded.mesh.etp
-    if folder.names.experts:
+    config: Any = meta.get("ds_config")
+    if isinstance(config, dict) and config.get(_OTHER_ORDER) and meta.get("num_experts"):
+        raise UnsupportedError(
+            "the ranks of this run were divided in another order among the experts",
+            file=file,
+            expected=f"no {_OTHER_ORDER}",
+            found=_OTHER_ORDER,
+            fix="load it with DeepSpeed at the same sizes",
+        )
+    if folder.names.experts or _is_in_shards(folder, meta, experts):
         return experts.ranks(meta, file), tp
     if meta.get("num_experts"):
         raise NotFoundError(
@@ -61,6 +70,14 @@ def _of_experts(
             fix="restore them, or load another tag",
         )
     return 1, tp
+
+
+_OTHER_ORDER = "use_data_before_expert_parallelism"
+
+
+def _is_in_shards(folder: TagFolder, meta: Mapping[str, Any], experts: ExpertFiles) -> bool:
+    """Whether the experts lie in the optimizer files alone, as AutoEP's do at ZeRO-3."""
+    return bool(experts.autoep) and any(part is not None for part, _ in folder.names.model)
 
 
 def is_pipeline(names: TagFiles, meta: Mapping[str, Any]) -> bool:

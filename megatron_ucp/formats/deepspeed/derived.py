@@ -12,8 +12,9 @@ from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.flattened import names_at
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
-from megatron_ucp.formats.deepspeed.optimizer_files import Contents, PlainFile
+from megatron_ucp.formats.deepspeed.optimizer_files import Contents
 from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
@@ -63,12 +64,15 @@ class Derived:
         )
 
     def _flat_shapes(self) -> dict[str, Ints]:
-        """Rank-local shapes of what is flattened, as the model files of all stages say."""
+        """Rank-local shapes of what is flattened, as the model files of all places say."""
         out: dict[str, Ints] = {}
-        for stage, file in enumerate(self.of.first_of_stages):
-            name_of = names_at(self.of, self.of.rank_of_file(0, stage * self.of.counts.tp), file)
+        for at in self.of.places:
+            rank = self.of.mesh.rank_of(at, 0)
+            file = self.of.model_of(self.of.file_place(rank)[1])
+            name_of = names_at(self.of, rank, file)
             for named in shapes_by_group(self.of.tree(file)) or []:
-                out |= {name_of(name): shape for name, shape in named.items()}
+                inside = self.of.experts.autoep.in_slices(named, self.of.full_path(file))
+                out |= {name_of(name): shape for name, shape in inside.items()}
         return out
 
     def _values(
@@ -80,8 +84,11 @@ class Derived:
             for file in self.of.first_of_stages
             for name in self.of.tree(file).get("buffer_names") or []
         }
+        # the files of experts have theirs, of all ranks
+        named: Mapping[str, Any] = self.of.meta.get("frozen_param_shapes") or {}
+        shapes = {n: s for n, s in named.items() if n not in self.of.experts.autoep.experts}
         found = frozen.values(
-            self.of.meta,
+            {**self.of.meta, "frozen_param_shapes": shapes},
             module,
             buffer_names,
             known,
@@ -89,8 +96,12 @@ class Derived:
             lambda name: self.of.fragment(name, 0),
             self.of.main_file,
         )
+        axes = self.of.spread.axes
         return [
-            (self._spec(name, shape, buffer.states[0][1], kind), buffer)
+            (
+                self._spec(name, shape, buffer.states[0][1], kind),
+                replace(buffer, axes=axes(name)),
+            )
             for name, shape, kind, buffer in found
         ]
 

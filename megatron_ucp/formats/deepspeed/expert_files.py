@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
 from megatron_ucp.formats.deepspeed.experts import (
     LocalExperts,
     counts_of,
@@ -33,6 +34,12 @@ class ExpertFiles:
         self._folder = folder
         self._held: dict[int, Shares] = {}
 
+    @cached_property
+    def autoep(self) -> AutoEP:
+        """What AutoEP stacked. Raises as `autoep_of`."""
+        file = min(self._folder.names.model.values())
+        return autoep_of(self._folder.tree(file), self._folder.full_path(file))
+
     def of(self, mp: int) -> Shares:
         """The experts in the files of a model-parallel rank. Raises ForeignFileError for one that
         two files hold and that is not the same in both, DamagedFileError for what is no expert."""
@@ -49,7 +56,7 @@ class ExpertFiles:
     def _read(self, file: str, number: int) -> dict[str, TensorRef]:
         out: dict[str, TensorRef] = {}
         for key, ref in self._folder.tree(file).items():
-            name = name_in_module(key) if isinstance(key, str) else ""
+            name = self._name_in_module(key) if isinstance(key, str) else ""
             part = expert_name(name)
             if part is None or not isinstance(ref, TensorRef) or part.number != number:
                 raise DamagedFileError(
@@ -60,6 +67,9 @@ class ExpertFiles:
                 )
             out[name] = ref
         return out
+
+    def _name_in_module(self, key: str) -> str:
+        return self.autoep.name_in_module(key) if self.autoep else name_in_module(key)
 
     def _same(self, name: str, one: tuple[TensorRef, str], two: tuple[TensorRef, str]) -> None:
         sums = [
@@ -80,9 +90,10 @@ class ExpertFiles:
     def counts(self) -> dict[str, int]:
         """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file."""
         self._complete()
-        return counts_of(
+        found = counts_of(
             name for mp in {mp for _, _, mp in self._folder.names.experts} for name in self.of(mp)
         )
+        return {**self.autoep.experts, **found}
 
     def _complete(self) -> None:
         """Raises NotFoundError where the files of a mixture are not as many as the model file says,
@@ -111,6 +122,8 @@ class ExpertFiles:
     def ranks(self, meta: Mapping[str, Any], file: str) -> int:
         """Expert-parallel ranks of the run that wrote the files, as they show it: by the optimizer
         files of stage 0, or by the experts that the model file lists for one rank."""
+        if self.autoep:
+            return self.autoep.ranks
         if self._folder.names.expert_optimizer:
             return 1 + max(ep for ep, _ in self._folder.names.expert_optimizer)
         shapes = shapes_by_group(meta) or []

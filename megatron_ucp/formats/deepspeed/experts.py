@@ -14,6 +14,9 @@ from megatron_ucp.formats.base import Order
 _EXPERT = re.compile(
     r"(?P<layer>.*\b(?:local_experts|deepspeed_experts))\.(?P<number>\d{1,6})\.(?P<rest>.+)"
 )
+# One expert's slice of a parameter that has all experts of a rank, as AutoEP keeps them: no module
+# can give a parameter such a name.
+_SLICE = re.compile(r"(?P<layer>.+)\[(?P<number>\d{1,6})\]")
 
 
 # megatron-core's experts in the files, where DeepSpeed looks for names like those of its own
@@ -33,11 +36,21 @@ def name_in_module(name: str) -> str:
 @dataclass(frozen=True)
 class ExpertName:
     """A parameter's name in parts: the layer's list of experts, the number, the name in the
-    expert."""
+    expert. Of a slice `layer` is the name of the stacked parameter, and nothing is the rest."""
 
     layer: str
     number: int
     rest: str
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a slice of a stacked parameter."""
+        return not self.rest
+
+    @property
+    def mixture(self) -> str:
+        """The module that has the experts, with all parameters of each."""
+        return self.layer.rpartition(".")[0] if self.is_slice else self.layer
 
     @property
     def name(self) -> str:
@@ -46,18 +59,64 @@ class ExpertName:
 
     def at(self, number: int) -> str:
         """The name of the same parameter of another expert."""
+        if self.is_slice:
+            return f"{self.layer}[{number}]"
         return f"{self.layer}.{number}.{self.rest}"
 
 
 def expert_name(name: str) -> ExpertName | None:
     """A name in parts; None for what is no expert's."""
-    found = _EXPERT.fullmatch(name)
-    return ExpertName(found["layer"], int(found["number"]), found["rest"]) if found else None
+    if found := _EXPERT.fullmatch(name):
+        return ExpertName(found["layer"], int(found["number"]), found["rest"])
+    found = _SLICE.fullmatch(name)
+    return ExpertName(found["layer"], int(found["number"]), "") if found else None
 
 
 def is_expert(name: str) -> bool:
     """Whether a name is that of an expert's parameter."""
     return expert_name(name) is not None
+
+
+def is_stacked(name: str) -> bool:
+    """Whether a name is that of a slice of a stacked parameter."""
+    part = expert_name(name)
+    return part is not None and part.is_slice
+
+
+def slices_of(stack: str, count: int) -> list[str]:
+    """The names of the slices of a stacked parameter."""
+    return [ExpertName(stack, number, "").name for number in range(count)]
+
+
+def stored_tensors(names: Iterable[str]) -> list[list[str]]:
+    """Names by the tensor that keeps them: slices of one stacked parameter together, all else
+    alone."""
+    out: list[list[str]] = []
+    last = None
+    for name in names:
+        part = expert_name(name)
+        stack = part.layer if part is not None and part.is_slice else None
+        if stack is not None and stack == last:
+            out[-1].append(name)
+        else:
+            out.append([name])
+        last = stack
+    return out
+
+
+def _number(name: str) -> int:
+    part = expert_name(name)
+    return part.number if part is not None else 0
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names with all experts of a layer where the first of them is, by their numbers: as a model
+    of fewer ranks lists them."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        part = expert_name(name)
+        blocks.setdefault(part.layer if part else f" {name}", []).append(name)
+    return [name for block in blocks.values() for name in sorted(block, key=_number)]
 
 
 def counts_of(names: Iterable[str]) -> dict[str, int]:
@@ -206,19 +265,20 @@ def number_and_count(name: str, counts: Mapping[str, int]) -> tuple[int, int] | 
 
 
 def by_layer(names: Iterable[str]) -> list[dict[int, list[str]]]:
-    """For each layer's list of experts: number -> the names of the expert's parameters."""
+    """For each mixture of experts: number -> the names of the expert's parameters."""
     out: dict[str, dict[int, list[str]]] = {}
     for name in names:
         if (part := expert_name(name)) is not None:
-            out.setdefault(part.layer, {}).setdefault(part.number, []).append(name)
+            out.setdefault(part.mixture, {}).setdefault(part.number, []).append(name)
     return list(out.values())
 
 
 def in_own_file(name: str, apart: bool) -> bool:
-    """Whether DeepSpeed keeps a parameter in an expert file: an expert of its own layer always,
+    """Whether DeepSpeed keeps a parameter in an expert file: an expert of its own layers always,
     another one where other ranks share it."""
     part = expert_name(name)
-    return part is not None and (apart or part.layer.endswith(".deepspeed_experts"))
+    own = part is not None and (part.is_slice or part.layer.endswith(".deepspeed_experts"))
+    return part is not None and (apart or own)
 
 
 def expert_place(stage: int, ep: int, etp: int) -> Coords:

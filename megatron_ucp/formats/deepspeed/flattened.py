@@ -25,7 +25,9 @@ def flattened(
     shapes = shapes_by_group(checkpoint.tree(model))
     name_of = names_at(checkpoint, rank, model)
     if checkpoint.names.optimizer and isinstance(shapes, list):
-        return [{name_of(name): shape for name, shape in named.items()} for named in shapes]
+        file = checkpoint.full_path(model)
+        inside = (checkpoint.experts.autoep.in_slices(named, file) for named in shapes)
+        return [{name_of(name): shape for name, shape in named.items()} for named in inside]
     if checkpoint.names.optimizer and "param_slice_mappings" in tree:
         # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in order
         order = [

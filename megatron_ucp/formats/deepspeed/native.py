@@ -45,12 +45,8 @@ from megatron_ucp.formats.deepspeed.experts import (
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
-from megatron_ucp.formats.deepspeed.optimizer_files import (
-    Contents,
-    OptimizerFile,
-    PlainFile,
-    reader_for,
-)
+from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFile
+from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.paths import (
     expert_optimizer_name,
     is_universal,
@@ -59,6 +55,7 @@ from megatron_ucp.formats.deepspeed.paths import (
 )
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.positions import MATCHED, by_position
+from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile, Unpartitioned, own_slice
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
@@ -377,7 +374,7 @@ class NativeCheckpoint(TagFolder):
     @cached_property
     def expert_counts(self) -> dict[str, int]:
         """Experts of each layer, by the canonical name of its list."""
-        return counts_of(self.weights.module())
+        return {**self.experts.autoep.experts, **counts_of(self.weights.module())}
 
     def fragment(self, name: str, part: int, tp: int = 0) -> Any:
         """One partition of a frozen parameter, as ZeRO-3 keeps it."""
@@ -451,7 +448,10 @@ class NativeCheckpoint(TagFolder):
             return self.weight(param, slot.cut)
         of_experts = not EXPERTS.isdisjoint(buffer.axes)
         tree, file = self._optimizer_of_rank(rank, of_experts)
-        return reader.element(tree, self.contents.indices[slot.buffer], slot.state), file
+        ref = reader.element(tree, self.contents.indices[slot.buffer], slot.state)
+        if isinstance(reader, Unpartitioned):
+            ref = own_slice(ref, self.manifest.by_name[param].shape, param)
+        return ref, file
 
     def weight(self, name: str, cut: Coords) -> tuple[Any, str]:
         """The weight of a parameter at a place along the axes that cut it, and its file."""

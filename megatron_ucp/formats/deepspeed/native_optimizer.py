@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.flat import FlatBuffer, Fragment
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
+from megatron_ucp.formats.deepspeed.autoep import group_name
+from megatron_ucp.formats.deepspeed.experts import is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings, Structure
 from megatron_ucp.formats.deepspeed.paths import (
     optimizer_name,
@@ -129,12 +131,15 @@ class OptimizerTrees(Structure):
         }
 
     def _slices(self, buffer: FlatBuffer, part: int, own: Own) -> dict[str, Stand]:
+        """What a partition owns of each tensor of the module; of a stacked one the experts
+        together."""
+        found: dict[str, list[Fragment]] = OrderedDict()
+        for fragment in buffer.fragments(part):
+            name = self._in_module(buffer.members[fragment.member].param, own)
+            found.setdefault(name, []).append(fragment)
         return OrderedDict(
-            (
-                self._own_name(buffer.members[f.member].param, own),
-                Stand(_FRAGMENT, (), {"numel": f.high - f.low, "start": f.offset}),
-            )
-            for f in buffer.fragments(part)
+            (name, _address(sum(f.high - f.low for f in run), run[0].offset))
+            for name, run in found.items()
         )
 
     def _zero3(self, output: Output, own: Own) -> dict[str, Any]:
@@ -145,12 +150,34 @@ class OptimizerTrees(Structure):
             "dynamic_loss_scale": dynamic,
             "overflow": False,
             "partition_count": self.mesh.partitions,
+            **self._sharing(own),
             "optimizer_state_dict": self._base(
                 output, own, lambda number, state: self._flat(output, number, own, state)
             ),
             "fp32_flat_groups": [
                 self._flat(output, number, own, MASTER) for number, _ in self._buffers(own)
             ],
+        }
+
+    def _sharing(self, own: Own) -> dict[str, Any]:
+        """Which ranks share each sub-group, as ZeRO-3 says it where there are stacked experts."""
+        mesh, held = self.mesh, [buffer for _, buffer in self._buffers(own)]
+        stacked = [any(is_stacked(m.param) for m in buffer.members) for buffer in held]
+        if not any(stacked):
+            return {}
+        ranks = [mesh.sharers(own.rank, buffer.spread) for buffer in held]
+        return {
+            "ds_zero_partition_groups": [
+                {
+                    "sub_group": number,
+                    "partition_count": len(shared),
+                    "partition_rank": shared.index(own.rank),
+                    "partition_ranks": list(shared),
+                    "families": ["autoep_expert" if experts else "replicated"],
+                    "group_names": [group_name(mesh.ep) if experts else "replicated"],
+                }
+                for number, (shared, experts) in enumerate(zip(ranks, stacked, strict=True))
+            ]
         }
 
     def _unpartitioned(self, output: Output, own: Own) -> dict[str, Any]:
@@ -238,8 +265,15 @@ def _padding(buffer: FlatBuffer, part: int) -> int:
 
 
 def _gaps(buffer: FlatBuffer) -> list[int]:
-    """Elements between each parameter and the next one."""
-    ends = [member.start + member.size for member in buffer.members]
-    return [after.start - end for end, after in zip(ends, buffer.members[1:], strict=False)] + (
+    """Elements between each tensor and the next one."""
+    members = {member.param: member for member in buffer.members}
+    tensors = stored_tensors(members)
+    firsts = [members[names[0]].start for names in tensors]
+    ends = [members[names[-1]].start + members[names[-1]].size for names in tensors]
+    return [start - end for end, start in zip(ends, firsts[1:], strict=False)] + (
         [0] if ends else []
     )
+
+
+def _address(elems: int, start: int) -> Stand:
+    return Stand(_FRAGMENT, (), {"numel": elems, "start": start})

@@ -14,6 +14,7 @@ from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.experts import (
     LocalExperts,
     counts_of,
+    expert_name,
     in_own_file,
 )
 
@@ -37,10 +38,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Own:
-    """One rank: its stage, tensor-parallel rank and partition of the dense buffers, its
+    """One rank: its number, its stage, tensor-parallel rank and partition of the dense buffers, its
     expert-tensor-parallel rank and its experts. `parts` has for each buffer that it holds its
     place along the axes that cut the buffer, and its partition."""
 
+    rank: int
     stage: int
     tp: int
     part: int
@@ -73,7 +75,7 @@ class Structure:
         at, (ep, etp) = self.mesh.coord(rank), self.mesh.expert_place(rank)
         parts = {number: (cut, part) for number, cut, part in self.manifest.parts_of(rank)}
         experts = LocalExperts.among(self._counts, self.mesh.ep, ep)
-        return Own(at.pp, at.tp, self.mesh.partition_of(rank), etp, experts, parts)
+        return Own(rank, at.pp, at.tp, self.mesh.partition_of(rank), etp, experts, parts)
 
     # ---------------------------------------------------------------- the structure of a stage
 
@@ -116,6 +118,12 @@ class Structure:
 
     def _mp(self, stage: int, tp: int) -> int:
         return stage * self.mesh.tp + tp
+
+    def _in_module(self, name: str, own: Own) -> str:
+        """The name of the tensor in which a rank's module keeps a parameter."""
+        part = expert_name(name)
+        stacked = part is not None and part.is_slice
+        return part.layer if part is not None and stacked else self._own_name(name, own)
 
     def _own_name(self, name: str, own: Own) -> str:
         """The name that a rank's module gives one of its parameters."""

@@ -17,11 +17,14 @@ from megatron_ucp.core.mesh import EXPERT_CUT
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.deepspeed.autoep import LAYERS, key_in_file, layers_tree
 from megatron_ucp.formats.deepspeed.experts import (
     by_layer,
     expert_place,
     file_rank,
+    is_stacked,
     name_in_file,
+    stored_tensors,
 )
 from megatron_ucp.formats.deepspeed.native_optimizer import OptimizerTrees
 from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings
@@ -101,11 +104,17 @@ class NativeWriter(OptimizerTrees):
             "ds_version": self.run.version,
             **{key: output.adopt(value) for key, value in extras.client_state.items()},
         }
-        if counts := self._expert_counts(own.stage):
-            output.tree |= {"num_experts": counts, "ds_autoep_layers": None}
-        elif self._info:
-            output.tree["universal_checkpoint_info"] = output.adopt(self._info)
+        output.tree |= self._of_experts(output, own)
         return output
+
+    def _of_experts(self, output: Output, own: Own) -> dict[str, Any]:
+        """What a model file says of experts; without any how parameters are cut, for stock."""
+        if counts := self._expert_counts(own.stage):
+            names = (spec.name for spec in self.manifest.params)
+            return {"num_experts": counts, LAYERS[0]: layers_tree(names, self.mesh, own.rank)}
+        if self._info:
+            return {"universal_checkpoint_info": output.adopt(self._info)}
+        return {}
 
     def _frozen(self, output: Output, own: Own) -> dict[str, Any]:
         """What ZeRO-2 and 3 say of frozen parameters."""
@@ -180,12 +189,16 @@ class NativeWriter(OptimizerTrees):
         return out
 
     def _param_shapes(self, own: Own) -> list[dict[str, Stand]]:
-        return [
-            OrderedDict(
-                (self._own_name(m.param, own), _size(self._local(m.param))) for m in buffer.members
-            )
-            for _, buffer in self._buffers(own)
-        ]
+        """Names and shapes of the module's tensors in each buffer."""
+        out: list[dict[str, Stand]] = []
+        for _, buffer in self._buffers(own):
+            named: dict[str, Stand] = OrderedDict()
+            for names in stored_tensors(member.param for member in buffer.members):
+                shape, stacked = self._local(names[0]), is_stacked(names[0])
+                whole = (len(names), *shape) if stacked else shape
+                named[self._in_module(names[0], own)] = _size(whole)
+            out.append(named)
+        return out
 
     def _experts(self, stage: int) -> Iterator[Output]:
         """The files of a stage's experts, and at stage 0 the optimizers of its expert-parallel
@@ -193,6 +206,8 @@ class NativeWriter(OptimizerTrees):
         mesh = self.mesh
         here = {m.param for b in self.manifest.buffers if b.stage == stage for m in b.members}
         held = [s.name for s in self.manifest.params if s.name in here and self._apart(s.name)]
+        if mesh.zero == 3:  # there they lie in the optimizer files alone
+            return
         for etp in range(mesh.etp if held else 0):
             for layer, names in enumerate(by_layer(held)):
                 for number, params in names.items():
@@ -215,7 +230,7 @@ class NativeWriter(OptimizerTrees):
             payload: Weight | Slot = Weight(name, cut)
             if spec.kind != "trainable":
                 payload = Slot(self._number[buffer.stage, name], cut, 0, VALUE)
-            key = name_in_file(self._named(name))
+            key = key_in_file(name) or name_in_file(self._named(name))
             tree[key] = output.tensor(payload, spec.dtype, self._local(name))
         output.tree = tree
         return output

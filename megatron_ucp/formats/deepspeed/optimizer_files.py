@@ -1,12 +1,11 @@
-"""How DeepSpeed's optimizer wrappers lay out their states in files, told apart by the keys that are
-present.
+"""How DeepSpeed's optimizer wrappers lay out their states in files, and those of ZeRO.
 
 Each class reads the pickled tree of one file into flat buffers (reference: `state_dict` of the
 wrapper in DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which buffer.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +17,11 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
-    StateMismatchError,
     UnsupportedError,
 )
-from megatron_ucp.formats.deepspeed import formulas, plain_values
-from megatron_ucp.formats.deepspeed.experts import Spread
+from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.deepspeed.experts import Spread, stored_tensors
 from megatron_ucp.formats.deepspeed.plain_values import (
-    SCALER,
     Scalar,
     Tree,
     loss_scaler,
@@ -75,29 +72,6 @@ class OptimizerFile(Protocol):
         ...
 
 
-def reader_for(
-    tree: Tree, file: str, weight_dtype: Callable[[str], str] = lambda _: "float32"
-) -> OptimizerFile:
-    """The format of an optimizer state dict; `weight_dtype` is that of a weight in the model file.
-    Raises DamagedFileError where no known key is present."""
-    if "fp32_flat_groups" in tree:
-        return Zero3File()
-    if "single_partition_of_fp32_groups" in tree:
-        return Zero12File()
-    if "fp32_groups_flat" in tree:
-        return FusedFlatFile()
-    if "fp32_groups" in tree:
-        return UnfusedFile()
-    if "state" in tree and "param_groups" in tree:
-        return PlainFile(weight_dtype)
-    raise DamagedFileError(
-        "this is no optimizer state of DeepSpeed",
-        file=file,
-        found=", ".join(map(str, tree))[:200],
-        expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state",
-    )
-
-
 def entry_of(states: Mapping[Any, Any], index: Any) -> Tree:
     """What an optimizer's `state` holds under an index, on one level; empty where it holds
     nothing."""
@@ -140,24 +114,28 @@ def split_states(
     return tuple(element), scalars
 
 
-def _members(
+def members_of(
     named: Mapping[str, Ints],
     starts: Sequence[int],
     group: int | None,
     scalars: Mapping[str, float],
 ) -> tuple[Member, ...]:
+    """The parameters of a group, each one from where it begins in the buffer."""
     return tuple(
         Member(name, start, math.prod(shape), group, scalars)
         for (name, shape), start in zip(named.items(), starts, strict=True)
     )
 
 
-def _starts(shapes: Iterable[Ints], gaps: Sequence[int]) -> tuple[list[int], int]:
-    """Where members begin that have gaps behind them, and the end of the last one."""
+def _starts(named: Mapping[str, Ints], gaps: Sequence[int]) -> tuple[list[int], int]:
+    """Where members begin, with gaps behind the tensors that keep them, and the end of the last
+    one."""
     starts, at = list[int](), 0
-    for shape, gap in zip(shapes, gaps, strict=True):
-        starts.append(at)
-        at += math.prod(shape) + gap
+    for tensor, gap in zip(stored_tensors(named), gaps, strict=True):
+        for name in tensor:
+            starts.append(at)
+            at += math.prod(named[name])
+        at += gap
     return starts, at
 
 
@@ -184,14 +162,16 @@ def _required(tree: Tree, key: str, file: str) -> Any:
     return tree[key]
 
 
-def _group_of(index: int, groups: Sequence[Tree]) -> int | None:
+def group_of(index: int, groups: Sequence[Tree]) -> int | None:
+    """The number of the group that lists an index."""
     for number, group in enumerate(groups):
         if index in group.get("params", ()):
             return number
     return None
 
 
-def _listed(tree: Tree, key: str, file: str) -> list[Any]:
+def listed(tree: Tree, key: str, file: str) -> list[Any]:
+    """A list of the file. Raises DamagedFileError where it has none."""
     value = tree.get(key)
     if not isinstance(value, list):
         raise DamagedFileError(
@@ -242,7 +222,7 @@ class Zero12File:
         file: str,
         scalar: Scalar,
     ) -> Contents:
-        masters = _listed(tree, "single_partition_of_fp32_groups", file)
+        masters = listed(tree, "single_partition_of_fp32_groups", file)
         first = [next(iter(named), "") for named in shapes]
         _check_groups(masters, shapes, "groups", file)
         _count(tree, [spread.partitions(name) for name in first], file)
@@ -250,13 +230,15 @@ class Zero12File:
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
         entries = dict(enumerate(base)) if elastic else base.get("state", {})
-        gaps = tree.get("param_alignment_paddings") or [[0] * len(s) for s in shapes]
+        gaps = tree.get("param_alignment_paddings") or [
+            [0] * len(stored_tensors(s)) for s in shapes
+        ]
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
-            starts, at = _starts(named.values(), gaps[index])
+            starts, at = _starts(named, gaps[index])
             element, kept = split_states(entry_of(entries, index), file, scalar)
-            group = index if elastic else _group_of(index, groups)
-            members = _members(named, starts, group, {**_elastic_step(tree), **kept})
+            group = index if elastic else group_of(index, groups)
+            members = members_of(named, starts, group, {**_elastic_step(tree), **kept})
             states = ((MASTER, masters[index].storage.dtype), *element)
             buffers.append(_equally_cut(members, at, spread, states))
         return Contents(
@@ -275,6 +257,40 @@ class Zero12File:
         return entry_of(states, index).get(state)
 
 
+def _cut_each(
+    named: Mapping[str, Ints],
+    partitions: int,
+    spread: Spread,
+    states: States,
+    group: int | None,
+    scalars: Mapping[str, float],
+) -> FlatBuffer:
+    """A sub-group's buffer, in which every stored tensor is cut for itself."""
+    tensors = stored_tensors(named)
+    sizes = [sum(math.prod(named[name]) for name in tensor) for tensor in tensors]
+    starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
+    members: list[Member] = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        shapes = {name: named[name] for name in tensor}
+        members += flat.slices(members_of(shapes, [start] * len(tensor), group, scalars))
+    axes = spread.axes(members[0].param if members else "")
+    return FlatBuffer(tuple(members), used, partitions, "each", states, axes=axes)
+
+
+def _count_of_sub_groups(tree: Tree, partitions: Sequence[int], file: str) -> None:
+    """Raises ForeignFileError unless the file says of every sub-group, if it says anything, that
+    as many ranks share it."""
+    said: Any = tree.get("ds_zero_partition_groups")
+    if said is not None and [one["partition_count"] for one in said] != list(partitions):
+        raise ForeignFileError(
+            "a sub-group was shared by other ranks than the mesh says",
+            file=file,
+            expected=list(partitions),
+            found=str([one["partition_count"] for one in said])[:120],
+            fix="put the files of one save, and no others, into the folder",
+        )
+
+
 class Zero3File:
     """ZeRO-3: one flat buffer per sub-group, every member cut for itself."""
 
@@ -286,26 +302,19 @@ class Zero3File:
         file: str,
         scalar: Scalar,
     ) -> Contents:
-        masters = _listed(tree, "fp32_flat_groups", file)
-        partitions = spread.dense
-        _count(tree, [partitions], file)
+        masters = listed(tree, "fp32_flat_groups", file)
+        _count(tree, [spread.dense], file)
         _check_groups(masters, shapes, "sub-groups", file)
+        partitions = [spread.partitions(next(iter(named), "")) for named in shapes]
+        _count_of_sub_groups(tree, partitions, file)
         base = _required(tree, "optimizer_state_dict", file)
         groups = base.get("param_groups", [])
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
-            sizes = [math.prod(shape) for shape in named.values()]
-            starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
             element, kept = split_states(entry_of(base.get("state", {}), index), file, scalar)
-            buffers.append(
-                FlatBuffer(
-                    _members(named, starts, _group_of(index, groups), kept),
-                    used,
-                    partitions,
-                    "each",
-                    ((MASTER, masters[index].storage.dtype), *element),
-                )
-            )
+            states = ((MASTER, masters[index].storage.dtype), *element)
+            group = group_of(index, groups)
+            buffers.append(_cut_each(named, partitions[index], spread, states, group, kept))
         return Contents(
             "zero3",
             tuple(buffers),
@@ -318,183 +327,3 @@ class Zero3File:
         if state == MASTER:
             return tree["fp32_flat_groups"][index]
         return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
-
-
-class _Unpartitioned:
-    """Stage 0: one buffer per parameter. Files name no parameters: `shapes` must list them in the
-    optimizer's order."""
-
-    engine = "zero0"
-
-    def base(self, tree: Tree) -> Tree:
-        return tree["optimizer_state_dict"]
-
-    def masters(self, tree: Tree) -> list[TensorRef] | None:
-        """Masters in the optimizer's order; None where the training weights are the masters."""
-        return None
-
-    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
-        raise NotImplementedError
-
-    def contents(
-        self,
-        tree: Tree,
-        shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
-        file: str,
-        scalar: Scalar,
-    ) -> Contents:
-        base, masters = self.base(tree), self.masters(tree)
-        groups = base["param_groups"]
-        counts = [len(named) for named in shapes]
-        indices = _stepped(groups, base["state"], counts, masters is not None, file)
-        buffers: list[FlatBuffer] = []
-        for number, named in enumerate(shapes):
-            for (name, shape), index in zip(named.items(), indices[number], strict=True):
-                entry = entry_of(base["state"], index)
-                element, kept = split_states(entry, file, scalar)
-                refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
-                _check_shapes(refs, name, shape, file)
-                states = ((MASTER, self.master_dtype(tree, name, index)), *element)
-                size, axes = math.prod(shape), spread.axes(name)
-                buffers.append(flat.alone(name, size, states, number, kept, axes=axes))
-        return Contents(
-            self.engine,
-            tuple(buffers),
-            param_groups(groups, scalar, file),
-            _flat_scaler(tree),
-            tuple(index for chosen in indices for index in chosen),
-        )
-
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        if state == MASTER:
-            masters = self.masters(tree)
-            return masters[index] if masters else None
-        return entry_of(self.base(tree)["state"], index).get(state)
-
-
-def _check_shapes(refs: Sequence[TensorRef], name: str, shape: Ints, file: str) -> None:
-    """Raises ForeignFileError where states at a parameter's position are not of its shape."""
-    for ref in refs:
-        if tuple(ref.shape) != tuple(shape):
-            raise ForeignFileError(
-                "the optimizer's parameters come in another order than the model's groups",
-                file=file,
-                parameter=name,
-                expected=shape,
-                found=ref.shape,
-                fix="build the optimizer's groups as the run that saved it did, or save with a "
-                "manifest (megatron_ucp.attach)",
-            )
-
-
-class UnfusedFile(_Unpartitioned):
-    """FP16_UnfusedOptimizer (bf16 and fp16 at stage 0): shaped masters and moments."""
-
-    def masters(self, tree: Tree) -> list[TensorRef]:
-        return [ref for group in tree["fp32_groups"] for ref in group]
-
-    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
-        return self.masters(tree)[index].storage.dtype
-
-
-class PlainFile(_Unpartitioned):
-    """The user's own optimizer (an fp32 config at stage 0): the model's weights are the masters, in
-    the dtype that the model has."""
-
-    def __init__(self, weight_dtype: Callable[[str], str]) -> None:
-        self._weight_dtype = weight_dtype
-
-    def base(self, tree: Tree) -> Tree:
-        return tree
-
-    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
-        return self._weight_dtype(name)
-
-
-class FusedFlatFile:
-    """FP16_Optimizer (FusedAdam at stage 0): one flat, unpadded buffer per group, one partition."""
-
-    def contents(
-        self,
-        tree: Tree,
-        shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
-        file: str,
-        scalar: Scalar,
-    ) -> Contents:
-        masters = _listed(tree, "fp32_groups_flat", file)
-        base = tree["optimizer_state_dict"]
-        buffers: list[FlatBuffer] = []
-        for index, named in enumerate(shapes):
-            starts, used = flat.aligned_starts([math.prod(shape) for shape in named.values()])
-            if index >= len(masters) or masters[index].numel != used:
-                raise ForeignFileError(
-                    "the optimizer's groups differ from the model's",
-                    file=file,
-                    expected=used,
-                    found=[ref.numel for ref in masters],
-                )
-            element, kept = split_states(entry_of(base["state"], index), file, scalar)
-            group = _group_of(index, base["param_groups"])
-            states = ((MASTER, masters[index].storage.dtype), *element)
-            members = _members(named, starts, group, kept)
-            axes = spread.axes(next(iter(named), ""))
-            buffers.append(FlatBuffer(members, used, 1, "whole", states, axes=axes))
-        return Contents(
-            "zero0",
-            tuple(buffers),
-            param_groups(base["param_groups"], scalar, file),
-            _flat_scaler(tree),
-            tuple(range(len(buffers))),
-        )
-
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        if state == MASTER:
-            return tree["fp32_groups_flat"][index]
-        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
-
-
-def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
-    """The loss scaler whose fields stand in the state dict itself (stage 0)."""
-    if "cur_scale" not in tree:
-        return {}
-    return {
-        "dynamic": plain_values.number(tree.get("dynamic_loss_scale")),
-        **{name: plain_values.number(tree[name]) for name in SCALER[1:] if name in tree},
-    }
-
-
-def is_empty(entry: Tree) -> bool:
-    """Whether states are those of a parameter without elements, which nothing else counts."""
-    return any(isinstance(value, TensorRef) and not value.numel for value in entry.values())
-
-
-def _stepped(
-    groups: Sequence[Tree], state: Tree, wanted: Sequence[int], masters: bool, file: str
-) -> list[list[int]]:
-    """Optimizer indices of each group's parameters.
-
-    A plain optimizer also lists frozen parameters, which have no state, and those without elements:
-    where the number of names says so, only indices with state count. Before the first step, and
-    where it keeps no `masters`, any index will do: there is nothing under it. Raises
-    StateMismatchError where names and indices can't be matched one to one.
-    """
-    out: list[list[int]] = []
-    for number, group in enumerate(groups):
-        every = [index for index in group["params"] if not is_empty(entry_of(state, index))]
-        stepped = [index for index in every if index in state]
-        want = wanted[number] if number < len(wanted) else -1
-        if not masters and not state and 0 <= want < len(every):
-            every = every[:want]
-        if want not in (len(every), len(stepped)) or len(groups) != len(wanted):
-            raise StateMismatchError(
-                "the optimizer's groups differ from the model's",
-                file=file,
-                expected=f"{list(wanted)} parameters in the groups of the engine",
-                found=f"{[len(g['params']) for g in groups]} in the checkpoint",
-                fix="build the optimizer's groups as the run that saved it did, or save with a "
-                "manifest (megatron_ucp.attach)",
-            )
-        out.append(every if want == len(every) else stepped)
-    return out

@@ -16,7 +16,8 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import ByteFile, Record
-from megatron_ucp.formats.deepspeed.optimizer_files import PlainFile
+from megatron_ucp.formats.deepspeed.experts import in_order
+from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class _Positions:
             if alike and counts[alike]:
                 twin = next(one for one, look in looks.items() if look == alike)
                 self._refuse(twin, f"{name}, which is frozen, could be meant", shown)
-        place = {name: number for number, name in enumerate(self.module)}
+        # files have an expert each, the module may have a parameter for all experts of a layer
+        place = {name: number for number, name in enumerate(in_order(self.module))}
         for group in names:
             doubtful = [name for name in group if counts[looks[name]] > 1]
             listed = doubtful if shown or not doubtful else group

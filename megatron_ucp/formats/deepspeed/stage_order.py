@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.base import Order
-from megatron_ucp.formats.deepspeed.optimizer_files import is_empty
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.stage_0_files import is_empty
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint

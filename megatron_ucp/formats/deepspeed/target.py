@@ -14,6 +14,7 @@ from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed import formulas
+from megatron_ucp.formats.deepspeed.experts import stored_tensors
 
 TRAINING_DTYPES = ("float32", "bfloat16", "float16")
 # DeepSpeed keeps its states in one flat buffer per group even without ZeRO
@@ -42,14 +43,21 @@ class GroupOnRank:
     partitions: int
     axes: tuple[str, ...] = DENSE_CUT
 
+    @property
+    def tensors(self) -> list[list[tuple[str, int]]]:
+        """`sizes` by the tensor of the engine that keeps them."""
+        known = dict(self.sizes)
+        return [[(name, known[name]) for name in names] for names in stored_tensors(known)]
+
     def members(
-        self, sizes: Sequence[tuple[str, int]], starts: Sequence[int]
+        self, tensors: Sequence[Sequence[tuple[str, int]]], starts: Sequence[int], rule: str
     ) -> tuple[Member, ...]:
-        """Some of its parameters at their places in a buffer."""
-        return tuple(
-            Member(name, start, size, self.number, self.scalars(name))
-            for (name, size), start in zip(sizes, starts, strict=True)
-        )
+        """Some of its tensors at their places in a buffer."""
+        out: list[Member] = []
+        for tensor, start in zip(tensors, starts, strict=True):
+            held = [Member(n, start, size, self.number, self.scalars(n)) for n, size in tensor]
+            out += flat.slices(held) if rule == "each" else flat.one_after_another(held)
+        return tuple(out)
 
 
 @dataclass(frozen=True)
@@ -144,27 +152,32 @@ class Target:
 
     def _sub_groups(self, group: GroupOnRank) -> Iterator[FlatBuffer]:
         """ZeRO-3: every member is cut for itself."""
-        parts, sizes = group.partitions, [size for _, size in group.sizes]
+        parts, tensors = group.partitions, group.tensors
+        sizes = [_elems(tensor) for tensor in tensors]
         for chosen in formulas.sub_groups(sizes, parts, self.sub_group_size or SUB_GROUP_SIZE):
             starts, used = flat.aligned_starts([-(-sizes[i] // parts) for i in chosen])
-            members = group.members([group.sizes[i] for i in chosen], starts)
-            yield FlatBuffer(members, used, parts, "each", group.states)
+            members = group.members([tensors[i] for i in chosen], starts, "each")
+            yield FlatBuffer(members, used, parts, "each", group.states, axes=group.axes)
 
     def _flattened(self, group: GroupOnRank, engine: str, dtype: str) -> FlatBuffer:
         """One buffer for the whole group."""
-        parts, sizes = group.partitions, group.sizes
+        parts, tensors = group.partitions, group.tensors
         if engine == "zero12" and self.round_robin and parts > 1:
-            sizes = [sizes[i] for i in formulas.round_robin(len(sizes), parts)]
+            tensors = [tensors[i] for i in formulas.round_robin(len(tensors), parts)]
         alignment = 1
         if engine == "zero12" and self.alignment:
             alignment = formulas.parameter_alignment({"float32": 4}.get(dtype, 2))
-        starts, used = flat.aligned_starts([size for _, size in sizes], alignment)
+        starts, used = flat.aligned_starts([_elems(tensor) for tensor in tensors], alignment)
         if engine == "zero0":
             parts, length = 1, used
         else:
             length = formulas.whole_length(used, parts)
-        members = group.members(sizes, starts)
+        members = group.members(tensors, starts, "whole")
         return FlatBuffer(members, length, parts, "whole", group.states, axes=group.axes)
+
+
+def _elems(tensor: Sequence[tuple[str, int]]) -> int:
+    return sum(size for _, size in tensor)
 
 
 def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

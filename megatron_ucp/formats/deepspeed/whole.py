@@ -11,6 +11,7 @@ from megatron_ucp.formats.base import ByteFile, Order, Record
 from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.experts import expert_place, file_rank
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.optimizer_files import Contents
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.positions import by_position, check_positions
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -50,7 +51,9 @@ def check_file(
 
 def _check_expert_optimizer(checkpoint: "NativeCheckpoint", name: str) -> None:
     """One of stage 0 against the first one of its expert-parallel rank."""
-    mesh = checkpoint.mesh
+    mesh, tree = checkpoint.mesh, checkpoint.tree(name).get("optimizer")
+    if checkpoint.contents.engine == "none":  # nobody said whose the states in it are
+        return
     (ep, mp), *_ = (at for at, n in checkpoint.names.expert_optimizer.items() if n == name)
     places = ((mp // mesh.tp, ep, etp) for etp in range(mesh.etp))
     place = next((place for place in places if file_rank(mesh, *place) == mp), None)
@@ -67,7 +70,7 @@ def _check_expert_optimizer(checkpoint: "NativeCheckpoint", name: str) -> None:
         [m.param for b in checkpoint.stages[at].buffers for m in b.members if m.group == group]
         for group in range(len(checkpoint.stages[at].groups))
     ]
-    _check_optimizer_file(checkpoint, name, checkpoint.tree(name).get("optimizer"), rank, order)
+    _check_optimizer_file(checkpoint, name, tree, rank, order)
 
 
 def _check_optimizer_file(
@@ -76,6 +79,7 @@ def _check_optimizer_file(
     file = checkpoint.full_path(name)
     found = checkpoint.read_contents(tree, file, order, rank)
     first = checkpoint.stages[checkpoint.place_of_rank(rank)]
+    _check_sharing(checkpoint, tree, found, rank, file)
     for what in ("engine", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
         if ours != theirs:
@@ -83,6 +87,24 @@ def _check_optimizer_file(
                 f"an optimizer file differs from the first one in its {what}",
                 file=file,
                 **difference(ours, theirs),
+            )
+
+
+def _check_sharing(
+    checkpoint: "NativeCheckpoint", tree: Any, found: Contents, rank: int, file: str
+) -> None:
+    """Where a file of ZeRO-3 says which ranks share each sub-group: they must be those of the
+    mesh, as nothing else shows whose experts lie in it."""
+    said: Any = tree.get("ds_zero_partition_groups") or []
+    for one, buffer in zip(said, found.buffers, strict=False):
+        want = list(checkpoint.mesh.sharers(rank, buffer.spread))
+        if one["partition_ranks"] != want:
+            raise ForeignFileError(
+                "a sub-group was shared by other ranks than the mesh says",
+                file=file,
+                parameter=buffer.members[0].param if buffer.members else None,
+                expected=f"ranks {want}",
+                found=str(one["partition_ranks"])[:120],
             )
 
 
