@@ -64,14 +64,7 @@ def gather(engine: Any) -> States:
     group_of, steps = groups_of(engine), steps_of_groups(engine)
     for raw, param in engine.module.named_parameters():
         name, number = canonical(engine, raw), group_of[param]
-        held: States = {"master": safe_get_full_fp32_param(param) if stage else param}
-        for key in MOMENTS if base.state else ():
-            held[key] = (
-                safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
-            )
-        with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
-            held["weight"] = param.detach().clone()
-        for key, shard in held.items():
+        for key, shard in held_for(engine, param).items():
             found[f"{key} of {name}"] = join(name, param, shards(name, shard.detach().clone()))
         found[f"hyper-parameters of {name}"] = {
             k: v for k, v in base.param_groups[number].items() if k not in LABELS
@@ -82,6 +75,17 @@ def gather(engine: Any) -> States:
     if has_experts(engine):
         found = of_all(parallel_state().get_expert_model_parallel_group(), found, "expert rank")
     return of_all(engine.grid.get_pipe_parallel_group(), found, "stage") if pipe else found
+
+
+def held_for(engine: Any, param: Any) -> States:
+    """Master, moments and weight of this rank's shard of a parameter, whatever the ZeRO stage."""
+    stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
+    held: States = {"master": safe_get_full_fp32_param(param) if stage else param}
+    for key in MOMENTS if base.state else ():
+        held[key] = safe_get_full_optimizer_state(param, key) if stage else base.state[param][key]
+    with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+        held["weight"] = param.detach().clone()
+    return held
 
 
 def groups_of(engine: Any) -> dict[Any, int]:
