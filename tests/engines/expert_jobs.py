@@ -376,3 +376,21 @@ def train(cut: Cut, steps: int = 20) -> dict[str, Any]:
     engine.destroy()
     models.stop()
     return {"losses": losses, "norms": norms, "buffers": buffers}
+
+
+def without_groups(cut: Cut) -> str:
+    """What `attach` says of experts that DeepSpeed does not know the groups of."""
+    import megatron_ucp as ucp
+
+    model = build(cut)
+    engine = engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0)))
+    for param in engine.module.parameters():
+        param.__dict__.pop("group_name", None)
+    try:
+        ucp.attach(engine, family="mixtral")
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        models.stop()
+    return ""

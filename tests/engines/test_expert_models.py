@@ -160,3 +160,8 @@ def test_the_pipelines_layers_follow_from_names_alone() -> None:
         held = [*model.model().table, "decoder.layers.0.mlp.router.expert_bias"]
         assert family.layers is not None and family.pipe is not None
         assert family.layers(held).names == family.pipe(sizes)
+
+
+def test_experts_that_nothing_places_are_refused(ranks: RankPool) -> None:
+    for said in ranks.run(4, f"{JOBS}:without_groups", Cut(2, zero=1)):
+        assert "nothing says which rank has which" in said and "local_experts.0" in said

@@ -38,6 +38,23 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     return found
 
 
+def refuse_unplaced(engine: Any) -> None:
+    """Raises UnsupportedError for experts that ranks number from 0 for themselves, where no group
+    says which rank has which."""
+    from deepspeed.moe.utils import is_moe_param
+
+    for name, param in engine.module.named_parameters():
+        if is_moe_param(param) and not hasattr(param, "group_name"):
+            raise UnsupportedError(
+                "experts are divided among ranks, and nothing says which rank has which",
+                parameter=name,
+                expected="param.group_name, as deepspeed.moe and megatron_ucp's models set it",
+                found="allreduce is False, and there is no group",
+                fix="build the model with megatron_ucp.engines.megatron.models, or give DeepSpeed "
+                "the groups of the experts",
+            )
+
+
 def _check_names(engine: Any, of_experts: Iterable[str]) -> None:
     """Raises UnsupportedError for a parameter that other ranks hold otherwise, and whose name does
     not say of which expert it is."""

@@ -4,7 +4,7 @@ touched."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.experts import autoep_layers
+from megatron_ucp.engines.deepspeed.experts import autoep_layers, refuse_unplaced
 from megatron_ucp.engines.deepspeed.stage import is_pipeline
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
@@ -151,6 +151,7 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
     _refuse(engine, _REFUSED)
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)
+    refuse_unplaced(engine)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
     if offloaded:
         raise UnsupportedError(
