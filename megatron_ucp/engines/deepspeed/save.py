@@ -31,6 +31,7 @@ from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
+from megatron_ucp.families.architecture import RECORDED, recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
@@ -132,7 +133,9 @@ def _save(
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said = {MIDDLE: waiting} if middle else {}
+        said: dict[str, Any] = {MIDDLE: waiting} if middle else {}
+        if model is not None:
+            said[RECORDED] = recorded(model, engine.module)
         with _as_save_error(), agree.together():
             if rank == 0:
                 whole = _complete(
