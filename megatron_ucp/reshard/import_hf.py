@@ -67,10 +67,7 @@ def import_hf(
         job = ConversionJob(source, manifest, frozenset(), progress)
         job.prove(outputs)
         write_tag(job, outputs, folder)
-    notes = [*source.notes, "no optimizer states: they begin afresh", *point_at(folder, "native")]
-    if padded_vocab is not None and padded_vocab > sizes.true_vocab:
-        rows = padded_vocab - sizes.true_vocab
-        notes.append(f"{rows} rows of zeros were added to the vocabulary, which shift the loss")
+    notes = [*source.notes, *_notes(sizes, padded_vocab), *point_at(folder, "native")]
     return Converted(
         str(folder),
         f"Hugging Face {twin.family}",
@@ -91,6 +88,12 @@ def _padded(sizes: Sizes, rows: int | None) -> Sizes:
             found=rows,
         )
     return sizes if rows is None else replace(sizes, vocab=rows)
+
+
+def _notes(sizes: Sizes, rows: int | None) -> list[str]:
+    added = (rows or 0) - sizes.true_vocab
+    padding = f"{added} rows of zeros were added to the vocabulary, which shift the loss"
+    return ["no optimizer states: they begin afresh", *([padding] if added > 0 else [])]
 
 
 def _completed(target: Target, source: Manifest, config: Mapping[str, Any] | None) -> Target:

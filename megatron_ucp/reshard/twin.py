@@ -1,7 +1,7 @@
 """A model under the names of Hugging Face: what each tensor holds of which parameter."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 
 _LISTED = 8
+_NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
 
 
@@ -88,6 +89,31 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     return read_twin(folder, like.family)[0].told if like.family else Told()
+
+
+def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
+    """Compares a folder's config.json with a live model: tensors of one shape may be of models that
+    compute something else. Raises ModelMismatchError that lists every difference."""
+    _, sizes, said = read_twin(folder, model.family.name)
+    pairs: list[tuple[str, Any, Any]] = [
+        (name, getattr(sizes, name), getattr(model.sizes, name)) for name in _NOT_IN_SHAPES
+    ]
+    for one in fields(said) if architecture is not None else ():
+        if one.name != "positions":  # the longest sequence is the run's own
+            pairs.append((one.name, getattr(said, one.name), getattr(architecture, one.name)))
+    faults = [
+        f"{name}: {theirs} in config.json, {ours} in the model"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    ]
+    if faults:
+        raise ModelMismatchError(
+            "the folder's model computes something else than the engine's",
+            file=folder / CONFIG_FILE,
+            expected="the same sizes and settings",
+            found="; ".join(faults),
+            fix="build the model as config.json says",
+        )
 
 
 # ------------------------------------------------ parts

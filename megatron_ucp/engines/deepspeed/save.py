@@ -133,9 +133,7 @@ def _save(
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said: dict[str, Any] = {MIDDLE: waiting} if middle else {}
-        if model is not None:
-            said[RECORDED] = recorded(model, engine.module)
+        said = _said(engine, model, waiting if middle else None)
         with _as_save_error(), agree.together():
             if rank == 0:
                 whole = _complete(
@@ -146,6 +144,15 @@ def _save(
     if rank == 0 and save_latest:
         notes += _prune(folder, how.keep_latest)
     return _reported(folder / tag, started, stock_seconds, sync, notes)
+
+
+def _said(engine: Any, model: Model | None, waiting: int | None) -> dict[str, Any]:
+    """What a manifest says of the engine besides what it holds. `waiting` are micro-batches since
+    the last step, where there are any."""
+    said: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
+    if model is not None:
+        said[RECORDED] = recorded(model, engine.module)
+    return said
 
 
 def _reported(
