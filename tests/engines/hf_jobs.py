@@ -1,14 +1,17 @@
-"""What the ranks do with Hugging Face folders: engines of megatron-core's models load them, and save
-what is exported."""
+"""What the ranks do with Hugging Face folders: engines of megatron-core's models load them, and
+save what is exported."""
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.engines.megatron import models
 from tests.engines import pipeline_jobs
-from tests.engines.canonical import canonical, differences
+from tests.engines.canonical import canonical
+from tests.engines.hf_twin import wide
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.tensor_jobs import close
 
@@ -38,3 +41,92 @@ def load(
     found["loss"] = pipeline_jobs.train(engine, 1)[0]
     close(engine)
     return found
+
+
+# ------------------------------------------------ logits
+
+
+@torch.no_grad()
+def randomise(model: Any) -> None:
+    """Weights that hide nothing: large, norms that are not 1, biases that are not 0."""
+    dice = torch.Generator().manual_seed(5)
+    for name, param in sorted(model.named_parameters()):
+        drawn = torch.randn(param.shape, generator=dice)
+        if param.dim() == 1:
+            param.copy_(1 + 0.2 * drawn if name.endswith("norm.weight") else 0.2 * drawn)
+        else:
+            param.copy_(drawn * (1.0 if "router" in name else 0.15))
+
+
+def engine_of(config: models.ModelConfig) -> Any:
+    """An attached engine around a model, in fp32 on one rank."""
+    import deepspeed
+
+    models.start(1, seed=7)
+    model = models.build(config)
+    randomise(model)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(models.param_groups(model, 1e-3, 0.1))
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=settings,
+        mpu=models.mpu(),
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made, family=config.family)
+
+
+@torch.no_grad()
+def logits_of(engine: Any, tokens: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Of the engine's model as it is: [batch, sequence, true vocabulary]."""
+    model: Any = engine.module.to(getattr(torch, dtype)).eval()
+    model.config.moe_router_dtype = "fp64" if dtype == "float64" else "fp32"
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    with mock.patch("torch.softmax", wide(torch.softmax)):
+        found = model(tokens, positions, models.not_attended(length, tokens.device))
+    return found[..., : model.ucp_true_vocab].clone()
+
+
+@torch.no_grad()
+def greedy(engine: Any, prompt: torch.Tensor, more: int) -> torch.Tensor:
+    """The most likely token after each prompt, again and again."""
+    tokens = prompt
+    for _ in range(more):
+        last = logits_of(engine, tokens, "float64")[:, -1]
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], 1)
+    return tokens[:, prompt.shape[1] :]
+
+
+def save_and_compute(
+    configs: list[models.ModelConfig], folder: str, tokens: torch.Tensor, more: int
+) -> list[dict[str, torch.Tensor]]:
+    """Saves each model, and what it computes."""
+    out: list[dict[str, torch.Tensor]] = []
+    for number, config in enumerate(configs):
+        engine = engine_of(config)
+        engine.save_checkpoint(f"{folder}/{number}", tag="tag")
+        found = {dtype: logits_of(engine, tokens, dtype) for dtype in ("float32", "float64")}
+        out.append({**found, "greedy": greedy(engine, tokens[:, :4], more)})
+        close(engine)
+    return out
+
+
+def load_and_compute(
+    configs: list[models.ModelConfig], folders: list[str], tokens: torch.Tensor
+) -> list[torch.Tensor]:
+    """Loads Hugging Face folders into models of megatron-core."""
+    out: list[torch.Tensor] = []
+    for config, folder in zip(configs, folders, strict=True):
+        engine = engine_of(config)
+        ucp.load(engine, folder)
+        out.append(logits_of(engine, tokens, "float64"))
+        close(engine)
+    return out

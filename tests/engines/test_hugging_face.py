@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts

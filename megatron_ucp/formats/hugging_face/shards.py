@@ -36,12 +36,13 @@ def parse_size(text: str | int) -> int:
 def shards_of(
     tensors: Sequence[Tensor], max_bytes: int, stem: str = WEIGHTS_FILE
 ) -> list[WeightFile]:
-    """The files, in order: a tensor that does not fit into the file begun by those before it
-    begins the next one. One that is larger by itself has a file of its own, which ends none."""
+    """The files, as `save_pretrained` of transformers 5 divides tensors, in the order of their
+    names: one that does not fit into the file begun by those before it begins the next one. One
+    that is larger by itself has a file of its own, which ends none."""
     groups: list[list[Tensor]] = []
     current: list[Tensor] = []
     held = 0
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor[0])):
         size = _size(tensor)
         if size > max_bytes:
             groups.append([tensor])
@@ -56,6 +57,16 @@ def shards_of(
     base = stem.removesuffix(".safetensors")
     names = [f"{base}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     return [_shard(stem if len(groups) == 1 else n, g) for n, g in zip(names, groups, strict=True)]
+
+
+def _natural(name: str) -> list[tuple[object, ...]]:
+    """The order of names in which numbers are numbers: between dots, and at the end of a word."""
+    out: list[tuple[object, ...]] = []
+    for part in name.split("."):
+        text = part.rstrip("0123456789")
+        number = int(part[len(text) :]) if text != part else None
+        out.append((0, number) if not text else (1, text) if number is None else (1, text, number))
+    return out
 
 
 def _size(tensor: Tensor) -> int:
