@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
@@ -130,3 +131,58 @@ def load_and_compute(
         out.append(logits_of(engine, tokens, "float64"))
         close(engine)
     return out
+
+
+# ------------------------------------------------ models of transformers
+
+
+def plain_engine(zero: int, seed: int, dtype: str = "bf16") -> Any:
+    """transformers' Llama, with a buffer of its own, under DeepSpeed."""
+    import deepspeed
+
+    from tests.engines.trainer_jobs import ds_config, make_model
+
+    model = make_model(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
+    config["zero_force_ds_cpu_optimizer"] = False
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        config=config,
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made)
+
+
+def plain_save(zero: int, folder: str, dtype: str = "bf16") -> None:
+    """Trains and saves; beside it what stock's script gets out, and what the model computes."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from tests.engines.trainer_jobs import make_data
+
+    engine = plain_engine(zero, 1, dtype)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        rows = torch.stack([row["input_ids"] for row in make_data()[4 * step : 4 * step + 4]])
+        mine = rows.chunk(world)[rank]
+        engine.backward(engine(input_ids=mine, labels=mine).loss)
+        engine.step()
+    engine.save_checkpoint(folder, tag="tag")
+    if rank == 0:
+        engine.module.config.save_pretrained(folder + "/config")
+    if rank == 0 and zero:
+        stock = get_fp32_state_dict_from_zero_checkpoint(folder, "tag")
+        torch.save({name: value.clone() for name, value in stock.items()}, folder + "/stock.pt")
+    engine.destroy()
+
+
+def plain_load(zero: int, folder: str) -> dict[str, Any]:
+    """Loads a folder into an engine of the same model from another seed: masters and the buffer, by
+    the names of the model."""
+    engine = plain_engine(zero, 9)
+    report = ucp.load(engine, folder, allow={"missing"})
+    held = canonical(engine)
+    engine.destroy()
+    return {"full": held["full"], "notes": report.notes}

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
+from tests.engines.test_parity import transformers
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
@@ -66,3 +69,61 @@ def test_out_and_in_on_another_mesh(
     weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
     if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+# ------------------------------------------------ models of transformers under DeepSpeed
+
+PLAIN = JOBS + "plain_save"
+
+
+@pytest.mark.parametrize(("world", "zero"), [(2, 1), (4, 2), (4, 3)])
+def test_what_zero_to_fp32_gets_out(
+    sources: Sources, tmp_path: Path, world: int, zero: int
+) -> None:
+    """The same names, shapes and bits; what shares its memory is there once."""
+    folder = Path(sources.get(world, zero, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config", verify=True)
+    stock = torch.load(folder / "stock.pt", weights_only=False)
+    assert stock.pop("lm_head.weight").shape == stock["model.embed_tokens.weight"].shape
+    assert twins.same(twins.read(tmp_path / "out"), stock) == [] and len(stock) > 20
+
+
+def test_the_weights_alone_where_nobody_gives_a_config(sources: Sources, tmp_path: Path) -> None:
+    folder = Path(sources.get(2, 1, PLAIN))
+    found = ucp.export_hf(folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert "no config.json was written" in found.notes[-1] and found.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("world", "zero", "there", "target"), [(2, 1, 4, 3), (4, 3, 2, 0)])
+def test_in_again_by_the_names_of_the_model(
+    sources: Sources, tmp_path: Path, world: int, zero: int, there: int, target: int
+) -> None:
+    """What was exported in fp32 fills the masters of an engine on another mesh."""
+    folder = Path(sources.get(world, zero, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32")
+    wanted = twins.read(tmp_path / "out")
+    for rank in sources.ranks.run(
+        there, JOBS + "plain_load", target, str(tmp_path / "out"), timeout_s=120
+    ):
+        masters = {name: full for (name, state), full in rank["full"].items() if state == "fp32"}
+        assert {*masters} == {*wanted} - {"mark"} and len(masters) == 20
+        shaped = {name: full.view(wanted[name].shape) for name, full in masters.items()}
+        assert twins.same(shaped, {name: wanted[name] for name in masters}) == []
+        assert any("begin afresh" in note for note in rank["notes"])
+
+
+def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path) -> None:
+    """Of the fp32 masters, loaded by transformers in a process of its own."""
+    folder = Path(sources.get(2, 1, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config")
+    tokens = torch.arange(8).view(1, 8)
+    stock = torch.load(folder / "stock.pt", weights_only=False)
+    (tmp_path / "stock").mkdir()
+    kept = {n: t.contiguous() for n, t in stock.items() if n not in ("lm_head.weight", "mark")}
+    save_file(kept, tmp_path / "stock" / "model.safetensors", metadata={"format": "pt"})
+    config = (tmp_path / "out" / "config.json").read_text()
+    (tmp_path / "stock" / "config.json").write_text(config)
+    asks = [{"folder": str(tmp_path / name), "tokens": tokens} for name in ("out", "stock")]
+    ours, theirs = (found["logits"] for found in transformers(asks, tmp_path))
+    assert torch.equal(ours, theirs) and float(ours.abs().max()) > 0.01
