@@ -28,7 +28,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.families.architecture import RECORDED
-from megatron_ucp.reshard import export as module
+from megatron_ucp.reshard import outgoing as module
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 
