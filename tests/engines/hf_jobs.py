@@ -13,6 +13,7 @@ from megatron_ucp.engines.megatron import models
 from tests.engines import pipeline_jobs
 from tests.engines.canonical import canonical
 from tests.engines.hf_twin import wide
+from tests.engines.masters import runs_of
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.tensor_jobs import close
 
@@ -186,3 +187,28 @@ def plain_load(zero: int, folder: str) -> dict[str, Any]:
     held = canonical(engine)
     engine.destroy()
     return {"full": held["full"], "notes": report.notes}
+
+
+def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any]:
+    """Loads a checkpoint, exports from memory, then into a dtype that can't hold it; what each rank
+    wrote, and what the refusals say."""
+    engine = pipeline_jobs.make(setup)
+    ucp.load(engine, folder, tag=tag)
+    found: dict[str, Any] = {
+        "written": engine.ucp_export_hf(out, max_shard_size=3000).written_bytes
+    }
+    errors = []
+    for options in ({}, {"dtype": "int8"}, {"max_shard_size": "big"}):
+        try:
+            engine.ucp_export_hf(out, **options)
+        except ucp.UcpError as error:
+            errors.append(type(error).__name__)
+    for _, _, _, master, offset, _ in runs_of(engine):
+        master.data.view(-1)[offset] = 1e6
+    try:
+        engine.ucp_export_hf(out + "_narrow", dtype="float16")
+    except ucp.UcpError as error:
+        errors.append(f"{type(error).__name__}: {error.found}")
+    found |= {"errors": errors, "left": sorted(p.name for p in Path(out).parent.iterdir())}
+    close(engine)
+    return found

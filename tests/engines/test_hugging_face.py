@@ -127,3 +127,50 @@ def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path
     asks = [{"folder": str(tmp_path / name), "tokens": tokens} for name in ("out", "stock")]
     ours, theirs = (found["logits"] for found in transformers(asks, tmp_path))
     assert torch.equal(ours, theirs) and float(ours.abs().max()) > 0.01
+
+
+# ------------------------------------------------ from memory
+
+LIVE = [
+    ("llama", 2, {"tp": 2, "zero": 1}, 4, {"tp": 2, "zero": 3}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "zero": 1}, 4, {"tp": 2, "pp": 2, "zero": 1}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "zero": 1}, 1, {"tp": 1, "zero": 0}),
+    ("mixtral", 4, {"tp": 1, "ep": 2, "zero": 1}, 4, {"tp": 1, "ep": 2, "zero": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "origin", "there", "target"), LIVE)
+def test_from_memory_as_from_files(
+    sources: Sources,
+    tmp_path: Path,
+    family: str,
+    world: int,
+    origin: dict[str, int],
+    there: int,
+    target: dict[str, int],
+) -> None:
+    """The same bytes, of which each rank writes a share; refusals leave nothing."""
+    folder = sources.get(world, setup(family, **origin), SAVE, more=0)
+    ucp.export_hf(folder, tmp_path / "files", tag="filled", max_shard_size=3000)
+    out = tmp_path / "ranks" / "memory"
+    found = sources.ranks.run(
+        there,
+        JOBS + "live_export",
+        setup(family, **target, seed=9),
+        folder,
+        "filled",
+        str(out),
+        timeout_s=180,
+    )
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in one.iterdir()}
+        for one in (out, tmp_path / "files")
+    )
+    assert ours == theirs and len(ours) > 5
+    weights = sum(value.nbytes for value in twins.read(out).values())
+    assert sum(rank["written"] for rank in found) == weights
+    assert all(rank["written"] > 0 for rank in found)
+    for rank in found:
+        *usage, overflow = rank["errors"]
+        assert usage == ["UsageError"] * 3 and overflow.startswith("InexactError: larger values")
+    assert found[0]["left"] == ["memory"]  # rank 0 takes away what is left
