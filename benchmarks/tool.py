@@ -260,12 +260,15 @@ def saved(folder: Path) -> Path:
     return folder / "z1"
 
 
-def written(folder: Path, sizes: str) -> Path:
-    """A GPT of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every
+def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
+    """A model of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every
     number is 1.5."""
+    from dataclasses import asdict, replace
+
     from megatron_ucp.core.manifest_json import to_json
     from megatron_ucp.core.mesh import Mesh
     from megatron_ucp.families import find_family
+    from megatron_ucp.families.architecture import RECORDED, Architecture
     from megatron_ucp.formats import durable
     from megatron_ucp.formats.base import Extras
     from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
@@ -275,7 +278,8 @@ def written(folder: Path, sizes: str) -> Path:
     from megatron_ucp.reshard.target import Wanted, target_manifest
 
     target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
-    model = paper_manifest(find_family("gpt"), paper_sizes("gpt", sizes))
+    known = paper_sizes(family, sizes)
+    model = paper_manifest(find_family(family), known)
     manifest = target_manifest(Wanted(model, target, "paper"))
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     extras = Extras({"global_steps": 1, "global_samples": 2}, None, {}, config, {})
@@ -298,9 +302,15 @@ def written(folder: Path, sizes: str) -> Path:
 
         write_pt(out / output.name, output.tree, payload)
     entries = tuple(durable.entry_of(out / output.name) for output in outputs)
-    from dataclasses import replace
-
-    run_of = {"global_steps": 1, "skipped_steps": 0, "ds_version": "0.19.8", "seed": 1}
+    activation = "silu" if known.gated else "gelu"
+    says = {"sizes": asdict(known), "architecture": asdict(Architecture(1024, 1e-5, activation))}
+    run_of: dict[str, Any] = {
+        "global_steps": 1,
+        "skipped_steps": 0,
+        "ds_version": "0.19.8",
+        "seed": 1,
+    }
+    run_of[RECORDED] = says
     (out / "ucp_manifest.json").write_text(
         to_json(replace(manifest, files=entries, save_id="written", run=run_of))
     )

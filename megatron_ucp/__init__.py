@@ -17,6 +17,8 @@ __all__ = [
     "convert",
     "describe",
     "diff",
+    "export_hf",
+    "import_hf",
     "initialize",
     "install",
     "load",
@@ -39,6 +41,8 @@ _HOMES = {
     "convert": "reshard.convert",
     "describe": "reshard.describe",
     "diff": "reshard.diff",
+    "export_hf": "reshard.export",
+    "import_hf": "reshard.import_hf",
     "verify": "reshard.verify",
 }
 

@@ -31,8 +31,10 @@ from megatron_ucp.formats.deepspeed.paths import (
     tag_folder,
 )
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import is_hugging_face, open_checkpoint
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.output_folder import require_plain
+from pretrain import hugging_face
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.log import say
 
@@ -54,6 +56,7 @@ class Saved:
     iteration: int
     consumed: int
     has_schedule: bool = True  # a scheduler that counts samples: this program's, or Megatron's own
+    weights_only: bool = False  # a Hugging Face folder: training begins at its weights
 
 
 @dataclass
@@ -79,6 +82,9 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
     if args.load is None:
         return None
     tag = args.load_tag if args.ckpt_step is None else f"global_step{args.ckpt_step}"
+    if tag is None and Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
+        said, rows = hugging_face.described(Path(args.load))
+        return Saved(args.load, (), Mesh(), rows, said, 0, 0, False, True)
     if tag is None and nothing_there(args.load):
         if args.exit_on_missing_checkpoint:
             raise NotFoundError(
@@ -214,9 +220,11 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
         dp=args.data_parallel_size,
         zero=args.zero_stage,
     )
-    if not args.universal_checkpoint and before != here:
+    if not args.universal_checkpoint and (before != here or saved.weights_only):
         raise UsageError(
-            "the checkpoint was written on another mesh",
+            "the checkpoint is a Hugging Face folder"
+            if saved.weights_only
+            else "the checkpoint was written on another mesh",
             file=saved.path,
             expected=str(saved.mesh),
             found=str(here),
@@ -294,6 +302,8 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     for note in report.notes:
         if saved.has_schedule and keep or not note.startswith("the scheduler was not restored"):
             say(f"  {note}")
+    if saved.weights_only:
+        return Position(), report
     if not keep:
         say("  neither optimizer states nor schedule were loaded, as asked")
     if weights_only:
@@ -321,8 +331,10 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
 
 
 def prepare_folder(args: argparse.Namespace) -> None:
-    """Makes --save, so that a folder that can't be written is found before the training and not
-    after it. Raises OSError."""
+    """Makes --save, and looks at --export-hf, so that a folder that can't be written is found
+    before the training and not after it. Raises OSError, UsageError."""
+    if args.export_hf:
+        require_plain(Path(args.export_hf))
     if args.save:
         Path(args.save).mkdir(parents=True, exist_ok=True)
         if not os.access(args.save, os.W_OK):
@@ -346,6 +358,14 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
     for note in agree.gather(engine.ucp_save_report.notes)[0]:
         say(f"  {note}")
+
+
+def export(engine: Any, args: argparse.Namespace) -> None:
+    """The weights as a folder of a Hugging Face model, from the memory of all ranks. Collective."""
+    model = args.tokenizer_model
+    tokenizer = model if model and Path(model).is_dir() else None
+    found = engine.ucp_export_hf(args.export_hf, tokenizer=tokenizer)
+    say(f"exported {found.path}: {found.tensors} tensors of {found.dtype}")
 
 
 def seed_random(seed: int) -> None:

@@ -73,6 +73,9 @@ MODEL = (
         help="as type rope",
     ),
     Flag("--rotary-base", int, 10000, aliases=("--rotary-position-embeddings-theta",)),
+    Flag("--use-rope-scaling", bool, False, "long rotary wavelengths as in Llama 3.1"),
+    Flag("--rope-scaling-factor", float, 8.0),
+    Flag("--rotary-seq-len-interpolation-factor", float, help="divides rotary positions"),
     Flag(
         "--normalization",
         choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"),
@@ -250,6 +253,7 @@ CHECKPOINT = (
         "where the checkpoint's padded vocabulary does not divide by tp: drop rows, or add zero "
         "rows; shifts the loss",
     ),
+    Flag("--export-hf", help="folder: the weights for transformers, at the end"),
     Flag("--exit-on-missing-checkpoint", bool, False),
     Flag(
         "--finetune",
@@ -395,8 +399,6 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--context-parallel-size": (1, ("1",), "context parallelism is not supported"),
     "--ds-sequence-parallel-size": (1, ("1",), "Ulysses sequence parallelism is not supported"),
     "--rotary-percent": (1, ("1", "1.0"), "partial rotary embeddings are not supported"),
-    "--use-rope-scaling": (0, (), "scaled rotary embeddings are not supported"),
-    "--rope-scaling-factor": (1, (), "scaled rotary embeddings are not supported"),
     "--no-position-embedding": (0, (), "a model without position embeddings is in no family"),
     "--apply-query-key-layer-scaling": (
         0,

@@ -191,6 +191,8 @@ class Run:
                         self.save()
             if args.save:
                 self.save()
+            if args.export_hf:
+                checkpoint.export(self.engine, args)
             if args.eval_iters and result.losses and result.stopped_by == "--train-iters":
                 self._evaluate(progress)
         finally:

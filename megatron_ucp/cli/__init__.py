@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from megatron_ucp.cli.output import UNUSABLE
 from megatron_ucp.errors import DamagedFileError, UcpError, UsageError
 
-VERBS = ("inspect", "plan", "convert", "verify", "diff", "rules")
+VERBS = ("inspect", "plan", "convert", "export-hf", "import-hf", "verify", "diff", "rules")
 INTERRUPTED, NOBODY_READS = (
     130,
     141,
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name in VERBS:
-        module = import_module(f"megatron_ucp.cli.{name}")
+        module = import_module(f"megatron_ucp.cli.{name.replace('-', '_')}")
         verb = verbs.add_parser(
             name, help=module.HELP, description=module.__doc__, allow_abbrev=False
         )

@@ -60,6 +60,9 @@ def _print_head(head: dict[str, Any]) -> None:
         elif key == "states":
             for state, held in value.items():
                 print(f"{state:12} {' '.join(held['dtypes'])}, {held['bytes']:,} bytes")
+        elif key == "model":
+            for part, said in value.items():
+                print(f"{part:12} " + ", ".join(f"{k}={v}" for k, v in said.items()))
         elif value not in ("", None, 0) or key in ("global_steps", "skipped_steps"):
             print(
                 f"{key:12} {value:,}"

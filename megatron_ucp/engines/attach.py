@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.carried import carried_as
+from megatron_ucp.engines.deepspeed.export import export
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.load import load
 from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine, refuse_writer
@@ -71,6 +72,7 @@ def attach(
     engine.__dict__[_ATTACHED] = True
     engine.save_checkpoint = _saver(engine, model, how)
     engine.load_checkpoint = _load_method(engine, family, loader, options)
+    engine.ucp_export_hf = functools.partial(export, engine, model)
     return engine
 
 

@@ -53,6 +53,11 @@ class Engine(Protocol):
         """The memory of one of this rank's slots, flat, detached."""
         ...
 
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """Raises a UcpError where the engine can't take the states of a checkpoint; `optimizer`
+        says whether those of the optimizer are asked for."""
+        ...
+
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: Any
     ) -> TakenExtras:

@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UsageError
+
+if TYPE_CHECKING:
+    from megatron_ucp.families.hugging_face import HuggingFace
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class Family:
     - `paper` are sizes of a model that exists on paper only and is told no others.
     - `sizes` is the class of the sizes; `measure(module)` takes them from a live module (None: from
       the config of a megatron-core GPTModel).
+    - `hugging_face` is the family's twin there (None: it has none).
     """
 
     name: str
@@ -213,6 +217,7 @@ class Family:
     paper: Mapping[str, int] = field(default_factory=dict[str, int])
     sizes: type[Sizes] = Sizes
     measure: Callable[[Any], Sizes] | None = None
+    hugging_face: "HuggingFace | None" = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """GPT on megatron-core's local layer spec: learned positions, LayerNorm, gelu, biases, tied or
 untied head."""
 
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.shares import Share
 from megatron_ucp.families import pipe
+from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import (
     Builder,
     Declared,
@@ -11,6 +14,15 @@ from megatron_ucp.families.base import (
     norm,
     vocabulary,
     whole,
+)
+from megatron_ucp.families.hugging_face import (
+    TRANSPOSED,
+    Config,
+    HuggingFace,
+    check_config,
+    refused_settings,
+    refused_sizes,
+    split_qkv,
 )
 from megatron_ucp.families.layer import attention_and_mlp
 
@@ -32,6 +44,115 @@ def table(sizes: Sizes) -> dict[str, Declared]:
     return out
 
 
+# ------------------------------------------------ GPT-2 of Hugging Face
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+
+def tensors(sizes: Sizes) -> dict[str, Share]:
+    """What each tensor of GPT2LMHeadModel holds: matrices transposed, in c_attn the queries of all
+    heads, then the keys, then the values."""
+    out = {
+        "transformer.wte.weight": Share("embedding.word_embeddings.weight"),
+        "transformer.wpe.weight": Share("embedding.position_embeddings.weight"),
+    }
+    for number in range(sizes.layers):
+        out |= _layer(sizes, f"transformer.h.{number}.", f"decoder.layers.{number}.")
+    for part in ("weight", "bias"):
+        out[f"transformer.ln_f.{part}"] = Share(f"decoder.final_layernorm.{part}")
+    if not sizes.tied:
+        out["lm_head.weight"] = Share("output_layer.weight")
+    return out
+
+
+def _layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
+    out: dict[str, Share] = {}
+    for theirs, ours in {
+        "ln_1": "input_layernorm",
+        "attn.c_attn": "self_attention.linear_qkv",
+        "attn.c_proj": "self_attention.linear_proj",
+        "ln_2": "pre_mlp_layernorm",
+        "mlp.c_fc": "mlp.linear_fc1",
+        "mlp.c_proj": "mlp.linear_fc2",
+    }.items():
+        for part, rest in (("weight", (sizes.hidden,)), ("bias", ())):
+            share = Share(f"{canonical}{ours}.{part}")
+            if theirs == "attn.c_attn":
+                queries, keys, values = split_qkv(sizes, *rest)
+                share = Share(share.param, Chunks(((*queries, *keys, *values),)))
+            if rest and not theirs.startswith("ln"):
+                share = Share(share.param, share.layout, order=TRANSPOSED)
+            out[f"{prefix}{theirs}.{part}"] = share
+    return out
+
+
+def config(sizes: Sizes, architecture: Architecture) -> dict[str, object]:
+    """config.json of GPT-2."""
+    return {
+        "activation_function": _ACTIVATIONS[architecture.activation],
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "layer_norm_epsilon": architecture.norm_epsilon,
+        "n_embd": sizes.hidden,
+        "n_head": sizes.heads,
+        "n_inner": sizes.ffn,
+        "n_layer": sizes.layers,
+        "n_positions": sizes.positions,
+        "resid_pdrop": 0.0,
+    }
+
+
+def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
+    """What GPT2LMHeadModel does not have."""
+    out = refused_settings(architecture, _ACTIVATIONS) + refused_sizes(sizes)
+    if sizes.groups != sizes.heads:
+        out.append(f"{sizes.groups} key-value groups for {sizes.heads} heads")
+    if sizes.heads * sizes.head_dim != sizes.hidden:
+        out.append(f"heads of {sizes.head_dim}, which don't make up {sizes.hidden}")
+    if not sizes.positions:
+        out.append("no learned positions")
+    if not (sizes.biases and sizes.norm_biases) or sizes.gated:
+        out.append("a gated MLP" if sizes.gated else "no biases")
+    return out
+
+
+def read(found: Config) -> tuple[Sizes, Architecture]:
+    """Sizes and architecture of a GPT-2. Raises UnsupportedError for what is not computed here."""
+    names = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {
+        "gelu_pytorch_tanh": "gelu_tanh"
+    }
+    check_config(
+        found,
+        {
+            "activation_function": ("gelu_new", *names),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "reorder_and_upcast_attn": (False,),
+            "add_cross_attention": (False,),
+            "quantization_config": (None,),
+        },
+    )
+    hidden, heads, vocabulary = (int(found[key]) for key in ("n_embd", "n_head", "vocab_size"))
+    positions = int(found["n_positions"])
+    sizes = Sizes(
+        int(found["n_layer"]),
+        hidden,
+        heads,
+        heads,
+        hidden // heads,
+        int(found.get("n_inner") or 4 * hidden),
+        vocabulary,
+        vocabulary,
+        positions,
+        tied=bool(found.get("tie_word_embeddings", True)),
+    )
+    return sizes, Architecture(
+        positions,
+        float(found.get("layer_norm_epsilon", 1e-5)),
+        names[str(found.get("activation_function", "gelu_new"))],
+    )
+
+
 FAMILY = Family(
     "gpt",
     table,
@@ -43,4 +164,5 @@ FAMILY = Family(
     ),
     defaults={"untie_embeddings_and_output_weights": False},
     paper={"positions": 1024},
+    hugging_face=HuggingFace("gpt2", "GPT2LMHeadModel", tensors, config, read, refuses),
 )

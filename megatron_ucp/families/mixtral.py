@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import pipe
+from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import (
     Builder,
     Declared,
@@ -30,6 +32,19 @@ from megatron_ucp.families.base import (
     row,
     vocabulary,
     whole,
+)
+from megatron_ucp.families.hugging_face import (
+    Config,
+    HuggingFace,
+    attention,
+    check_config,
+    common,
+    gated_halves,
+    read_architecture,
+    read_common,
+    refused_settings,
+    refused_sizes,
+    with_layers,
 )
 from megatron_ucp.families.layer import attention_and_mlp
 from megatron_ucp.families.measure import measured
@@ -158,6 +173,64 @@ def measure(module: Any) -> MixtralSizes:
     )
 
 
+# ------------------------------------------------ Mixtral of Hugging Face
+
+
+def tensors(sizes: MixtralSizes) -> dict[str, Share]:
+    """What each tensor of MixtralForCausalLM holds, by the names on disk, where each expert has
+    tensors of its own (transformers 5 stacks them in memory)."""
+    return with_layers(sizes, lambda _, prefix, canonical: _layer(sizes, prefix, canonical))
+
+
+def _layer(sizes: MixtralSizes, prefix: str, canonical: str) -> dict[str, Share]:
+    out = attention(sizes, f"{prefix}self_attn.", f"{canonical}self_attention.")
+    out[f"{prefix}block_sparse_moe.gate.weight"] = Share(f"{canonical}{ROUTER}weight")
+    for expert in range(sizes.experts):
+        theirs = f"{prefix}block_sparse_moe.experts.{expert}."
+        ours, names = f"{canonical}{EXPERT}{expert}.linear_fc", ("w1.weight", "w3.weight")
+        out |= gated_halves(theirs, f"{ours}1.weight", names, sizes.width, sizes.hidden)
+        out[f"{theirs}w2.weight"] = Share(f"{ours}2.weight")
+    return out
+
+
+def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
+    """config.json of Mixtral."""
+    return {
+        **common(sizes, architecture),
+        "intermediate_size": sizes.width,
+        "num_experts_per_tok": architecture.topk,
+        "num_local_experts": sizes.experts,
+        "output_router_logits": False,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    }
+
+
+def refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
+    """What MixtralForCausalLM does not have."""
+    out = refused_settings(architecture, ("silu",)) + refused_sizes(sizes)
+    said = " ".join(out)
+    if sizes.shared_ffn and "moe_shared_expert" not in said:
+        out.append(f"a shared expert of the width {sizes.shared_ffn}")
+    if sizes.every > 1 and "moe_layer_freq" not in said:
+        out.append(f"experts in every layer number {sizes.every} only")
+    if architecture.topk < 2:
+        out.append("one expert for each token: Hugging Face gives it the weight 1")
+    return out
+
+
+def read(found: Config) -> tuple[MixtralSizes, Architecture]:
+    """Sizes and architecture of a Mixtral. Raises UnsupportedError for what is not computed
+    here."""
+    check_config(found, {"router_jitter_noise": (0.0,)})
+    sizes = MixtralSizes(
+        **read_common(found, int(found["vocab_size"])),
+        experts=int(found["num_local_experts"]),
+    )
+    topk = int(found.get("num_experts_per_tok", 2))
+    return sizes, read_architecture(found, 1e-5, 1e6, topk=topk)
+
+
 FAMILY = Family(
     "mixtral",
     table,
@@ -177,4 +250,5 @@ FAMILY = Family(
     paper={"experts": 8},
     sizes=MixtralSizes,
     measure=measure,
+    hugging_face=HuggingFace("mixtral", "MixtralForCausalLM", tensors, config, read, refuses),
 )

@@ -9,6 +9,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
+from megatron_ucp.core.shares import Share
 from megatron_ucp.formats.pt.values import TensorRef
 
 Order = Sequence[
@@ -184,12 +185,14 @@ class Checkpoint(Protocol):
 class Told:
     """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
-    `order` of the parameters in each group of its optimizer."""
+    `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
+    Hugging Face folder holds of the parameters in `specs`."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None
     names: Mapping[str, str] | None = None
     rules: RuleSet | None = None
+    shares: Mapping[str, Share] | None = None
 
 
 class Format(Protocol):

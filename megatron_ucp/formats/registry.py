@@ -1,5 +1,6 @@
 """The table of formats: opens a checkpoint, whatever its format. A new one is one more row."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ucp.core.rules import RuleSet
@@ -7,10 +8,12 @@ from megatron_ucp.formats.base import Checkpoint, Format, Told
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.paths import tag_folder
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
+from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat
 from megatron_ucp.formats.rule_file import read_rules
 
 # the first one that recognises a folder opens it
-FORMATS: tuple[Format, ...] = (UniversalFormat(), NativeFormat())
+_HUGGING_FACE = HuggingFaceFormat()
+FORMATS: tuple[Format, ...] = (_HUGGING_FACE, UniversalFormat(), NativeFormat())
 
 
 def open_checkpoint(
@@ -26,12 +29,25 @@ def open_checkpoint(
     stage-0 checkpoint without a manifest keeps optimizer states by position only: without
     `told.order` it is read without its optimizer. Raises a UcpError.
     """
-    folder = tag_folder(path, tag)
+    folder = checkpoint_folder(path, tag)
     found = rules if rules is None or isinstance(rules, RuleSet) else read_rules(rules)
     known = told or Told()
     if found is not None:
-        known = Told(known.order, known.specs, known.names, found)
+        known = replace(known, rules=found)
     return format_of(folder).open(folder, known)
+
+
+def checkpoint_folder(path: str | Path, tag: str | None = None) -> Path:
+    """The folder that holds the files of a checkpoint: a Hugging Face folder itself, or a tag
+    folder. Raises NotFoundError, UsageError."""
+    if isinstance(path, str | Path) and tag is None and is_hugging_face(Path(path)):
+        return Path(path)
+    return tag_folder(path, tag)
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder is one of a Hugging Face model."""
+    return _HUGGING_FACE.recognises(folder)
 
 
 def format_of(folder: Path) -> Format:

@@ -6,18 +6,15 @@ written into a folder aside, brought to disk, and renamed. Every byte of the sou
 is compared with its record's CRC-32 before that.
 """
 
-import ctypes
 import hashlib
 import json
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import as_completed
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +23,13 @@ from megatron_ucp.core.manifest import FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import state_in
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.experts import is_stacked
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
-from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
 from megatron_ucp.formats.pt.output import Output, Stored, Weight
@@ -43,8 +40,17 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
+from megatron_ucp.reshard.output_folder import (
+    begin_sync,
+    in_threads,
+    require_free,
+    require_outside,
+    require_plain,
+    sync_all,
+    written_aside,
+)
 from megatron_ucp.reshard.target import Wanted, no_layers, target_manifest, universal_manifest
-from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
+from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 ALLOWED = NARROW | {"mean", "stale"}
@@ -90,16 +96,16 @@ def convert(
     folder = Path(dst)
     target = _check_arguments(folder, to, target, allow)
     with open_checkpoint(src, tag, rules) as source:
-        _require_outside(folder, source.folder)
+        require_outside(folder, source.folder)
         for name in source.file_names:
             source.check(name, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
         manifest, outputs = _WRITERS[to](origin, wanted, config)
-        job = _Job(source, manifest, frozenset(allow), progress)
+        job = ConversionJob(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
-        _write(job, outputs, folder)
-    notes = [*source.notes, *origin.notes, *_pointer(folder, to)]
+        write_tag(job, outputs, folder)
+    notes = [*source.notes, *origin.notes, *point_at(folder, to)]
     return Converted(
         str(folder),
         str(source.manifest.mesh),
@@ -179,46 +185,13 @@ def _check_arguments(
             found="none",
             fix="give --mesh (target=)",
         )
-    _require_free(folder)
-    if folder.absolute().name.startswith(".") or not folder.name:
-        raise UsageError(
-            "the output is the plain name of a new folder",
-            file=folder,
-            expected="converted/global_step100",
-            found=str(folder),
-        )
+    require_plain(folder)
     if isinstance(target, Mesh) or target is None:
         return Target(target or Mesh())
     return target
 
 
-def _require_outside(folder: Path, source: Path) -> None:
-    """A `latest` in a tag folder would lead every load of that tag astray."""
-    parent = folder.resolve().parent
-    beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    if source.resolve() in (parent, *parent.parents) or any(
-        MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
-    ):
-        raise UsageError(
-            "the output lies inside of a checkpoint",
-            file=folder,
-            expected="a place beside it",
-            found=parent,
-        )
-
-
-def _require_free(folder: Path) -> None:
-    if folder.exists() or folder.is_symlink():
-        raise UsageError(
-            "the output exists",
-            file=folder,
-            expected="a folder that does not exist yet",
-            found="one that does",
-            fix="give another name, or remove it",
-        )
-
-
-class _Job:
+class ConversionJob:
     """One conversion: plans, windows and counts. Files are written by several threads."""
 
     def __init__(
@@ -240,16 +213,17 @@ class _Job:
         a byte is written."""
         payloads = [payload for output in outputs for payload in output.payloads.values()]
         slots = dict.fromkeys(payload for payload in payloads if isinstance(payload, Slot))
-        self.reader.prove(self.manifest, [(slot, slot.state) for slot in slots])
+        self.reader.prove(self.manifest, [(slot, self._source_state(slot)) for slot in slots])
         for payload in payloads:
             if isinstance(payload, Weight) and payload.param not in self._weights:
                 self._weights[payload.param] = one = self._training_copy(payload.param)
-                self.reader.prove(
-                    one,
-                    [(Slot(0, cut, 0, MASTER), MASTER) for cut in one.cuts_of(one.buffers[0])],
-                    NARROW,
-                )
+                slots = [Slot(0, cut, 0, MASTER) for cut in one.cuts_of(one.buffers[0])]
+                wants = [(slot, self._source_state(slot)) for slot in slots]
+                self.reader.prove(one, wants, NARROW)
         self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
+
+    def _source_state(self, slot: Slot) -> str:
+        return state_in(self.source.manifest, slot.state)
 
     def _training_copy(self, name: str) -> Manifest:
         """A target that holds the training copies of one parameter."""
@@ -281,7 +255,7 @@ class _Job:
     def write(self, output: Output, path: Path) -> None:
         """One file. Runs in a thread of its own."""
         write_pt(path, output.tree, lambda storage: self._chunks(output, storage), durable=False)
-        _begin_sync(path)
+        begin_sync(path)
 
     def _chunks(self, output: Output, storage: StorageRef) -> Iterator[memoryview | bytes]:
         payload = output.payloads[storage.key]
@@ -301,7 +275,7 @@ class _Job:
         step = WINDOW_BYTES // ITEMSIZE[dtype]
         for low in range(0, elems, step):
             memory = self.memory.take(min(step, elems - low), dtype)
-            self.reader.fill(target, slot, slot.state, low, memory)
+            self.reader.fill(target, slot, self._source_state(slot), low, memory)
             self._count(memory.nbytes)
             yield bytes_of(memory)
 
@@ -332,36 +306,19 @@ class _Job:
 # ------------------------------------------------ the output on disk
 
 
-def _write(job: _Job, outputs: list[Output], folder: Path) -> None:
-    """The folder, whole or not at all."""
-    aside = durable.aside_of(folder.absolute().parent, folder.absolute().name)
-    try:
-        with ExitStack() as left:
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            if aside.exists():
-                os.close(_locked(aside))
-                shutil.rmtree(aside)  # of a conversion that was killed
-            aside.mkdir()
-            left.callback(os.close, _locked(aside))
-            left.callback(shutil.rmtree, aside, ignore_errors=True)
-            for place in {(aside / output.name).parent for output in outputs} - {aside}:
-                place.mkdir(parents=True, exist_ok=True)
-            _write_files(job, outputs, aside)
-            job.reader.check(thorough=True)
-            _sync(aside)
-            entries = tuple(
-                durable.entry_of(aside / output.name, output.name) for output in outputs
-            )
-            manifest = _signed(job.manifest, job.source, entries)
-            _require_free(folder)  # a save may have taken the name meanwhile
-            durable.commit(aside, to_json(manifest), durable.Syncs())
-    except OSError as error:
-        raise SaveError(
-            "the output could not be written; nothing is left of it",
-            file=error.filename or folder,
-            found=f"{type(error).__name__}: {error}",
-            fix="free space or mend permissions, then try again",
-        ) from error
+def write_tag(job: ConversionJob, outputs: list[Output], folder: Path) -> None:
+    """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError."""
+    with written_aside(folder) as aside:
+        for place in {(aside / output.name).parent for output in outputs} - {aside}:
+            place.mkdir(parents=True, exist_ok=True)
+        files = [partial(job.write, output, aside / output.name) for output in outputs]
+        in_threads(files, job.stopped)
+        job.reader.check(thorough=True)
+        sync_all(aside)
+        entries = tuple(durable.entry_of(aside / output.name, output.name) for output in outputs)
+        manifest = _signed(job.manifest, job.source, entries)
+        require_free(folder)  # a save may have taken the name meanwhile
+        durable.commit(aside, to_json(manifest), durable.Syncs())
 
 
 def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
@@ -382,59 +339,7 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     return replace(manifest, files=files, save_id=save_id, run=run)
 
 
-def _locked(aside: Path) -> int:
-    """A handle that holds a folder for this conversion. Raises UsageError where another has it."""
-    handle = durable.lock(aside)
-    if handle is None:
-        raise UsageError(
-            "another conversion is writing this output",
-            file=aside,
-            expected="one at a time",
-            fix="give another name, or wait for it",
-        )
-    return handle
-
-
-def _write_files(job: _Job, outputs: list[Output], aside: Path) -> None:
-    with pool() as threads:
-        waiting = [threads.submit(job.write, output, aside / output.name) for output in outputs]
-        try:
-            for done in as_completed(waiting):
-                done.result()
-        finally:  # also for Ctrl-C: the others end at their next window
-            job.stopped.set()
-            for one in waiting:
-                one.cancel()
-
-
-def _begin_sync(path: Path) -> None:
-    """Lets the disk begin with a file while the next ones are made. Only a hint: `_sync` waits for
-    all of them."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
-    if call is not None:
-        handle = os.open(path, os.O_RDONLY)
-        call(handle, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE, to the end
-        os.close(handle)
-
-
-def _sync(folder: Path) -> None:
-    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
-    where there is one."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(folder))
-    except AttributeError:  # no such call on this system
-        sync = durable.Syncs()
-        for path in sorted(folder.rglob("*")):
-            sync(path)
-        sync(folder)
-    finally:
-        os.close(handle)
-
-
-def _pointer(folder: Path, to: str) -> list[str]:
+def point_at(folder: Path, to: str) -> list[str]:
     """Names the new folder where nothing would load it otherwise, and never takes a native pointer
     from its owner."""
     parent, name = folder.absolute().parent, folder.absolute().name

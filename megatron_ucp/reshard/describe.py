@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.deepspeed.paths import is_universal, tag_folder
+from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.recorded import Recorded
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
 
 
 def describe(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
@@ -33,7 +33,7 @@ def look(path: str | Path, tag: str | None = None, rules: str | Path | None = No
     So it takes no longer on thousands of ranks. `verify` compares the manifest with the files.
     Raises a UcpError.
     """
-    folder = tag_folder(path, tag)
+    folder = checkpoint_folder(path, tag)
     if rules is not None or is_universal(folder) or not os.path.lexists(folder / FILE_NAME):
         with open_checkpoint(folder, rules=rules) as checkpoint:
             files = tuple(

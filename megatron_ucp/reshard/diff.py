@@ -1,8 +1,10 @@
-"""Two checkpoints of any meshes, compared bit by bit in their canonical state."""
+"""Two checkpoints of any meshes, compared bit by bit in their canonical state; of one that holds
+weights alone the weights."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.layout import Partial
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.formats.base import PER_GROUP, Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
+from megatron_ucp.reshard.twin import told_by
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
@@ -43,24 +48,64 @@ def diff(
     hyper-parameters and counters.
 
     Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are
-    not compared: they are casts of the masters. `progress(done, total)` counts bytes. `rules` is a
-    file of rules (docs/rules.md) for both, `rules_b` another one for b. Raises a UcpError.
+    not compared: they are casts of the masters. Of a Hugging Face folder the weights are compared,
+    with the other side's masters rounded to its dtypes. `progress(done, total)` counts bytes.
+    `rules` is a file of rules (docs/rules.md) for both, `rules_b` another one for b. Raises a
+    UcpError.
     """
-    with open_checkpoint(a, rules=rules) as one, open_checkpoint(b, rules=rules_b or rules) as two:
-        out: list[Difference | _Values] = [*_run(one, two)]
-        with pool() as threads:  # they compare while the next parameter is planned
-            job = _Job(WindowReader(one), WindowReader(two), threads)
-            try:
-                for name in dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]):
-                    out += _parameter(one, two, name, job)
-                found = job.collect(progress)
-            finally:  # also for Ctrl-C: what has not begun does not begin
-                job.cancel()
-        return [
-            difference
-            for one in out
-            for difference in (found[one] if isinstance(one, _Values) else [one])
-        ]
+    with ExitStack() as opened:
+        one, two = _opened(a, b, rules, rules_b or rules, opened)
+        if WEIGHTS in (one.manifest.engine, two.manifest.engine):
+            return weight_differences(one, two, progress)
+        return _differences(one, two, _run(one, two), _parameter, progress)
+
+
+def weight_differences(
+    one: Checkpoint, two: Checkpoint, progress: Callable[[int, int], None] | None = None
+) -> list[Difference]:
+    """Every difference in the weights of two checkpoints, of which at least one holds nothing else:
+    the other one's masters are rounded to its dtypes. Rows of a vocabulary that are padding are not
+    compared. Raises a UcpError."""
+    return _differences(one, two, (), _weights, progress)
+
+
+def _opened(
+    a: str | Path, b: str | Path, rules: Any, rules_b: Any, opened: ExitStack
+) -> tuple[Checkpoint, Checkpoint]:
+    """Both checkpoints. A Hugging Face folder is read under the names of the other one, where that
+    is of a family."""
+    twins = [is_hugging_face(checkpoint_folder(path)) for path in (a, b)]
+    if twins[0] and not twins[1]:
+        two = opened.enter_context(open_checkpoint(b, rules=rules_b))
+        told = told_by(Path(a), two.manifest)
+        return opened.enter_context(open_checkpoint(a, told=told)), two
+    one = opened.enter_context(open_checkpoint(a, rules=rules))
+    told = told_by(Path(b), one.manifest) if twins[1] else None
+    return one, opened.enter_context(open_checkpoint(b, rules=rules_b, told=told))
+
+
+def _differences(
+    one: Checkpoint,
+    two: Checkpoint,
+    first: Iterable[Difference],
+    compare: "Compare",
+    progress: Callable[[int, int], None] | None,
+) -> list[Difference]:
+    """What differs of the runs comes `first`, then what `compare` says of each parameter."""
+    out: list[Difference | _Values] = [*first]
+    with pool() as threads:  # they compare while the next parameter is planned
+        job = _Job(WindowReader(one), WindowReader(two), threads)
+        try:
+            for name in dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]):
+                out += compare(one, two, name, job)
+            found = job.collect(progress)
+        finally:  # also for Ctrl-C: what has not begun does not begin
+            job.cancel()
+    return [
+        difference
+        for one in out
+        for difference in (found[one] if isinstance(one, _Values) else [one])
+    ]
 
 
 def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
@@ -97,6 +142,42 @@ def _parameter(
         yield from _settings(name, *(getattr(c.manifest, what)(name) for c in (one, two)))
 
 
+def _weights(
+    one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
+) -> "Iterator[Difference | _Values]":
+    """The weights of a parameter, in the dtype of the side that holds nothing else."""
+    a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
+    if a is None or b is None:
+        here = ["missing" if spec is None else "present" for spec in (a, b)]
+        yield Difference(name, "parameter", *here)
+        return
+    if a.shape != b.shape and not _padded(a, b) and not _padded(b, a):
+        yield Difference(name, "shape", str(a.shape), str(b.shape))
+        return
+    sides = [weight_of(checkpoint.manifest, name) for checkpoint in (one, two)]
+    if one.manifest.engine == two.manifest.engine and sides[0] != sides[1]:
+        yield Difference(name, "dtype", *(f"torch.{dtype}" for _, dtype in sides))
+        return
+    alone = two.manifest if two.manifest.engine == WEIGHTS else one.manifest
+    target = one_parameter(alone, name, {VALUE: alone.states_of(name)[VALUE]})
+    first, second = ({VALUE: state} for state, _ in sides)
+    job.compare(name, target, (first, second), frozenset({"narrow"}))
+    yield _Values(name, VALUE)
+
+
+def _padded(larger: ParamSpec, smaller: ParamSpec) -> bool:
+    """Whether one vocabulary has the rows of the other, and padding."""
+    extent = larger.extent
+    return extent is not None and smaller.shape == (extent.true, *larger.shape[1:])
+
+
+def weight_of(manifest: Manifest, name: str) -> tuple[str, str]:
+    """The state that has a parameter's weights, and its dtype: the masters, where there are any."""
+    states = manifest.states_of(name)
+    state = MASTER if MASTER in states else VALUE
+    return state, states[state]
+
+
 def _states(a: Manifest, b: Manifest, name: str, job: "_Job") -> "Iterator[Difference | _Values]":
     """States that one side lacks or has in another dtype; those of both are compared."""
     states = [manifest.states_of(name) for manifest in (a, b)]
@@ -126,12 +207,16 @@ class _Values:
     state: str
 
 
+Compare = Callable[[Checkpoint, Checkpoint, str, "_Job"], "Iterator[Difference | _Values]"]
+
+
 class _Job:
     """What is read and compared, window by window."""
 
     def __init__(self, one: WindowReader, two: WindowReader, threads: ThreadPoolExecutor) -> None:
         self.readers, self.threads, self.memory = (one, two), threads, Memory()
         self.targets: dict[_Values, Manifest] = {}
+        self.states: dict[_Values, tuple[str, str]] = {}  # as each side calls what is compared
         self.waiting: dict[_Values, Future[list[Difference]]] = {}
 
     def want(self, a: Manifest, b: Manifest, name: str, states: Mapping[str, str]) -> None:
@@ -146,11 +231,27 @@ class _Job:
         averaged = copies[0] != copies[1]
         target = one_parameter(a, name, states, averaged)
         allow = frozenset({"mean"}) if averaged else frozenset[str]()
-        for reader in self.readers:
-            wants = [(slot, state) for state in states for slot in slots_of(target, state)]
+        same = {state: state for state in states}
+        self.compare(name, target, (same, same), allow)
+
+    def compare(
+        self,
+        name: str,
+        target: Manifest,
+        states: tuple[Mapping[str, str], Mapping[str, str]],
+        allow: frozenset[str],
+    ) -> None:
+        """Starts the comparison of a parameter in the states of a target; `states` say which state
+        each side has for them. Raises a UcpError."""
+        for reader, named in zip(self.readers, states, strict=True):
+            wants = [
+                (slot, own) for state, own in named.items() for slot in slots_of(target, state)
+            ]
             reader.prove(target, wants, allow)
-        for key in [_Values(name, state) for state in states]:
+        for state in states[0]:
+            key = _Values(name, state)
             self.targets[key] = target
+            self.states[key] = states[0][state], states[1][state]
             self.waiting[key] = self.threads.submit(self._compare, key)
 
     def collect(
@@ -180,7 +281,7 @@ class _Job:
         target = self.targets[key]
         elems, wrong, first = target.buffers[0].length, 0, None
         for slot in slots_of(target, key.state):
-            count, found = self._compare_slot(target, slot)
+            count, found = self._compare_slot(target, slot, self.states[key])
             wrong, first = wrong + count, first or found
         if first is None:
             return []
@@ -188,7 +289,7 @@ class _Job:
         return [Difference(key.name, what, *first[1:])]
 
     def _compare_slot(
-        self, target: Manifest, slot: Slot
+        self, target: Manifest, slot: Slot, states: tuple[str, str]
     ) -> tuple[int, tuple[int, str, str] | None]:
         """How many elements differ, and the first one: its position, and both sides."""
         buffer = target.buffers[slot.buffer]
@@ -198,8 +299,8 @@ class _Job:
         for low in range(0, buffer.length, step):
             count = min(step, buffer.length - low)
             held = [self.memory.take(count, dtype, which) for which in range(2)]
-            for reader, memory in zip(self.readers, held, strict=True):
-                reader.fill(target, slot, slot.state, low, memory)
+            for reader, state, memory in zip(self.readers, states, held, strict=True):
+                reader.fill(target, slot, state, low, memory)
             if _same_bits(*held):
                 continue
             a, b = (memory.view(torch.uint8).view(-1, size) for memory in held)

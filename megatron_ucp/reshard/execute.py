@@ -294,7 +294,19 @@ def _through_staging(
     op: Copy, where: Where, out: torch.Tensor, staging: _Staging, checksums: bool, counts: Counts
 ) -> None:
     for index, values in _staged(op.source, op.shape, where, staging, checksums, counts):
-        out[index].copy_(values)
+        _copy(out[index], values)
+
+
+def _copy(out: torch.Tensor, values: torch.Tensor) -> None:
+    """`out.copy_(values)`. What is stored with its dims in another order goes by way of a packed
+    block: torch transposes only such ones in blocks that fit the cache, and not while it casts."""
+    order = sorted(range(out.dim()), key=lambda dim: -out.stride(dim))
+    if out.device.type != "cpu" or order == [*range(out.dim())]:
+        out.copy_(values)
+        return
+    turned = values.to(out.dtype).permute(order)
+    packed = torch.empty(turned.shape, dtype=out.dtype)
+    out.permute(order).copy_(packed.copy_(turned))
 
 
 def _mean(

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ucp.core.flat import Member
 from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
@@ -43,7 +44,7 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     for spec in target.params:
         have = source.by_name.get(spec.name)
         if have is not None:
-            if source.engine == NO_OPTIMIZER and have.kind == "frozen":
+            if source.engine in (NO_OPTIMIZER, WEIGHTS) and have.kind == "frozen":
                 have = replace(have, kind=spec.kind)  # nobody says what was trained
             _match_one(have, spec, fit, "vocab" in allow, file)
         elif spec.kind != "trainable" and "missing" in allow:

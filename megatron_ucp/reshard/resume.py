@@ -15,6 +15,7 @@ from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Cast, Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
+from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import StateMismatchError, UsageError
@@ -147,6 +148,7 @@ class _Job:
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
         _check_files(source, how.allow, optimizer)
+        engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
         states = _states(bare, source.manifest, optimizer, file)
@@ -194,8 +196,10 @@ class _Job:
         if self.how.hyper == "config":
             return ["hyper-parameters kept from the engine's configuration, as asked"]
         if not any(self.groups):
+            fresh = "the optimizer's states begin afresh, "
             return [
-                "hyper-parameters kept from the engine: the checkpoint holds none (elastic format)"
+                f"{fresh if not any(self.states.values()) else ''}hyper-parameters kept from the "
+                "engine: the checkpoint holds none"
             ]
         return self.engine.set_groups(self.groups)
 
@@ -224,7 +228,7 @@ def _fit(
     trainable = [spec.name for spec in bare.params if spec.kind == "trainable"]
     if has_masters(source, trainable):
         return fit
-    if optimizer:
+    if optimizer and source.engine != WEIGHTS:
         raise StateMismatchError(
             "the checkpoint holds no optimizer",
             file=file,

@@ -21,9 +21,8 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.base import ByteFile, Checkpoint, Record
-from megatron_ucp.formats.deepspeed.paths import tag_folder
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
 from megatron_ucp.reshard.canonical import HeldAt, first_slot, one_parameter, read_copy, slots_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of
@@ -63,7 +62,7 @@ def verify(
     NotFoundError where there is no checkpoint, UnsupportedError for one that this version does not
     read, RuleError.
     """
-    folder = tag_folder(path, tag)
+    folder = checkpoint_folder(path, tag)
     findings: list[Finding] = []
     try:
         with open_checkpoint(folder, rules=rules) as checkpoint:

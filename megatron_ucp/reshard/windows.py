@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Copy, Slot, Want, Windows, make_plan
+from megatron_ucp.core.plan import Mean, Slot, Want, Windows, make_plan
 from megatron_ucp.core.proof import one_state, prove
 from megatron_ucp.formats.base import Checkpoint, Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -53,6 +53,7 @@ class WindowReader:
         self._places: dict[Slot, Where] = {}
         self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
+        self._memory = Memory()
 
     def prove(
         self, target: Manifest, wants: Iterable[Want], allow: frozenset[str] = frozenset()
@@ -68,7 +69,7 @@ class WindowReader:
         for op in plan.ops:
             held = runs[op.target.slot]
             if (
-                type(op) is not Copy
+                isinstance(op, Mean)
                 or op.shape != (op.box.numel,)
                 or op.source.strides != (1,)
                 or op.target.strides != (1,)
@@ -114,16 +115,23 @@ class WindowReader:
         counts: Counts,
         sources: set[Slot],
     ) -> None:
-        """Without a plan for the window, which takes longer than reading it."""
-        into, size, filled = bytes_of(memory), memory.element_size(), 0
+        """Without a plan for the window, which takes longer than reading it. What changes its
+        dtype goes through memory of the thread's own."""
+        filled = 0
         for run in runs[max(0, bisect_right(runs, low, key=lambda run: run.start) - 1) :]:
             first, last = max(run.start, low), min(run.start + run.elems, low + memory.numel())
             if run.start >= low + memory.numel():
                 break
             if first < last:
                 where = self._places[run.source]
+                size = ITEMSIZE[where.dtype]
                 at = where.offset_bytes + (run.offset + first - run.start) * size
-                read_run(where, at, into[(first - low) * size : (last - low) * size], counts)
+                part = memory[first - low : last - low]
+                same = TORCH_DTYPES[where.dtype] == part.dtype
+                held = part if same else self._memory.take(len(part), where.dtype)
+                read_run(where, at, bytes_of(held), counts)
+                if not same:
+                    part.copy_(held)
                 sources.add(run.source)
                 filled += last - first
         if filled < memory.numel():  # padding, between runs or behind them
@@ -168,12 +176,13 @@ def pool() -> ThreadPoolExecutor:
 
 
 class Memory(threading.local):
-    """A window of each thread's own."""
+    """Windows of each thread's own."""
 
     def take(self, elems: int, dtype: str, which: int = 0) -> torch.Tensor:
         """Of that many elements; `which` tells several windows of a thread apart. The next call for
         it overwrites them."""
         held: dict[int, torch.Tensor] = self.__dict__.setdefault("held", {})
-        if which not in held:
-            held[which] = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        return held[which][: elems * ITEMSIZE[dtype]].view(TORCH_DTYPES[dtype])
+        size = elems * ITEMSIZE[dtype]
+        if which not in held or len(held[which]) < size:
+            held[which] = torch.empty(max(size, WINDOW_BYTES), dtype=torch.uint8)
+        return held[which][:size].view(TORCH_DTYPES[dtype])

@@ -167,13 +167,13 @@ def test_two_conversions_into_one_folder(model: paper.Model, source: Path, tmp_p
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
     """Something that happens when all files are written."""
-    original = module._sync
+    original = module.sync_all
 
     def sync(folder: Path) -> None:
         original(folder)
         happens()
 
-    monkeypatch.setattr(module, "_sync", sync)
+    monkeypatch.setattr(module, "sync_all", sync)
 
 
 def test_a_save_takes_the_name_meanwhile(

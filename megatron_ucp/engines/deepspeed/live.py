@@ -9,6 +9,7 @@ from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
@@ -22,6 +23,7 @@ from megatron_ucp.engines.deepspeed.stage import (
 from megatron_ucp.engines.deepspeed.unusable import mark_unusable, mark_usable
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
@@ -29,6 +31,7 @@ from megatron_ucp.formats.optimizers import Kept, kept_by
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.twin import check_config
 
 # How an optimizer is run on some hardware, and what its class says already (AdamW is Adam with
 # `decoupled_weight_decay`); not what a run sets.
@@ -84,7 +87,9 @@ class LiveEngine:
         model, order = self.own.model, self.order if self.has_optimizer else None
         if model is None:
             return Told(order)
-        return Told(order, self.manifest.by_name, model.pipe)
+        twin = model.family.hugging_face
+        shares = None if twin is None else twin.tensors(model.sizes)
+        return Told(order, self.manifest.by_name, model.pipe, shares=shares)
 
     # ------------------------------------------------ places
 
@@ -119,6 +124,12 @@ class LiveEngine:
         return dict(self.manifest.buffers[buffer].states)[MASTER]
 
     # ------------------------------------------------ before the first write
+
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """An engine of DeepSpeed takes all that fits its parameters, and of a Hugging Face folder
+        what its config says of them."""
+        if source.manifest.engine == WEIGHTS and self.own.model is not None:
+            check_config(source.folder, self.own.model, architecture_of(self.engine.module))
 
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How

@@ -32,6 +32,7 @@ from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
+from megatron_ucp.families.architecture import RECORDED, recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
@@ -133,7 +134,7 @@ def _save(
         with _as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said = {MIDDLE: waiting} if middle else {}
+        said = _said(engine, model, waiting if middle else None)
         with _as_save_error(), agree.together():
             if rank == 0:
                 whole = _complete(
@@ -144,6 +145,15 @@ def _save(
     if rank == 0 and save_latest:
         notes += _prune(folder, how.keep_latest)
     return _reported(folder / tag, started, stock_seconds, sync, notes)
+
+
+def _said(engine: Any, model: Model | None, waiting: int | None) -> dict[str, Any]:
+    """What a manifest says of the engine besides what it holds. `waiting` are micro-batches since
+    the last step, where there are any."""
+    said: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
+    if model is not None:
+        said[RECORDED] = recorded(model, engine.module)
+    return said
 
 
 def _reported(

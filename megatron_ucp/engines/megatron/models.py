@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 class ModelConfig:
     """The sizes of a model and how it is initialised. `vocab` is the padded vocabulary,
     `true_vocab` the tokenizer's; `ffn` the width of one half of a gated MLP; `groups` the key-value
-    groups; `positions` the longest sequence; `experts` those of a family that has any.
+    groups; `positions` the longest sequence; `experts` those of a family that has any;
+    `rope_factor` scales rotary positions as Llama 3.1 does, `interpolation` divides them (0:
+    neither).
 
     `dtype` is what the DeepSpeed config trains in (fp32, bf16, fp16); the model itself is built in
     fp32, from which DeepSpeed takes the masters. Raises UsageError for sizes that make no model.
@@ -59,7 +61,9 @@ class ModelConfig:
     head_dim: int | None = None
     tied: bool = False
     norm_eps: float = 1e-5
-    rotary_base: int = 10000
+    rotary_base: float = 10000
+    rope_factor: float = 0.0
+    interpolation: float = 0.0
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
@@ -162,7 +166,7 @@ def build(config: ModelConfig) -> "GPTModel":
         vocab_size=config.vocab,
         max_sequence_length=config.positions,
         position_embedding_type=config.builder.position_embedding_type,
-        rotary_base=config.rotary_base,
+        **rotary(config),
         share_embeddings_and_output_weights=config.tied,
     )
     described = config.model()
@@ -172,6 +176,16 @@ def build(config: ModelConfig) -> "GPTModel":
         prepare(names[name], param, described.find(names[name]), config)
     model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
     return model
+
+
+def rotary(config: ModelConfig) -> dict[str, Any]:
+    """The rotary embedding, in the words of megatron-core's modules."""
+    return {
+        "rotary_base": config.rotary_base,
+        "rope_scaling": config.rope_factor > 0,
+        "rope_scaling_factor": config.rope_factor or 1.0,
+        "seq_len_interpolation_factor": config.interpolation or None,
+    }
 
 
 def check_started(config: ModelConfig) -> tuple[int, int]:

@@ -151,16 +151,7 @@ class Shared:
     def __init__(self, config: ModelConfig, transformer: "TransformerConfig") -> None:
         self.transformer = transformer
         self.mask = lru_cache(maxsize=8)(models.not_attended)
-        self.rotary: Any = None
-        if config.builder.position_embedding_type == "rope":
-            from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-            self.rotary = RotaryEmbedding(
-                config.sizes().head_dim,
-                rotary_percent=1.0,
-                rotary_base=config.rotary_base,
-                use_cpu_initialization=True,
-            )
+        self.rotary = rotary_of(config)
 
     def length(self, hidden: torch.Tensor) -> int:
         """Of the whole sequence. `hidden` is [sequence, batch, hidden], under sequence parallelism
@@ -168,6 +159,16 @@ class Shared:
         return len(hidden) * (
             self.transformer.tensor_model_parallel_size if self.transformer.sequence_parallel else 1
         )
+
+
+def rotary_of(config: ModelConfig) -> Any:
+    """The rotary embedding of a model; None for one without."""
+    if config.builder.position_embedding_type != "rope":
+        return None
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    size: int = config.sizes().head_dim
+    return RotaryEmbedding(size, 1.0, use_cpu_initialization=True, **models.rotary(config))
 
 
 def _specs(config: ModelConfig, transformer: "TransformerConfig") -> "list[LayerSpec]":
@@ -345,6 +346,9 @@ def _staged_model() -> Any:
             )
             self.share_embeddings_and_output_weights = config.tied
             self.position_embedding_type = config.builder.position_embedding_type
+            self.rotary_base, self.rotary_scaling = config.rotary_base, config.rope_factor > 0
+            # no part of the module: it is asked for what it computes
+            self.__dict__["rotary_pos_emb"] = rotary_of(config)
 
         def _partition_layers(self, method: Any = "uniform") -> None:
             if isinstance(method, tuple):

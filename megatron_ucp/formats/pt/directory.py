@@ -4,9 +4,9 @@ the other records before it is used."""
 import re
 import struct
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.open_file import damaged
 
 MAX_RECORDS = 4_000_000
 MAX_DIRECTORY_BYTES = 512 * 2**20
@@ -29,12 +29,6 @@ class ZipEntry(NamedTuple):
     size_bytes: int
     crc32: int
     limit_bytes: int  # where the next record, or the directory, begins
-
-
-def damaged(
-    path: str, problem: str, expected: object, found: object, fix: str | None = None
-) -> NoReturn:
-    raise DamagedFileError(problem, file=path, expected=expected, found=found, fix=fix)
 
 
 def find_directory(

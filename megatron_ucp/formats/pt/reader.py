@@ -8,20 +8,18 @@ are read. Tensors are read later, by byte offset, without torch.
 
 import hashlib
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
-from types import TracebackType
 from typing import Self
 
-from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
+from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.base import Record
+from megatron_ucp.formats.open_file import OpenFile, damaged
 from megatron_ucp.formats.pt.directory import (
     LOCAL,
     REFUSED_FLAGS,
-    damaged,
     find_directory,
     parse_directory,
     root_of,
@@ -37,7 +35,7 @@ from megatron_ucp.formats.pt.unpickler import (
 _CHUNK_BYTES = 2**20
 
 
-class PtFile:
+class PtFile(OpenFile):
     """An open `.pt` file. Reads the directory at once, local headers and the pickle when asked; a
     context manager.
 
@@ -50,12 +48,10 @@ class PtFile:
         self, path: str | os.PathLike[str], *, allow: frozenset[str] = frozenset()
     ) -> None:
         """`allow`: further globals that the pickle may name, see `safe_pickle.loads`."""
-        self.path = os.fspath(path)
+        super().__init__(path)
         self._allow = allow
-        self._fd = _open(self.path)
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self.size_bytes = _regular_size(self.path, self._fd)
             start, directory = find_directory(self.size_bytes, self._bytes_at, self.path)
             self.directory_sha256 = hashlib.sha256(directory).hexdigest()
             """Evidence that this is a certain file: it covers all names, places, sizes and
@@ -75,29 +71,6 @@ class PtFile:
     def open(cls, path: str | os.PathLike[str], *, allow: frozenset[str] = frozenset()) -> Self:
         """Same as the constructor."""
         return cls(path, allow=allow)
-
-    @property
-    def fd(self) -> int:
-        """The descriptor, open until `close`. Raises UsageError afterwards."""
-        if self._fd < 0:
-            raise UsageError("the file has been closed", file=self.path)
-        return self._fd
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"PtFile({self.path!r}, {len(self._entries)} records)"
@@ -166,48 +139,8 @@ class PtFile:
         else:
             record = self.record(source) if isinstance(source, StorageRef) else source
             size_bytes = record.size_bytes
-        view = target.cast("B") if target.nbytes else memoryview(b"")  # an empty view can't be cast
-        if start_byte < 0 or start_byte + len(view) > size_bytes:
-            raise UsageError(
-                "the range lies outside of what is read",
-                file=self.path,
-                parameter=record.name,
-                expected=f"at most {size_bytes} bytes",
-                found=f"{start_byte} to {start_byte + len(view)}",
-            )
-        self._read_at(record.offset_bytes + first_byte + start_byte, view)
-
-    def read_rows_into(
-        self, record: Record, starts: range, size_bytes: int, target: memoryview, places: range
-    ) -> None:
-        """For each of `starts`, bytes of the record, fills `size_bytes` of `target` from the same
-        one of `places` on.
-
-        As `read_into` for each row, but many short rows cost little more than their system calls.
-        Raises as `read_into` does.
-        """
-        last, end = max(starts[0], starts[-1]) + size_bytes, max(places[0], places[-1]) + size_bytes
-        if (
-            min(starts[0], starts[-1], places[0], places[-1]) < 0
-            or last > record.size_bytes
-            or end > len(target)
-        ):
-            raise UsageError(
-                "a row lies outside of what is read or written",
-                file=self.path,
-                parameter=record.name,
-                expected=f"at most {record.size_bytes} and {len(target)} bytes",
-                found=f"{last} and {end}",
-            )
-        fd, base, preadv = self.fd, record.offset_bytes, os.preadv
-        for start, place in zip(starts, places, strict=True):
-            row = target[place : place + size_bytes]
-            try:
-                count = preadv(fd, (row,), base + start)
-            except OSError:
-                count = 0
-            if count != size_bytes:  # says what is wrong, or reads the rest
-                self._read_at(base + start + count, row[count:])
+        first = record.offset_bytes + first_byte
+        self._read_run(record.name, first, size_bytes, start_byte, target)
 
     def check(self, record: Record) -> None:
         """Compares the record's bytes with its CRC-32, 1 MiB at a time; nothing is read without
@@ -232,27 +165,6 @@ class PtFile:
                 f"CRC-32 {record.crc32:08x}",
                 f"{found:08x}",
             )
-
-    def _read_at(self, offset_bytes: int, view: memoryview) -> None:
-        done = 0
-        while done < len(view):  # one call moves at most 2 GiB
-            try:
-                count = os.preadv(self.fd, [view[done:]], offset_bytes + done)
-            except OSError as error:
-                damaged(self.path, "the file can't be read", None, error.strerror)
-            if count == 0:
-                damaged(
-                    self.path,
-                    "the file is truncated",
-                    f"{len(view)} bytes from byte {offset_bytes}",
-                    f"{done} bytes",
-                )
-            done += count
-
-    def _bytes_at(self, offset_bytes: int, size_bytes: int) -> bytes:
-        buffer = bytearray(size_bytes)
-        self._read_at(offset_bytes, memoryview(buffer))
-        return bytes(buffer)
 
     def _whole(self, name: str) -> bytes:
         """A small record, its checksum compared."""
@@ -310,33 +222,3 @@ class _Records(Mapping[str, Record]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._file._entries
-
-
-def _open(path: str) -> int:
-    try:  # not blocking, or a named pipe would wait for its writer
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(
-            "the file does not exist", file=path, fix="restore it, or load another tag"
-        ) from error
-    except ValueError as error:
-        raise UsageError("the path is malformed", found=repr(path)) from error
-    except OSError as error:
-        raise DamagedFileError(
-            "the file can't be opened", file=path, found=error.strerror
-        ) from error
-
-
-def _regular_size(path: str, fd: int) -> int:
-    try:
-        status = os.fstat(fd)
-    except OSError as error:
-        damaged(path, "the file can't be read", None, error.strerror)
-    if not stat.S_ISREG(status.st_mode):
-        damaged(
-            path,
-            "this is no regular file",
-            None,
-            "a folder" if stat.S_ISDIR(status.st_mode) else "a device",
-        )
-    return status.st_size

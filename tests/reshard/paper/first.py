@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer, alone
-from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
@@ -27,6 +26,7 @@ from megatron_ucp.reshard.target import Wanted, target_manifest
 from tests.reshard.paper.model import Model
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+NO_STEPS = {"global_steps": 0, "skipped_steps": 0, "ds_version": "0.19.8"}
 COUNTERS = {"global_steps": 7, "skipped_steps": 1, "ds_version": "0.19.8"}
 
 
@@ -72,15 +72,18 @@ def _on_paper(model: Model) -> Manifest:
 def _counters(model: Model) -> dict[str, Any]:
     """A run without states is one before its first step."""
     stepped = model.states or any(step for _, step, _ in model.groups)
-    return COUNTERS if stepped else {**COUNTERS, "global_steps": 0, "skipped_steps": 0}
+    return {**(COUNTERS if stepped else NO_STEPS), **model.run}
 
 
 def _specs(model: Model) -> tuple[ParamSpec, ...]:
     table = find_family(model.family).table(model.sizes) if model.family else {}
     specs = []
     for name, shape in model.shapes.items():
-        layout = table[name].layout if name in table else Replicate()
-        specs.append(ParamSpec(name, shape, model.dtypes[name], model.kinds[name], layout))
+        dtype, kind = model.dtypes[name], model.kinds[name]
+        known = name in table and table[name].shape == shape
+        specs.append(
+            table[name].spec(name, dtype, kind) if known else ParamSpec(name, shape, dtype, kind)
+        )
     return tuple(specs)
 
 
@@ -95,7 +98,8 @@ def _run(model: Model, meta: dict[str, Any]) -> RunSettings:
     config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.5}
     if model.dtype in SHORT:
         config[SHORT[model.dtype]] = {"enabled": True}
-    said = {**_counters(model), "global_samples": 28, "note": {"mine": [1, 2.5, None]}, **meta}
+    own = {key: value for key, value in _counters(model).items() if key in COUNTERS}
+    said = {**own, "global_samples": 28, "note": {"mine": [1, 2.5, None]}, **meta}
     rates = [settings["lr"] for settings, _, _ in model.groups]
     scheduler = {"base_lrs": rates, "last_epoch": 7, "_last_lr": rates[::-1]}
     flat = "FusedAdam" in model.optimizer

@@ -48,6 +48,7 @@ class Model:
     dtypes: dict[str, str]
     groups: list[Group]
     numbers: dict[str, int] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)  # what else a manifest says of the run
 
     def truth(self, name: str, state: str = "fp32") -> torch.Tensor:
         """A whole tensor."""

@@ -1,0 +1,64 @@
+"""Parameters as the tensors of another program's files: each tensor is a share of one parameter,
+under a name of its own."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.layout import CHUNK, Chunks, Layout, Replicate
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.states import VALUE
+
+WEIGHTS = "weights"  # the engine of a manifest that holds weights alone, each tensor for itself
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a tensor holds of the parameter `param`: chunk `number` of the layout Chunks, or all of
+    it where no layout cuts it. `order` are the parameter's dims as the tensor stores them."""
+
+    param: str
+    layout: Layout = field(default_factory=Replicate)
+    number: int = 0
+    order: Ints | None = None
+
+    @property
+    def chunk(self) -> int | None:
+        """As a buffer's member says it."""
+        return self.number if isinstance(self.layout, Chunks) else None
+
+    def held(self, spec: ParamSpec) -> ParamSpec:
+        """The parameter as these tensors hold it."""
+        return replace(spec, layout=self.layout, order=self.order)
+
+    def stored_shape(self, spec: ParamSpec) -> Ints:
+        """Shape of the tensor. Raises LayoutError where the parameter has no such share."""
+        count = len(self.layout.held) if isinstance(self.layout, Chunks) else 1
+        place = {CHUNK: (count, self.number)}
+        local = self.layout.local_shape(spec.name, spec.shape, place)
+        return local if self.order is None else tuple(local[dim] for dim in self.order)
+
+
+def weights_manifest(
+    params: Mapping[str, ParamSpec], tensors: Iterable[tuple[Share, str]], family: str = ""
+) -> Manifest:
+    """A manifest with a buffer for each tensor, in their order; each tensor has its own dtype.
+
+    `params` are whole parameters by name. Raises LayoutError where a share does not fit.
+    """
+    specs: dict[str, ParamSpec] = {}
+    buffers: list[FlatBuffer] = []
+    for share, dtype in tensors:
+        spec = params[share.param]
+        specs.setdefault(share.param, replace(share.held(spec), dtype=dtype))
+        size = math.prod(share.stored_shape(spec))
+        buffers.append(alone(share.param, size, ((VALUE, dtype),), axes=(), chunk=share.chunk))
+    return Manifest(WEIGHTS, Mesh(), tuple(specs.values()), tuple(buffers), family=family)
+
+
+def state_in(source: Manifest, state: str) -> str:
+    """The name of a state in a source, for weights: one that holds nothing else has no masters."""
+    return VALUE if source.engine == WEIGHTS else state

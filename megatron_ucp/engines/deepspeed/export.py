@@ -1,0 +1,54 @@
+"""`engine.ucp_export_hf`: the weights of a live engine as a folder of a Hugging Face model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.families.architecture import RECORDED, recorded
+from megatron_ucp.families.base import Model
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.hugging_face.shards import parse_size
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.export import Exported, check_output
+from megatron_ucp.reshard.export_live import export_live
+from megatron_ucp.reshard.outgoing import Outgoing, beside_weights, training_dtype
+from megatron_ucp.reshard.twin import twin_of
+
+
+def export(
+    engine: Any,
+    model: Model | None,
+    dst: str | Path,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    config: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> Exported:
+    """Writes the masters of an engine, rounded to `dtype` (None: that of training), as the new
+    folder `dst`: the same bytes as `export_hf` of a save. Each rank writes its share.
+
+    `config` is a folder with the config.json of the model; without it a model of transformers says
+    its own, and a family what it computes. Collective. Raises a UcpError on every rank; nothing is
+    left of the folder then.
+    """
+    folder = Path(dst)
+    live = describe(engine, model)
+    with agree.together():
+        if agree.world()[0] == 0:
+            check_output(folder, dtype, ())
+        manifest = live.manifest
+        if model is not None:
+            manifest = replace(manifest, run={RECORDED: recorded(model, engine.module)})
+        chosen = dtype or training_dtype(manifest)
+        given = _config(engine, model) if config is None else read_json(Path(config) / CONFIG_FILE)
+        twin = twin_of(manifest, given, "", chosen, str(folder))
+        out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
+        beside = beside_weights(twin, tokenizer or config)
+    return export_live(live, out, folder, beside)
+
+
+def _config(engine: Any, model: Model | None) -> dict[str, Any] | None:
+    """The config of a model of transformers."""
+    said = getattr(getattr(engine.module, "config", None), "to_dict", None)
+    return None if model is not None or said is None else dict(said())

@@ -1,0 +1,150 @@
+"""What a model computes besides what the shapes of its parameters say."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_ucp.families.base import Model, Sizes
+
+RECORDED = "model"  # under this key a manifest's `run` says sizes and architecture
+_LONG = 8192.0  # positions that megatron-core's scaled rotary base was trained with
+
+# Fields of megatron-core's TransformerConfig, and of its GPTModel, that change what is computed:
+# the values with which they change nothing. Of those below the line only where there are experts.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "add_qkv_bias": (False,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "multi_latent_attention": (False,),
+    "experimental_attention_variant": (None,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0,),
+    "window_size": (None,),
+    "no_rope_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_block_specs": (False,),
+}
+NEUTRAL_OF_EXPERTS: dict[str, tuple[object, ...]] = {
+    "moe_layer_freq": (1,),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_pre_softmax": (False,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_num_groups": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Numbers that no parameter's shape shows, in megatron-core's words and with its defaults.
+
+    `positions` is the longest sequence; `activation` is "gelu" (exact), "gelu_tanh" or "silu";
+    `rope_factor` (0: none) scales long rotary wavelengths as Llama 3.1 does, `interpolation` (0:
+    none) divides positions; a token goes to `topk` experts. `odd` has every other setting that
+    changes what is computed, by its field's name.
+    """
+
+    positions: int = 0
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    rotary_base: float = 10000.0
+    rope_factor: float = 0.0
+    interpolation: float = 0.0
+    topk: int = 0
+    odd: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def recorded(model: Model, module: Any) -> dict[str, Any]:
+    """What a manifest says of a live model of a family: its sizes, and its architecture where the
+    module shows it."""
+    found = architecture_of(module)
+    said: dict[str, Any] = {"sizes": asdict(model.sizes)}
+    return said if found is None else {**said, "architecture": asdict(found)}
+
+
+def described(run: Mapping[str, Any], sizes: type[Sizes]) -> tuple[Sizes, Architecture] | None:
+    """What `recorded` gave, from a manifest's `run`; None where it says none. Raises TypeError or
+    ValueError for what is no such record."""
+    said: Any = run.get(RECORDED)
+    if not isinstance(said, dict) or "sizes" not in said or "architecture" not in said:
+        return None
+    of: dict[str, Any] = said["sizes"]  # pyright: ignore[reportUnknownVariableType]
+    more: dict[str, Any] = said["architecture"]  # pyright: ignore[reportUnknownVariableType]
+    return sizes(**of), Architecture(**more)
+
+
+def architecture_of(module: Any) -> Architecture | None:
+    """Of a megatron-core GPTModel, or a PipelineModule with the same attributes; None for another
+    module."""
+    config: Any = getattr(module, "config", None)
+    needed = ("layernorm_epsilon", "activation_func", "bias_activation_fusion")
+    if any(not hasattr(config, name) for name in needed):
+        return None
+    rotary = getattr(module, "position_embedding_type", "") == "rope"
+    if rotary and not hasattr(module, "rotary_base"):
+        return None
+    experts = bool(getattr(config, "num_moe_experts", None))
+    found = Architecture(
+        positions=int(getattr(module, "max_sequence_length", 0)),
+        norm_epsilon=float(config.layernorm_epsilon),
+        activation=_activation(config),
+        topk=int(config.moe_router_topk) if experts else 0,
+        odd=_odd(module, config, experts),
+    )
+    return _with_rotary(found, module) if rotary else found
+
+
+def _activation(config: Any) -> str:
+    name = str(getattr(config.activation_func, "__name__", config.activation_func))
+    # megatron-core's fused kernel of bias and gelu computes the tanh form
+    return "gelu_tanh" if name == "gelu" and config.bias_activation_fusion else name
+
+
+def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
+        value = getattr(module, name, getattr(config, name, values[0]))
+        if value not in values:
+            out[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    kind = getattr(module, "position_embedding_type", "learned_absolute")
+    if kind not in ("rope", "learned_absolute"):
+        out["position_embedding_type"] = str(kind)
+    return out
+
+
+def _with_rotary(found: Architecture, module: Any) -> Architecture:
+    """With what the rotary embedding computes; a GPTModel keeps of its scaling only the result."""
+    rotary: Any = getattr(module, "rotary_pos_emb", None)
+    base = float(module.rotary_base)
+    interpolation = float(getattr(rotary, "seq_len_interpolation_factor", None) or 0.0)
+    scaled = bool(getattr(module, "rotary_scaling", False))
+    factor = _rope_factor(rotary, base) if scaled else 0.0
+    return replace(found, rotary_base=base, interpolation=interpolation, rope_factor=factor)
+
+
+def _rope_factor(rotary: Any, base: float) -> float:
+    """The factor by which the longest wavelength was scaled; 0 where none was long enough.
+
+    megatron-core divides frequencies below 1/8192 turns by it, leaves those above 4/8192, and
+    mixes both in between (`RotaryEmbedding._apply_scaling`).
+    """
+    count = len(rotary.inv_freq)
+    plain = base ** (-(count - 1) / count)
+    turns = _LONG * plain / (2 * 3.141592653589793)
+    mixed = min(max((turns - 1.0) / 3.0, 0.0), 1.0)
+    if mixed == 1.0:
+        return 0.0
+    return round((1.0 - mixed) / (float(rotary.inv_freq[-1]) / plain - mixed), 3)

@@ -1,0 +1,266 @@
+"""What families say of their twins in Hugging Face's transformers: which tensor holds what, and
+config.json.
+
+A fused parameter is cut into chunks, one for each tensor; what Hugging Face stores transposed, or
+in another order of rows, is an address of the same kind. (The config's names are those of
+transformers 5.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.shares import Share
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.families.architecture import Architecture
+from megatron_ucp.families.base import Sizes
+
+Config = Mapping[str, Any]
+TRANSPOSED = (1, 0)  # Conv1D of GPT-2 stores [in, out]
+Block = tuple[Ints, Ints]
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """The twin of a family: `model_type` and `architecture` of config.json.
+
+    - `tensors(sizes)` says what each tensor holds, by its name, in the order of the model.
+    - `config(sizes, architecture)` is config.json without what every model has; `read` is its
+      inverse, and raises UnsupportedError for what the family does not compute.
+    - `refuses(sizes, architecture)` lists what the twin can't represent.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Callable[[Any], dict[str, Share]]
+    config: Callable[[Any, Architecture], dict[str, Any]]
+    read: Callable[[Config], tuple[Sizes, Architecture]]
+    refuses: Callable[[Any, Architecture], list[str]]
+
+    def whole_config(self, sizes: Sizes, architecture: Architecture, dtype: str) -> dict[str, Any]:
+        """config.json of a model. Tokens that begin and end a text are the tokenizer's, and
+        `None` here: the classes' own defaults are those of one certain model. Raises
+        UnsupportedError that lists what the twin can't represent."""
+        if refused := self.refuses(sizes, architecture):
+            raise UnsupportedError(
+                f"{self.architecture} of Hugging Face does not compute what this model does",
+                expected="a model without these settings",
+                found="; ".join(refused),
+                fix="there is no Hugging Face twin of this model: keep it in its native format",
+            )
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "dtype": dtype,
+            "tie_word_embeddings": sizes.tied,
+            "vocab_size": sizes.true_vocab,
+            **self.config(sizes, architecture),
+        }
+
+
+# ------------------------------------------------ tensors
+
+
+def split_qkv(sizes: Sizes, *rest: int) -> tuple[list[Block], list[Block], list[Block]]:
+    """The rows of linear_qkv that are queries, keys and values: of each key-value group its
+    queries, one key, one value. `rest` are the other dims."""
+    queries = sizes.heads // sizes.groups * sizes.head_dim
+    out: tuple[list[Block], list[Block], list[Block]] = ([], [], [])
+    at = 0
+    for _ in range(sizes.groups):
+        for blocks, rows in zip(out, (queries, sizes.head_dim, sizes.head_dim), strict=True):
+            blocks.append(block(at, at + rows, *rest))
+            at += rows
+    return out
+
+
+def block(first: int, last: int, *rest: int) -> Block:
+    """Rows [first, last) with all of the other dims."""
+    return (first, *(0,) * len(rest)), (last, *rest)
+
+
+def in_chunks(
+    prefix: str, param: str, names: Iterable[str], held: Iterable[Iterable[Block]]
+) -> dict[str, Share]:
+    """A parameter in as many tensors as it has chunks."""
+    layout = Chunks(tuple(tuple(blocks) for blocks in held))
+    return {f"{prefix}{name}": Share(param, layout, at) for at, name in enumerate(names)}
+
+
+def gated_halves(prefix: str, param: str, names: Iterable[str], width: int, hidden: int) -> Any:
+    """Gate and up of linear_fc1, one above the other."""
+    halves = [block(0, width, hidden)], [block(width, 2 * width, hidden)]
+    return in_chunks(prefix, param, names, halves)
+
+
+def attention(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
+    """Queries, keys, values and the projection behind them, each in a tensor of its own."""
+    names = ("q_proj", "k_proj", "v_proj")
+    rows = split_qkv(sizes, sizes.hidden)
+    fused = f"{canonical}linear_qkv"
+    out = in_chunks(prefix, f"{fused}.weight", [f"{name}.weight" for name in names], rows)
+    return {**out, f"{prefix}o_proj.weight": Share(f"{canonical}linear_proj.weight")}
+
+
+def with_layers(
+    sizes: Sizes, layer: Callable[[int, str, str], dict[str, Share]]
+) -> dict[str, Share]:
+    """The tensors of a model whose modules have the names of Llama's. `layer(number, prefix,
+    canonical prefix)` gives those of a layer but for its two norms."""
+    out = {"model.embed_tokens.weight": Share("embedding.word_embeddings.weight")}
+    for number in range(sizes.layers):
+        prefix, canonical = f"model.layers.{number}.", f"decoder.layers.{number}."
+        out |= layer(number, prefix, canonical)
+        for ours, theirs in {
+            "input_layernorm": "input_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+        }.items():
+            out[f"{prefix}{theirs}.weight"] = Share(f"{canonical}{ours}.weight")
+    out["model.norm.weight"] = Share("decoder.final_layernorm.weight")
+    if not sizes.tied:
+        out["lm_head.weight"] = Share("output_layer.weight")
+    return out
+
+
+# ------------------------------------------------ config.json
+
+
+def common(sizes: Sizes, architecture: Architecture) -> dict[str, Any]:
+    """What the configs of Llama and of those after it have in common."""
+    rope = rope_parameters(architecture)
+    return {
+        "attention_dropout": 0.0,
+        "head_dim": sizes.head_dim,
+        "hidden_act": architecture.activation,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "max_position_embeddings": architecture.positions,
+        "num_attention_heads": sizes.heads,
+        "num_hidden_layers": sizes.layers,
+        "num_key_value_heads": sizes.groups,
+        "rms_norm_eps": architecture.norm_epsilon,
+        "rope_parameters": rope,
+        # transformers 4 reads these two instead
+        "rope_theta": architecture.rotary_base,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+
+
+def rope_parameters(architecture: Architecture) -> dict[str, Any]:
+    """The rotary embedding. megatron-core's scaling has its three other numbers fixed."""
+    base = {"rope_type": "default", "rope_theta": architecture.rotary_base}
+    if architecture.interpolation:
+        return {**base, "rope_type": "linear", "factor": architecture.interpolation}
+    if architecture.rope_factor:
+        return {**base, "rope_type": "llama3", "factor": architecture.rope_factor, **LLAMA_3}
+    return base
+
+
+LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def refused_settings(
+    architecture: Architecture, activations: Iterable[str], known: Iterable[str] = ()
+) -> list[str]:
+    """Settings that change what is computed, and that no config of transformers can say."""
+    out = [f"{key}={value}" for key, value in architecture.odd.items() if key not in {*known}]
+    if architecture.activation not in {*activations}:
+        out.append(f"activation {architecture.activation}")
+    if architecture.rope_factor and architecture.interpolation:
+        out.append("scaled and interpolated rotary positions")
+    return out
+
+
+def refused_sizes(sizes: Sizes) -> list[str]:
+    """Sizes that transformers' own check of a config refuses."""
+    if sizes.hidden % sizes.heads:
+        return [f"a hidden size of {sizes.hidden}, which {sizes.heads} heads do not divide"]
+    return []
+
+
+def read_common(config: Config, vocabulary: int, **more: Any) -> dict[str, Any]:
+    """The fields of `Sizes` that every config has; `more` are a family's own."""
+    heads = int(config["num_attention_heads"])
+    return {
+        "layers": int(config["num_hidden_layers"]),
+        "hidden": int(config["hidden_size"]),
+        "heads": heads,
+        "groups": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or config["hidden_size"] // heads),
+        "ffn": int(config["intermediate_size"]),
+        "vocab": vocabulary,
+        "true_vocab": vocabulary,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "gated": True,
+        "biases": False,
+        "norm_biases": False,
+        **more,
+    }
+
+
+def read_architecture(config: Config, epsilon: float, base: float, **more: Any) -> Architecture:
+    """What a config says besides sizes; `epsilon` and `base` are the class's defaults. Raises
+    UnsupportedError for what megatron-core's modules do not compute."""
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope.update(config.get(key) or {})
+    kind: object = rope.get("rope_type", rope.get("type", "default"))
+    fixed = {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3
+    check_config(
+        config,
+        {
+            "hidden_act": ("silu", "swish"),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "sliding_window": (None,),
+            "quantization_config": (None,),
+            "pretraining_tp": (1,),
+        },
+        {
+            "rope type": (kind, ("default", "linear", "llama3")),
+            "rope parameters": (fixed, (LLAMA_3,)),
+            "partial_rotary_factor": (
+                rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
+                (1.0,),
+            ),
+        },
+    )
+    factor = float(rope.get("factor", 0.0))
+    return Architecture(
+        positions=int(config["max_position_embeddings"]),
+        norm_epsilon=float(config.get("rms_norm_eps", epsilon)),
+        activation="silu",
+        rotary_base=float(rope.get("rope_theta", config.get("rope_theta", base))),
+        rope_factor=factor if kind == "llama3" else 0.0,
+        interpolation=factor if kind == "linear" else 0.0,
+        **more,
+    )
+
+
+def check_config(
+    config: Config,
+    known: Mapping[str, tuple[object, ...]],
+    found: Mapping[str, tuple[object, tuple[object, ...]]] | None = None,
+) -> None:
+    """Raises UnsupportedError that lists every setting whose value is none of the `known` ones.
+    `found` are values that were made of several settings, with their known ones."""
+    values = {key: (config.get(key, few[0]), few) for key, few in known.items()}
+    wrong = {k: (v, few) for k, (v, few) in {**values, **(found or {})}.items() if v not in few}
+    if wrong:
+        raise UnsupportedError(
+            "the config asks for what megatron-core's modules of this family do not compute",
+            expected="; ".join(
+                f"{key} {' or '.join(map(str, few))}" for key, (_, few) in wrong.items()
+            ),
+            found="; ".join(f"{key} {value}" for key, (value, _) in wrong.items()),
+            fix="train such a model with transformers under DeepSpeed, which needs no family",
+        )

@@ -1,0 +1,1 @@
+"""Folders of Hugging Face models: safetensors files, their index, config.json."""

@@ -1,0 +1,273 @@
+"""A folder of a Hugging Face model, opened as a checkpoint that holds weights alone."""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    LayoutError,
+    ModelMismatchError,
+    NotFoundError,
+    UsageError,
+)
+from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
+from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.recorded import open_regular
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "config.json"
+MAX_JSON_BYTES = 256 * 2**20
+_LISTED = 8  # faults that a message lists by name
+
+
+class HuggingFaceCheckpoint:
+    """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
+    family; without them every tensor is a parameter of its own name.
+
+    Raises a UcpError for anything that headers and the index can show: every fault of names and
+    shapes in one error. Tensor bytes are not read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shares: Mapping[str, Share] | None = None,
+        specs: Mapping[str, ParamSpec] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._closing = ExitStack()
+        self._open: dict[str, SafetensorsFile] = {}
+        with ExitStack() as undo:
+            undo.callback(self._closing.close)
+            self._files = self._tensor_files()
+            found = {name: Share(name) for name in self._files} if shares is None else shares
+            if shares is None:
+                specs = {name: self._spec(name) for name in self._files}
+            self.manifest = self._manifest(found, specs or {}, named=shares is not None)
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+        self._open.clear()
+
+    # ------------------------------------------------ structure
+
+    def _tensor_files(self) -> dict[str, str]:
+        """Tensor -> the file that holds it, in the order of the files' bytes. Raises
+        ForeignFileError where the index and the files disagree."""
+        for name in (WEIGHTS_FILE, ADAPTER_FILE):
+            if (self.folder / name).is_file():
+                return dict.fromkeys(self.file(name).tensors, name)
+        listed = self._index()
+        out: dict[str, str] = {}
+        for name in sorted({*listed.values()}):
+            for tensor in self.file(name).tensors:
+                out.setdefault(tensor, name)
+                if listed.get(tensor) != name:
+                    raise ForeignFileError(
+                        "the index does not list a tensor where it lies",
+                        file=self.folder / INDEX_FILE,
+                        parameter=tensor,
+                        expected=name,
+                        found=listed.get(tensor, "nothing"),
+                        fix="restore index and files of one save",
+                    )
+        if lost := [tensor for tensor in listed if tensor not in out]:
+            raise ForeignFileError(
+                "the index lists tensors that no file holds",
+                file=self.folder / INDEX_FILE,
+                parameter=lost[0],
+                found=f"{len(lost)} such tensors: {_named(lost)}",
+                fix="restore index and files of one save",
+            )
+        return out
+
+    def _index(self) -> dict[str, str]:
+        tree = read_json(self.folder / INDEX_FILE)
+        listed: Any = tree.get("weight_map")
+        good = isinstance(listed, dict) and all(
+            isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
+            for name in listed.values()
+        )
+        if not good:
+            raise DamagedFileError(
+                "the index says no files of its folder",
+                file=self.folder / INDEX_FILE,
+                expected="weight_map: a file for each tensor",
+                found=repr(listed)[:80],
+            )
+        return listed
+
+    def _spec(self, name: str) -> ParamSpec:
+        entry = self.file(self._files[name]).tensors[name]
+        return ParamSpec(name, entry.shape, entry.dtype, "frozen")
+
+    def _manifest(
+        self, shares: Mapping[str, Share], specs: Mapping[str, ParamSpec], named: bool
+    ) -> Manifest:
+        faults = [f"{name}: missing" for name in shares if name not in self._files]
+        faults += [f"{name}: not known" for name in self._files if name not in shares]
+        params: dict[str, ParamSpec] = {}
+        for name, share in shares.items():
+            if name in self._files:
+                params[share.param], more = self._param(name, share, specs[share.param], named)
+                faults += [f"{name}: {fault}" for fault in more]
+        if faults:
+            raise ModelMismatchError(
+                "the folder does not hold the tensors of the model",
+                file=self.folder,
+                expected=f"{len(shares)} tensors",
+                found=f"{len(self._files)} tensors, {len(faults)} faults: {_named(faults)}",
+                fix="give the family and the sizes that the folder's config.json says",
+            )
+        self.tensors = tuple(shares)  # by the number of their buffer
+        dtypes = [self.file(self._files[name]).tensors[name].dtype for name in shares]
+        return weights_manifest(params, zip(shares.values(), dtypes, strict=True))
+
+    def _param(
+        self, name: str, share: Share, spec: ParamSpec, named: bool
+    ) -> tuple[ParamSpec, list[str]]:
+        """The parameter that a tensor is a share of, as long as it is here, and what of it does not
+        fit."""
+        entry, faults = self.file(self._files[name]).tensors[name], list[str]()
+        if spec.extent is not None and entry.shape:  # rows of padding are nobody's data
+            spec = replace(spec, shape=(entry.shape[0], *spec.shape[1:]), extent=None)
+        expected = _stored_shape(share, spec)
+        if expected != entry.shape:
+            faults.append(f"{list(entry.shape)} instead of {list(expected)}")
+        if named and not entry.dtype.startswith(("float", "bfloat")):
+            faults.append(f"{entry.dtype}, which are no weights")
+        return replace(spec, kind="frozen"), faults
+
+    # ------------------------------------------------ what the operations ask for
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json. Raises NotFoundError, DamagedFileError."""
+        return read_json(self.folder / CONFIG_FILE)
+
+    @property
+    def recorded(self) -> Manifest | None:
+        return None
+
+    @property
+    def extras(self) -> Extras:
+        return Extras({}, None, {}, None, {})
+
+    @property
+    def notes(self) -> list[str]:
+        return ["a Hugging Face folder: weights alone, and no checksums to compare them with"]
+
+    @property
+    def main_file(self) -> str:
+        return str(self.folder / CONFIG_FILE)
+
+    @property
+    def file_names(self) -> list[str]:
+        return sorted({*self._files.values()})
+
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Opens one file; its header was compared with the others when the folder was opened."""
+        self.file(name)
+
+    def check_beside(self) -> None:
+        """No manifest says anything of files beside the weights."""
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a tensor."""
+        name = self.tensors[slot.buffer]
+        file = self.file(self._files[name])
+        record, buffer = file.record(name), self.manifest.buffers[slot.buffer]
+        return Where(file, record, 0, buffer.length, file.tensors[name].dtype)
+
+    def file(self, name: str) -> SafetensorsFile:
+        """A file of the folder, open."""
+        if name not in self._open:
+            self._open[name] = self._closing.enter_context(SafetensorsFile(self.folder / name))
+        return self._open[name]
+
+    def opened(self, path: str) -> SafetensorsFile:
+        """The open file for a full path."""
+        return self.file(os.path.basename(path))
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every tensor of a file."""
+        file = self.file(name)
+        return [(file.record(tensor), entry.dtype) for tensor, entry in file.tensors.items()]
+
+    def place_of(self, ref: TensorRef) -> Where:
+        """There are no tensors but weights."""
+        raise UsageError("a Hugging Face folder has no other tensors", file=self.folder, found=ref)
+
+    def check_read(self) -> None:
+        """There are none to compare."""
+
+    def beside(self, name: str) -> bytes | None:
+        """No manifest lists any."""
+        return None
+
+    def layers(self) -> Layers | None:
+        return None
+
+
+def _stored_shape(share: Share, spec: ParamSpec) -> tuple[int, ...] | str:
+    try:
+        return share.stored_shape(spec)
+    except LayoutError as error:
+        return error.problem
+
+
+def _named(names: Collection[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return "; ".join([*names][:_LISTED]) + more
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """An object in a JSON file. Raises NotFoundError, DamagedFileError."""
+    if not os.path.lexists(path):
+        raise NotFoundError("the file does not exist", file=path, fix="restore it")
+    with open_regular(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    try:
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError("the file is larger than any of its kind")
+        tree: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(
+            "the file is no JSON", file=path, found=f"{type(error).__name__}: {str(error)[:200]}"
+        ) from None
+    if not isinstance(tree, dict):
+        raise DamagedFileError(
+            "the file holds no JSON object", file=path, found=type(tree).__name__
+        )
+    return tree
+
+
+class HuggingFaceFormat:
+    """Folders that `save_pretrained` writes, and our own exports."""
+
+    def recognises(self, folder: Path) -> bool:
+        """A trainer's folder of a checkpoint with optimizer may have the weights beside it: it
+        is DeepSpeed's."""
+        if any((folder / name).exists() for name in ("latest", "latest_universal")):
+            return False
+        return any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE))
+
+    def open(self, folder: Path, told: Told) -> Checkpoint:
+        return HuggingFaceCheckpoint(folder, told.shares, told.specs if told.shares else None)

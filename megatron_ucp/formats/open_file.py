@@ -1,0 +1,159 @@
+"""A file that is open to be read by byte offset, whatever container it is. Every read is checked
+against the run of bytes that it is of."""
+
+import os
+import stat
+from types import TracebackType
+from typing import NoReturn, Self
+
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
+from megatron_ucp.formats.base import Record
+
+
+def damaged(
+    path: str, problem: str, expected: object, found: object, fix: str | None = None
+) -> NoReturn:
+    """Raises DamagedFileError."""
+    raise DamagedFileError(problem, file=path, expected=expected, found=found, fix=fix)
+
+
+class OpenFile:
+    """A regular file, open as long as this is; a context manager. Raises NotFoundError when there
+    is no such file, DamagedFileError when it can't be read or is no regular one."""
+
+    has_checksums = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._fd = _open(self.path)
+        try:
+            self.size_bytes = _regular_size(self.path, self._fd)
+        except DamagedFileError:
+            self.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, open until `close`. Raises UsageError afterwards."""
+        if self._fd < 0:
+            raise UsageError("the file has been closed", file=self.path)
+        return self._fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read_into(self, source: Record, start_byte: int, target: memoryview) -> None:
+        """Fills `target` with the bytes from `start_byte` of the record on. Raises UsageError for a
+        range outside of the record, DamagedFileError for a short read."""
+        self._read_run(source.name, source.offset_bytes, source.size_bytes, start_byte, target)
+
+    def _read_run(
+        self, name: str, offset_bytes: int, size_bytes: int, start_byte: int, target: memoryview
+    ) -> None:
+        """`read_into` for a run of the file."""
+        view = target.cast("B") if target.nbytes else memoryview(b"")  # an empty view can't be cast
+        if start_byte < 0 or start_byte + len(view) > size_bytes:
+            raise UsageError(
+                "the range lies outside of what is read",
+                file=self.path,
+                parameter=name,
+                expected=f"at most {size_bytes} bytes",
+                found=f"{start_byte} to {start_byte + len(view)}",
+            )
+        self._read_at(offset_bytes + start_byte, view)
+
+    def read_rows_into(
+        self, record: Record, starts: range, size_bytes: int, target: memoryview, places: range
+    ) -> None:
+        """For each of `starts`, bytes of the record, fills `size_bytes` of `target` from the same
+        one of `places` on.
+
+        As `read_into` for each row, but many short rows cost little more than their system calls.
+        Raises as `read_into` does.
+        """
+        last, end = max(starts[0], starts[-1]) + size_bytes, max(places[0], places[-1]) + size_bytes
+        if (
+            min(starts[0], starts[-1], places[0], places[-1]) < 0
+            or last > record.size_bytes
+            or end > len(target)
+        ):
+            raise UsageError(
+                "a row lies outside of what is read or written",
+                file=self.path,
+                parameter=record.name,
+                expected=f"at most {record.size_bytes} and {len(target)} bytes",
+                found=f"{last} and {end}",
+            )
+        fd, base, preadv = self.fd, record.offset_bytes, os.preadv
+        for start, place in zip(starts, places, strict=True):
+            row = target[place : place + size_bytes]
+            try:
+                count = preadv(fd, (row,), base + start)
+            except OSError:
+                count = 0
+            if count != size_bytes:  # says what is wrong, or reads the rest
+                self._read_at(base + start + count, row[count:])
+
+    def _read_at(self, offset_bytes: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):  # one call moves at most 2 GiB
+            try:
+                count = os.preadv(self.fd, [view[done:]], offset_bytes + done)
+            except OSError as error:
+                damaged(self.path, "the file can't be read", None, error.strerror)
+            if count == 0:
+                damaged(
+                    self.path,
+                    "the file is truncated",
+                    f"{len(view)} bytes from byte {offset_bytes}",
+                    f"{done} bytes",
+                )
+            done += count
+
+    def _bytes_at(self, offset_bytes: int, size_bytes: int) -> bytes:
+        buffer = bytearray(size_bytes)
+        self._read_at(offset_bytes, memoryview(buffer))
+        return bytes(buffer)
+
+
+def _open(path: str) -> int:
+    try:  # not blocking, or a named pipe would wait for its writer
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(
+            "the file does not exist", file=path, fix="restore it, or load another tag"
+        ) from error
+    except ValueError as error:
+        raise UsageError("the path is malformed", found=repr(path)) from error
+    except OSError as error:
+        raise DamagedFileError(
+            "the file can't be opened", file=path, found=error.strerror
+        ) from error
+
+
+def _regular_size(path: str, fd: int) -> int:
+    try:
+        status = os.fstat(fd)
+    except OSError as error:
+        damaged(path, "the file can't be read", None, error.strerror)
+    if not stat.S_ISREG(status.st_mode):
+        damaged(
+            path,
+            "this is no regular file",
+            None,
+            "a folder" if stat.S_ISDIR(status.st_mode) else "a device",
+        )
+    return status.st_size

@@ -1,0 +1,244 @@
+"""A checkpoint of any mesh as a folder of a Hugging Face model, straight from its own files.
+
+The folder is a mesh more, of one rank, with other names: what is written is planned and proved as
+a whole before the first byte, then moved window by window through a buffer of bounded size,
+whatever the model, by as many threads as there are cores. The bytes depend on the model alone, not
+on the mesh that saved it. The folder appears whole or not at all.
+"""
+
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import weights_manifest
+from megatron_ucp.core.states import VALUE
+from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.hugging_face.shards import parse_size
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.diff import weight_differences
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
+from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.outgoing import (
+    WEIGHT_DTYPES,
+    WIDE_WINDOW_BYTES,
+    Beside,
+    Outgoing,
+    beside_weights,
+    lost_values,
+    publish,
+    training_dtype,
+    write_at,
+)
+from megatron_ucp.reshard.output_folder import (
+    begin_sync,
+    in_threads,
+    require_outside,
+    require_plain,
+    sync_all,
+    written_aside,
+)
+from megatron_ucp.reshard.twin import Twin, twin_of
+from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
+
+_ALLOWED = frozenset({"mean", "stale"})
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
+    as in the source; `verified` whether the files were read back and compared."""
+
+    path: str
+    source_mesh: str
+    dtype: str
+    files: int
+    tensors: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    verified: bool
+    notes: tuple[str, ...]
+
+
+def export_hf(
+    src: str | Path,
+    dst: str | Path,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    *,
+    tag: str | None = None,
+    rules: str | Path | None = None,
+    config: str | Path | None = None,
+    family: str = "",
+    tokenizer: str | Path | None = None,
+    verify: bool = False,
+    allow: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Exported:
+    """Writes the weights of the checkpoint `src` as the new folder `dst`, which
+    `AutoModelForCausalLM.from_pretrained` takes: the masters, rounded to `dtype` (None: that of
+    training).
+
+    `config` is a folder with the config.json of the model, which a checkpoint without a family
+    needs (else the weights alone are written); `family` is that of a checkpoint that does not say
+    its own; tokenizer files are copied from `tokenizer`, else from `config`. `verify` reads the
+    files back and compares them with the source, bit by bit, before they get their name. `allow`
+    as in `convert`. Raises a UcpError, SaveError where the output can't be written; nothing is
+    left of it then.
+    """
+    started, folder = time.perf_counter(), Path(dst)
+    check_output(folder, dtype, allow)
+    max_bytes = parse_size(max_shard_size)
+    given = None if config is None else read_json(Path(config) / CONFIG_FILE)
+    with open_checkpoint(src, tag, rules) as source:
+        require_outside(folder, source.folder)
+        for name in source.file_names:
+            source.check(name, allow)
+        chosen = dtype or training_dtype(source.manifest)
+        twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
+        beside = beside_weights(twin, tokenizer or config)
+        job = _Job(
+            source, Outgoing(source.manifest, twin, chosen, max_bytes), frozenset(allow), progress
+        )
+        job.prove()
+        job.write(folder, beside, verify)
+    notes = [*source.notes, *job.out.notes]
+    return Exported(
+        str(folder),
+        str(source.manifest.mesh),
+        chosen,
+        len(job.out.files),
+        len(twin.shares),
+        job.reader.read_bytes,
+        job.done,
+        time.perf_counter() - started,
+        verify,
+        tuple(notes),
+    )
+
+
+def check_output(folder: Path, dtype: str | None, allow: Collection[str]) -> None:
+    """Raises UsageError for arguments of an export that can't be."""
+    require_plain(folder)
+    if dtype not in (None, *WEIGHT_DTYPES):
+        raise UsageError(
+            "weights have no such dtype", expected=" ".join(WEIGHT_DTYPES), found=dtype
+        )
+    if isinstance(allow, str) or set(allow) - _ALLOWED:
+        raise UsageError(
+            "allow names what may happen",
+            expected=" ".join(sorted(_ALLOWED)),
+            found=" ".join(sorted(allow)),
+        )
+
+
+class _Job:
+    """One export: plans, windows and counts. Tensors are written by several threads."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        out: Outgoing,
+        allow: frozenset[str],
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.out, self.progress = source, out, progress
+        self.reader = WindowReader(source, allow | {"narrow"})
+        self.memory, self.stopped = Memory(), threading.Event()
+        self.done = 0
+        self.overflows: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def prove(self) -> None:
+        """Plans everything that will be written, proves it and looks every source up."""
+        slots = [(self.out.slot(number), one.state) for number, one in enumerate(self.out.tensors)]
+        self.reader.prove(self.out.target, slots)
+
+    def write(self, folder: Path, beside: Beside, verify: bool) -> None:
+        """The folder, whole or not at all."""
+        with written_aside(folder) as aside:
+            self.out.begin(aside)
+            in_threads(
+                [partial(self._tensor, aside, one) for one in self.out.in_order], self.stopped
+            )
+            self.reader.check(thorough=True)
+            self.out.check_overflows(self.overflows, str(self.source.folder))
+            self.out.finish(aside, beside)
+            if verify:
+                _verify(self.source, aside, self.out.twin)
+            sync_all(aside)
+            publish(aside, folder)
+
+    # ---------------------------------------------------------------- bytes
+
+    def _tensor(self, aside: Path, number: int) -> None:
+        """One tensor. Runs in a thread of its own."""
+        one, size = self.out.tensors[number], ITEMSIZE[self.out.tensors[number].dtype]
+        step = (WINDOW_BYTES if one.share.order is None else WIDE_WINDOW_BYTES) // size
+        path = aside / one.file
+        with open(path, "r+b", buffering=0) as file:
+            for low in range(0, one.elems, step):
+                memory = self.memory.take(min(step, one.elems - low), one.dtype)
+                self.reader.fill(self.out.target, self.out.slot(number), one.state, low, memory)
+                self._look_for_overflows(number, low, memory)
+                write_at(file.fileno(), bytes_of(memory), one.place + low * size)
+                self._count(memory.nbytes)
+        if one.elems * size > WINDOW_BYTES:
+            begin_sync(path)
+
+    def _look_for_overflows(self, number: int, low: int, memory: torch.Tensor) -> None:
+        """Counts finite values that the dtype can't hold."""
+        one = self.out.tensors[number]
+        if not one.is_rounded or not len(memory):
+            return
+        lowest, highest = torch.aminmax(memory)
+        if bool(torch.isfinite(highest)) and bool(torch.isfinite(lowest)):
+            return
+        lost = lost_values(self._as_saved(number, low, len(memory)), memory)
+        if lost:
+            with self._lock:
+                self.overflows[one.name] = self.overflows.get(one.name, 0) + lost
+
+    def _as_saved(self, number: int, low: int, elems: int) -> torch.Tensor:
+        """Elements of a tensor in the dtype of the source."""
+        one = self.out.tensors[number]
+        target = weights_manifest(self.out.twin.specs, [(one.share, one.saved_dtype)])
+        reader, slot = WindowReader(self.source, self.reader.allow), Slot(0, (), 0, VALUE)
+        reader.prove(target, [(slot, one.state)])
+        out = torch.empty(elems, dtype=TORCH_DTYPES[one.saved_dtype])
+        reader.fill(target, slot, one.state, low, out)
+        return out
+
+    def _count(self, written: int) -> None:
+        if self.stopped.is_set():
+            raise SaveError("the export was stopped")
+        with self._lock:
+            self.done += written
+            if self.progress is not None:
+                self.progress(self.done, self.out.total_bytes)
+
+
+def _verify(source: Checkpoint, written: Path, twin: Twin) -> None:
+    """Reads the files back under the names of the source, and compares every parameter with the
+    source's masters, rounded as the files are. Raises SaveError."""
+    with open_checkpoint(written, told=twin.told if twin.family else None) as found:
+        differences = weight_differences(source, found)
+    if differences:
+        first = differences[0]
+        raise SaveError(
+            "what was read back is not what the checkpoint holds; nothing is left of it",
+            file=written,
+            parameter=first.parameter,
+            expected=first.a,
+            found=f"{first.what}: {first.b}; {len(differences)} differences",
+            fix="check the disk and the memory of this machine, then try again",
+        )

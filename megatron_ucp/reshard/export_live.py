@@ -1,0 +1,190 @@
+"""A live engine as a folder of a Hugging Face model, from the memory of all ranks.
+
+Each tensor has one rank that writes it. Every rank makes the same plans, window by window: a rank
+that has elements of a window packs them into one message to the writer, so that nobody holds more
+than a window of what is not its own.
+"""
+
+import os
+import time
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Mean, Op, Windows
+from megatron_ucp.core.shares import weights_manifest
+from megatron_ucp.engines.base import Engine
+from megatron_ucp.errors import PlanError, SaveError
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
+from megatron_ucp.reshard.export import Exported
+from megatron_ucp.reshard.outgoing import Beside, Outgoing, lost_values, publish, write_at
+from megatron_ucp.reshard.output_folder import written_aside
+from megatron_ucp.reshard.windows import WINDOW_BYTES
+
+_Place = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
+
+
+def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> Exported:
+    """Writes the folder, whole or not at all. Collective; every rank sees the same disk. Raises a
+    UcpError on every rank."""
+    started, (rank, world) = time.perf_counter(), agree.world()
+    aside = durable.aside_of(folder.absolute().parent, folder.absolute().name)
+    holders: dict[_Place, int] = {}
+    for number, parts in enumerate(agree.gather(engine.parts())):
+        for part in parts:
+            holders.setdefault(part, number)
+    with ExitStack() as left:
+        with agree.together():
+            if rank == 0:
+                left.enter_context(written_aside(folder))
+                out.begin(aside)
+        job = _Share(engine, out, holders, _writers(out, world))
+        job.write(aside)
+        with agree.together() as block:
+            job.check()
+            block.value = job.overflows
+        with agree.together():
+            found = {name: count for held in block.values for name, count in held.items()}
+            out.check_overflows(found, str(folder))
+        with agree.together():
+            if rank == 0:
+                out.finish(aside, beside)
+                sync = durable.Syncs()
+                for path in [*sorted(aside.iterdir()), aside]:
+                    sync(path)
+                publish(aside, folder)
+    seconds, source = time.perf_counter() - started, engine.manifest
+    dtype = out.tensors[0].dtype if out.tensors else ""
+    sizes = (len(out.files), len(out.tensors), 0, job.written_bytes)
+    return Exported(str(folder), str(source.mesh), dtype, *sizes, seconds, False, tuple(out.notes))
+
+
+def _writers(out: Outgoing, world: int) -> list[int]:
+    """The rank that writes each tensor: each as many bytes as the others, if it can be."""
+    held = [0] * world
+    writers = [0] * len(out.tensors)
+    for number in sorted(out.in_order, key=lambda n: -out.tensors[n].elems):
+        writers[number] = min(range(world), key=held.__getitem__)
+        held[writers[number]] += out.tensors[number].elems
+    return writers
+
+
+class _Share:
+    """What this rank does for an export: sends what it has, and writes its tensors."""
+
+    def __init__(
+        self, engine: Engine, out: Outgoing, holders: dict[_Place, int], writers: list[int]
+    ) -> None:
+        self.engine, self.out, self.holders, self.writers = engine, out, holders, writers
+        self.rank, self.device = agree.world()[0], _device()
+        rows = [(one.share, one.saved_dtype) for one in out.tensors]
+        self.exact = weights_manifest(out.twin.specs, rows)  # in the dtypes of the engine
+        self.windows = Windows(engine.manifest, self.exact)
+        self.overflows: dict[str, int] = {}
+        self.written_bytes = 0
+        self.failure: OSError | None = None
+
+    def write(self, aside: Path) -> None:
+        """Every tensor in one order on all ranks. A rank that can't write goes on taking what the
+        others send it, or they would wait for ever."""
+        for number in self.out.in_order:
+            one = self.out.tensors[number]
+            step = WINDOW_BYTES // ITEMSIZE[one.saved_dtype]
+            for low in range(0, one.elems, step):
+                memory = self._gathered(number, low, min(low + step, one.elems))
+                if memory is not None:
+                    self._write(aside, number, low, memory)
+
+    def check(self) -> None:
+        """Raises SaveError where this rank could not write."""
+        if self.failure is not None:
+            raise SaveError(
+                "the output could not be written; nothing is left of it",
+                file=self.failure.filename,
+                found=f"{type(self.failure).__name__}: {self.failure}",
+                fix="free space or mend permissions on every rank, then try again",
+            ) from self.failure
+
+    def _write(self, aside: Path, number: int, low: int, exact: torch.Tensor) -> None:
+        one = self.out.tensors[number]
+        memory = exact.to(TORCH_DTYPES[one.dtype])
+        if one.is_rounded and (lost := lost_values(exact, memory)):
+            self.overflows[one.name] = self.overflows.get(one.name, 0) + lost
+        if self.failure is not None:
+            return
+        try:
+            handle = os.open(aside / one.file, os.O_WRONLY)
+            try:
+                write_at(handle, bytes_of(memory), one.place + low * memory.element_size())
+            finally:
+                os.close(handle)
+            self.written_bytes += memory.nbytes
+        except OSError as error:
+            self.failure = error
+
+    def _gathered(self, number: int, low: int, high: int) -> torch.Tensor | None:
+        """Elements [low, high) of a tensor, on the rank that writes it; None on the others, which
+        send what they have of it."""
+        one, writer = self.out.tensors[number], self.writers[number]
+        plan = self.windows.plan(self.out.slot(number), one.state, low, high)
+        mine = None
+        if writer == self.rank:
+            mine = torch.zeros(high - low, dtype=TORCH_DTYPES[one.saved_dtype])
+        ordered = sorted(plan.ops, key=lambda op: (self._holder(op), op.target.offset))
+        for holder, ops in groupby(ordered, key=self._holder):
+            self._move(list(ops), holder, writer, mine)
+        return mine
+
+    def _move(self, ops: list[Op], holder: int, writer: int, mine: torch.Tensor | None) -> None:
+        """The elements that one rank has of a window, to the rank that writes it."""
+        if self.rank == holder:
+            packed = torch.cat([self._values(op) for op in ops])
+            if mine is None:
+                dist.send(packed.to(self.device), writer)
+                return
+        elif mine is not None:
+            count = sum(op.box.numel for op in ops)
+            received = torch.empty(count, dtype=mine.dtype, device=self.device)
+            dist.recv(received, holder)
+            packed = received.cpu()
+        else:
+            return
+        at = 0
+        for op in ops:
+            values = packed[at : at + op.box.numel].view(op.shape).cpu()
+            torch.as_strided(mine, op.shape, op.target.strides, op.target.offset).copy_(values)
+            at += op.box.numel
+
+    def _values(self, op: Op) -> torch.Tensor:
+        """The elements of an operation, from this rank's memory, in the order of its dims."""
+        side = _source(op)
+        flat = self.engine.tensor(side.slot)
+        first = flat.storage_offset() + side.offset
+        return torch.as_strided(flat, op.shape, side.strides, first).reshape(-1)
+
+    def _holder(self, op: Op) -> int:
+        slot = _source(op).slot
+        return self.holders[slot.buffer, slot.cut, slot.part]
+
+
+def _source(op: Op) -> Any:
+    if isinstance(op, Mean):
+        raise PlanError("a mean of copies is not exported from memory: save, and export the files")
+    return op.source
+
+
+def _device() -> torch.device:
+    """Where messages of the default group lie."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    from torch.distributed.distributed_c10d import _get_object_coll_device
+
+    return torch.device(_get_object_coll_device(dist.group.WORLD))

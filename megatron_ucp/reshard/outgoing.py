@@ -1,0 +1,192 @@
+"""A folder of a Hugging Face model that is to be written: its tensors, its files, and what lies
+beside the weights."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import LOSSLESS, Slot
+from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.core.states import VALUE
+from megatron_ucp.errors import InexactError
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
+from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.output_folder import require_free
+from megatron_ucp.reshard.twin import Twin
+from megatron_ucp.reshard.windows import WINDOW_BYTES
+
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+# What is stored transposed is written in larger windows, so that its columns are read in long runs.
+WIDE_WINDOW_BYTES = 4 * WINDOW_BYTES
+_LISTED = 8
+# What a tokenizer, and generating, need: copied where somebody says which model they are of.
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+Beside = Mapping[str, str | Path]  # what lies beside the weights: a text, or a file to copy
+
+
+@dataclass(frozen=True)
+class OutgoingTensor:
+    """A tensor, and where it goes: from byte `place` of `file` on. `state` is the source's that has
+    its values, in `saved_dtype`."""
+
+    name: str
+    share: Share
+    state: str
+    saved_dtype: str
+    dtype: str
+    shape: Ints
+    file: str
+    place: int
+
+    @property
+    def elems(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether values may change with the dtype."""
+        return self.dtype != self.saved_dtype and (self.saved_dtype, self.dtype) not in LOSSLESS
+
+
+class Outgoing:
+    """What is written of a source in `dtype`, into files of at most `max_bytes`. `tensors` are in
+    the order of the twin's, as the buffers of `target` are."""
+
+    def __init__(self, source: Manifest, twin: Twin, dtype: str, max_bytes: int) -> None:
+        self.twin = twin
+        held = {share.param: weight_of(source, share.param) for share in twin.shares.values()}
+        dtypes = {n: dtype if have in WEIGHT_DTYPES else have for n, (_, have) in held.items()}
+        rows = [
+            (name, dtypes[share.param], share.stored_shape(twin.specs[share.param]))
+            for name, share in twin.shares.items()
+        ]
+        self.files = shards_of(rows, max_bytes)
+        places = {n: (file.name, at) for file in self.files for n, at in file.places.items()}
+        self.tensors = [
+            OutgoingTensor(
+                name, twin.shares[name], *held[twin.shares[name].param], own, shape, *places[name]
+            )
+            for name, own, shape in rows
+        ]
+        self.target = weights_manifest(twin.specs, [(one.share, one.dtype) for one in self.tensors])
+        self.total_bytes = sum(one.elems * ITEMSIZE[one.dtype] for one in self.tensors)
+
+    @cached_property
+    def in_order(self) -> list[int]:
+        """The numbers of the tensors in the order of the files' bytes."""
+        at = {file.name: number for number, file in enumerate(self.files)}
+        numbers = range(len(self.tensors))
+        return sorted(numbers, key=lambda n: (at[self.tensors[n].file], self.tensors[n].place))
+
+    @property
+    def notes(self) -> list[str]:
+        """What the folder lacks."""
+        if self.twin.config is not None:
+            return []
+        return ["no config.json was written: give --config DIR for one that transformers needs"]
+
+    def slot(self, number: int) -> Slot:
+        """Of a tensor in the target."""
+        return Slot(number, (), 0, VALUE)
+
+    def begin(self, folder: Path) -> None:
+        """Every file with its header, as long as it will be. Raises OSError."""
+        for one in self.files:
+            with open(folder / one.name, "xb") as file:
+                file.write(one.header)
+                file.truncate(one.size_bytes)
+
+    def finish(self, folder: Path, beside: Beside) -> None:
+        """The index, and what else lies beside the weights. Raises OSError."""
+        rows = [(one.name, one.dtype, one.shape) for one in self.tensors]
+        elems = sum(math.prod(spec.shape) for spec in self.target.params)
+        for name, what in {**index_of(self.files, rows, elems), **beside}.items():
+            if isinstance(what, Path):
+                shutil.copyfile(what, folder / name)
+            else:
+                (folder / name).write_text(what, encoding="utf-8")
+
+    def check_overflows(self, overflows: Mapping[str, int], file: str) -> None:
+        """Raises InexactError that lists every tensor with finite values (tensor -> how many) which
+        its dtype can't hold."""
+        if not overflows:
+            return
+        first = min(overflows)
+        dtype = next(one.dtype for one in self.tensors if one.name == first)
+        listed = [f"{name}: {count}" for name, count in sorted(overflows.items())]
+        more = f" and {len(listed) - _LISTED} more tensors" if len(listed) > _LISTED else ""
+        raise InexactError(
+            f"values are too large for {dtype}",
+            file=file,
+            parameter=first,
+            expected=f"at most {torch.finfo(TORCH_DTYPES[dtype]).max:g}",
+            found=f"larger values in {'; '.join(listed[:_LISTED])}{more}",
+            fix="export in bfloat16 or float32",
+        )
+
+
+def lost_values(exact: torch.Tensor, rounded: torch.Tensor) -> int:
+    """How many finite values became none."""
+    return int((exact.isfinite() & ~rounded.isfinite()).sum())
+
+
+def training_dtype(manifest: Manifest) -> str:
+    """That of the trained parameters, else of the first one."""
+    trained = [spec.dtype for spec in manifest.params if spec.kind == "trainable"]
+    return (trained or [spec.dtype for spec in manifest.params] or ["float32"])[0]
+
+
+def beside_weights(twin: Twin, folder: str | Path | None) -> Beside:
+    """config.json, and the tokenizer's files of a folder that was given."""
+    out: dict[str, str | Path] = {}
+    if twin.config is not None:
+        out[CONFIG_FILE] = _json(twin.config)
+    for name in COPIED_FILES if folder is not None else ():
+        if (path := Path(folder or "") / name).is_file():
+            out[name] = path
+    if twin.family:
+        tokens = {key: (twin.config or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
+        out.setdefault("generation_config.json", _json({"_from_model_config": True, **tokens}))
+    return out
+
+
+def _json(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+def write_at(handle: int, data: memoryview, place: int) -> None:
+    """All of the bytes from byte `place` of a file on. Raises OSError."""
+    done = 0
+    while done < len(data):  # one call moves at most 2 GiB
+        done += os.pwrite(handle, data[done:], place + done)
+
+
+def publish(aside: Path, folder: Path) -> None:
+    """Gives a folder that is on disk its name. Raises OSError, UsageError."""
+    require_free(folder)
+    os.rename(aside, folder)
+    durable.Syncs()(folder.absolute().parent)

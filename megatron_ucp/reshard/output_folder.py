@@ -1,0 +1,138 @@
+"""A folder that is written aside and appears whole or not at all."""
+
+import ctypes
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import as_completed
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
+from megatron_ucp.reshard.windows import pool
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """The folder beside `folder` that files are written into; the block gives it its name. It is
+    gone after an error.
+
+    Raises UsageError where another process writes it, SaveError where the disk refuses.
+    """
+    aside = durable.aside_of(folder.absolute().parent, folder.absolute().name)
+    try:
+        with ExitStack() as left:
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            if aside.exists():
+                os.close(_locked(aside))
+                shutil.rmtree(aside)  # of a process that was killed
+            aside.mkdir()
+            left.callback(os.close, _locked(aside))
+            left.callback(shutil.rmtree, aside, ignore_errors=True)
+            yield aside
+    except OSError as error:
+        raise SaveError(
+            "the output could not be written; nothing is left of it",
+            file=error.filename or folder,
+            found=f"{type(error).__name__}: {error}",
+            fix="free space or mend permissions, then try again",
+        ) from error
+
+
+def _locked(aside: Path) -> int:
+    """A handle that holds a folder for this process. Raises UsageError where another has it."""
+    handle = durable.lock(aside)
+    if handle is None:
+        raise UsageError(
+            "another conversion is writing this output",
+            file=aside,
+            expected="one at a time",
+            fix="give another name, or wait for it",
+        )
+    return handle
+
+
+def in_threads(jobs: Iterable[Callable[[], object]], stopped: threading.Event) -> None:
+    """Runs all jobs, several at a time. After a failure, and after Ctrl-C, `stopped` is set, and
+    those that have not begun don't begin."""
+    with pool() as threads:
+        waiting = [threads.submit(job) for job in jobs]
+        try:
+            for done in as_completed(waiting):
+                done.result()
+        finally:  # also for Ctrl-C: the others end at their next window
+            stopped.set()
+            for one in waiting:
+                one.cancel()
+
+
+def begin_sync(path: Path) -> None:
+    """Lets the disk begin with a file while the next ones are made. Only a hint: `sync_all` waits
+    for all of them."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
+    if call is not None:
+        handle = os.open(path, os.O_RDONLY)
+        call(handle, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE, to the end
+        os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
+    where there is one."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    except AttributeError:  # no such call on this system
+        sync = durable.Syncs()
+        for path in sorted(folder.rglob("*")):
+            sync(path)
+        sync(folder)
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------ before anything is written
+
+
+def require_plain(folder: Path) -> None:
+    """Raises UsageError for an output that exists, or has no plain name."""
+    require_free(folder)
+    if folder.absolute().name.startswith(".") or not folder.name:
+        raise UsageError(
+            "the output is the plain name of a new folder",
+            file=folder,
+            expected="converted/global_step100",
+            found=str(folder),
+        )
+
+
+def require_free(folder: Path) -> None:
+    """Raises UsageError for an output that exists."""
+    if folder.exists() or folder.is_symlink():
+        raise UsageError(
+            "the output exists",
+            file=folder,
+            expected="a folder that does not exist yet",
+            found="one that does",
+            fix="give another name, or remove it",
+        )
+
+
+def require_outside(folder: Path, source: Path) -> None:
+    """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
+    parent = folder.resolve().parent
+    beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    if source.resolve() in (parent, *parent.parents) or any(
+        MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
+    ):
+        raise UsageError(
+            "the output lies inside of a checkpoint",
+            file=folder,
+            expected="a place beside it",
+            found=parent,
+        )

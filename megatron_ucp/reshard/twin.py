@@ -1,0 +1,233 @@
+"""A model under the names of Hugging Face: what each tensor holds of which parameter."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.shares import Share
+from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.families import families, find_family
+from megatron_ucp.families.architecture import Architecture, described
+from megatron_ucp.families.base import Family, Model, Sizes
+from megatron_ucp.families.hugging_face import HuggingFace
+from megatron_ucp.formats.base import Told
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+
+_LISTED = 8
+_NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
+_OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
+
+
+@dataclass(frozen=True)
+class Twin:
+    """`shares` by the names of tensors, in the order of the model; `specs` are the whole
+    parameters. `config` is config.json, None where nobody says it."""
+
+    shares: Mapping[str, Share]
+    specs: Mapping[str, ParamSpec]
+    config: Mapping[str, Any] | None = None
+    family: str = ""
+
+    @property
+    def told(self) -> Told:
+        """What a reader of the folder has to know."""
+        return Told(specs=self.specs, shares=self.shares)
+
+
+def twin_of(
+    manifest: Manifest, config: Mapping[str, Any] | None, family: str, dtype: str, file: str
+) -> Twin:
+    """The twin of a checkpoint, for an export in `dtype`. `config` is a config.json that was given,
+    `family` the name of one (else the checkpoint's).
+
+    Raises UnsupportedError for what Hugging Face's class can't represent, ModelMismatchError that
+    lists every parameter which is not the model's, UsageError where nobody says what the model is.
+    """
+    name = family or manifest.family
+    if not name:
+        return _plain(manifest, config, dtype, file)
+    found, twin = _family(name, file)
+    sizes, architecture = _described(manifest, found, config, file)
+    model = Model(found, sizes)
+    _check_params(manifest, model, file)
+    whole = twin.whole_config(sizes, architecture, dtype)
+    kept = whole if config is None else {**config, "dtype": dtype}
+    return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
+
+
+def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
+    """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
+
+    Raises UnsupportedError where no family is its model's, or computes what the config asks for.
+    """
+    file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
+    twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
+    kind = config.get("model_type")
+    named = [name for name, twin in twins.items() if twin.model_type == kind]
+    if not named or family not in ("", *named):
+        raise UnsupportedError(
+            "the folder holds the model of another family"
+            if named
+            else "the folder holds a model that no family describes",
+            file=file,
+            expected=twins[family].model_type
+            if family in twins
+            else ", ".join(sorted(twin.model_type for twin in twins.values())),
+            found=kind,
+            fix="train it with transformers under DeepSpeed, which needs no family: "
+            "ucp.load takes the folder as it is",
+        )
+    found, twin = _family(family or named[0], file)
+    sizes, architecture = _read(found, config, file)
+    specs = {name: one.spec(name, "", "frozen") for name, one in found.table(sizes).items()}
+    return Twin(twin.tensors(sizes), specs, config, found.name), sizes, architecture
+
+
+def told_by(folder: Path, like: Manifest) -> Told:
+    """What a reader of a Hugging Face folder has to know so that its parameters have the names of
+    another checkpoint."""
+    return read_twin(folder, like.family)[0].told if like.family else Told()
+
+
+def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:
+    """Compares a folder's config.json with a live model: tensors of one shape may be of models that
+    compute something else. Raises ModelMismatchError that lists every difference."""
+    _, sizes, said = read_twin(folder, model.family.name)
+    pairs: list[tuple[str, Any, Any]] = [
+        (name, getattr(sizes, name), getattr(model.sizes, name)) for name in _NOT_IN_SHAPES
+    ]
+    for one in fields(said) if architecture is not None else ():
+        if one.name != "positions":  # the longest sequence is the run's own
+            pairs.append((one.name, getattr(said, one.name), getattr(architecture, one.name)))
+    faults = [
+        f"{name}: {theirs} in config.json, {ours} in the model"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    ]
+    if faults:
+        raise ModelMismatchError(
+            "the folder's model computes something else than the engine's",
+            file=folder / CONFIG_FILE,
+            expected="the same sizes and settings",
+            found="; ".join(faults),
+            fix="build the model as config.json says",
+        )
+
+
+# ------------------------------------------------ parts
+
+
+def _family(name: str, file: str) -> tuple[Family, HuggingFace]:
+    """A family and its twin. Raises UnsupportedError for one without."""
+    found = find_family(name)
+    if found.hugging_face is None:
+        raise UnsupportedError(
+            "the family has no twin in Hugging Face's transformers",
+            file=file,
+            found=name,
+            expected=", ".join(name for name, one in families().items() if one.hugging_face),
+            fix="give the family `hugging_face` (see families/hugging_face)",
+        )
+    return found, found.hugging_face
+
+
+def _described(
+    manifest: Manifest, family: Family, config: Mapping[str, Any] | None, file: str
+) -> tuple[Any, Architecture]:
+    """Sizes and architecture: of the config that was given, else as the checkpoint records them."""
+    if config is not None:
+        return _read(family, config, "config.json")
+    try:
+        found = described(manifest.run, family.sizes)
+    except (TypeError, ValueError) as error:
+        raise DamagedFileError(
+            "what the manifest says of the model can't be read", file=file, found=str(error)[:200]
+        ) from None
+    if found is None:
+        raise UsageError(
+            "the checkpoint does not say what its model computes: number of heads, epsilon, ...",
+            file=file,
+            expected="a save of this version, or a config",
+            found="none",
+            fix="give --config DIR with the config.json of the model",
+        )
+    return found
+
+
+def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Architecture]:
+    twin = family.hugging_face
+    kind = config.get("model_type")
+    if twin is None or kind != twin.model_type:
+        raise ModelMismatchError(
+            "the config is of another model than the checkpoint's family",
+            file=file,
+            expected=twin.model_type if twin else None,
+            found=kind,
+        )
+    try:
+        return twin.read(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise DamagedFileError(
+            "config.json does not say the model's sizes",
+            file=file,
+            found=f"{type(error).__name__}: {error}",
+            fix="give the config.json of the model",
+        ) from None
+
+
+def _check_params(manifest: Manifest, model: Model, file: str) -> None:
+    """Raises ModelMismatchError that lists every parameter which is not as the model has it."""
+    table, faults = model.table, list[str]()
+    faults += [f"{name}: missing" for name in table if name not in manifest.by_name]
+    for spec in manifest.params:
+        if spec.name not in table:
+            faults.append(f"{spec.name}: a {spec.kind} that {model.family.name} lacks")
+            continue
+        declared = table[spec.name]
+        # a config says the true rows of a vocabulary, and files hold the padded ones
+        first = 1 if declared.extent else 0
+        if declared.shape[first:] != spec.shape[first:] or (
+            first and spec.shape[0] < model.sizes.true_vocab
+        ):
+            faults.append(f"{spec.name}: {list(spec.shape)} instead of {list(declared.shape)}")
+    if faults:
+        more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+        raise ModelMismatchError(
+            f"the checkpoint is not of the {model.family.name} that was said",
+            file=file,
+            expected=f"{len(table)} parameters",
+            found="; ".join(faults[:_LISTED]) + more,
+            fix="what Hugging Face's class lacks can't be exported; else give the config.json of "
+            "the model",
+        )
+
+
+def _true(manifest: Manifest, model: Model) -> dict[str, ParamSpec]:
+    """Without the rows of a vocabulary that are padding."""
+    rows = model.sizes.true_vocab
+    return {
+        spec.name: replace(spec, shape=(rows, *spec.shape[1:]), extent=None)
+        if model.table[spec.name].extent
+        else spec
+        for spec in manifest.params
+    }
+
+
+def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, file: str) -> Twin:
+    """Of a model that transformers itself built: names are what they are."""
+    if _OURS in manifest.by_name:
+        raise UsageError(
+            "the checkpoint holds a model of megatron-core, and does not say its family",
+            file=file,
+            parameter=_OURS,
+            expected=", ".join(name for name, one in families().items() if one.hugging_face),
+            found="none",
+            fix="give --family and --config DIR with the config.json of the model",
+        )
+    known = {} if config is None else {**config, "dtype": dtype}
+    if "torch_dtype" in known:
+        known["torch_dtype"] = dtype
+    shares = {name: Share(name) for name in manifest.by_name}
+    return Twin(shares, manifest.by_name, known or None)

@@ -1,0 +1,214 @@
+"""What the ranks do with Hugging Face folders: engines of megatron-core's models load them, and
+save what is exported."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.megatron import models
+from tests.engines import pipeline_jobs
+from tests.engines.canonical import canonical
+from tests.engines.hf_twin import wide
+from tests.engines.masters import runs_of
+from tests.engines.pipeline_jobs import Staged
+from tests.engines.tensor_jobs import close
+
+
+def load(
+    setup: Staged, folder: str, oracle: str, tag: str = "filled", trained: int = 0, **options: Any
+) -> dict[str, Any]:
+    """Loads a folder into an engine that may have `trained` before, and compares the masters with
+    those of the run that was exported; then trains a step."""
+    want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"][tag]["full"]
+    engine = pipeline_jobs.make(setup)
+    pipeline_jobs.train(engine, trained)
+    found: dict[str, Any] = {"error": "", "notes": ()}
+    try:
+        report = ucp.load(engine, folder, **options)
+    except ucp.UcpError as error:
+        close(engine)
+        return {**found, "error": f"{type(error).__name__}: {error}"}
+    have = canonical(engine)["full"]
+    masters = {key: value for key, value in want.items() if key[1] == "fp32"}
+    found["masters"] = [
+        f"{key}" for key, value in masters.items() if not torch.equal(have[key], value)
+    ]
+    found["compared"] = len(masters)
+    found["states"] = sorted({state for _, state in have})
+    found["notes"], found["read_bytes"] = report.notes, report.read_bytes
+    found["loss"] = pipeline_jobs.train(engine, 1)[0]
+    close(engine)
+    return found
+
+
+# ------------------------------------------------ logits
+
+
+@torch.no_grad()
+def randomise(model: Any) -> None:
+    """Weights that hide nothing: large, norms that are not 1, biases that are not 0."""
+    dice = torch.Generator().manual_seed(5)
+    for name, param in sorted(model.named_parameters()):
+        drawn = torch.randn(param.shape, generator=dice)
+        if param.dim() == 1:
+            param.copy_(1 + 0.2 * drawn if name.endswith("norm.weight") else 0.2 * drawn)
+        else:
+            param.copy_(drawn * (1.0 if "router" in name else 0.15))
+
+
+def engine_of(config: models.ModelConfig) -> Any:
+    """An attached engine around a model, in fp32 on one rank."""
+    import deepspeed
+
+    models.start(1, seed=7)
+    model = models.build(config)
+    randomise(model)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(models.param_groups(model, 1e-3, 0.1))
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=settings,
+        mpu=models.mpu(),
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made, family=config.family)
+
+
+@torch.no_grad()
+def logits_of(engine: Any, tokens: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Of the engine's model as it is: [batch, sequence, true vocabulary]."""
+    model: Any = engine.module.to(getattr(torch, dtype)).eval()
+    model.config.moe_router_dtype = "fp64" if dtype == "float64" else "fp32"
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    with mock.patch("torch.softmax", wide(torch.softmax)):
+        found = model(tokens, positions, models.not_attended(length, tokens.device))
+    return found[..., : model.ucp_true_vocab].clone()
+
+
+@torch.no_grad()
+def greedy(engine: Any, prompt: torch.Tensor, more: int) -> torch.Tensor:
+    """The most likely token after each prompt, again and again."""
+    tokens = prompt
+    for _ in range(more):
+        last = logits_of(engine, tokens, "float64")[:, -1]
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], 1)
+    return tokens[:, prompt.shape[1] :]
+
+
+def save_and_compute(
+    configs: list[models.ModelConfig], folder: str, tokens: torch.Tensor, more: int
+) -> list[dict[str, torch.Tensor]]:
+    """Saves each model, and what it computes."""
+    out: list[dict[str, torch.Tensor]] = []
+    for number, config in enumerate(configs):
+        engine = engine_of(config)
+        engine.save_checkpoint(f"{folder}/{number}", tag="tag")
+        found = {dtype: logits_of(engine, tokens, dtype) for dtype in ("float32", "float64")}
+        out.append({**found, "greedy": greedy(engine, tokens[:, :4], more)})
+        close(engine)
+    return out
+
+
+def load_and_compute(
+    configs: list[models.ModelConfig], folders: list[str], tokens: torch.Tensor
+) -> list[torch.Tensor]:
+    """Loads Hugging Face folders into models of megatron-core."""
+    out: list[torch.Tensor] = []
+    for config, folder in zip(configs, folders, strict=True):
+        engine = engine_of(config)
+        ucp.load(engine, folder)
+        out.append(logits_of(engine, tokens, "float64"))
+        close(engine)
+    return out
+
+
+# ------------------------------------------------ models of transformers
+
+
+def plain_engine(zero: int, seed: int, dtype: str = "bf16") -> Any:
+    """transformers' Llama, with a buffer of its own, under DeepSpeed."""
+    import deepspeed
+
+    from tests.engines.trainer_jobs import ds_config, make_model
+
+    model = make_model(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
+    config["zero_force_ds_cpu_optimizer"] = False
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        config=config,
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made)
+
+
+def plain_save(zero: int, folder: str, dtype: str = "bf16") -> None:
+    """Trains and saves; beside it what stock's script gets out, and what the model computes."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from tests.engines.trainer_jobs import make_data
+
+    engine = plain_engine(zero, 1, dtype)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        rows = torch.stack([row["input_ids"] for row in make_data()[4 * step : 4 * step + 4]])
+        mine = rows.chunk(world)[rank]
+        engine.backward(engine(input_ids=mine, labels=mine).loss)
+        engine.step()
+    engine.save_checkpoint(folder, tag="tag")
+    if rank == 0:
+        engine.module.config.save_pretrained(folder + "/config")
+    if rank == 0 and zero:
+        stock = get_fp32_state_dict_from_zero_checkpoint(folder, "tag")
+        torch.save({name: value.clone() for name, value in stock.items()}, folder + "/stock.pt")
+    engine.destroy()
+
+
+def plain_load(zero: int, folder: str) -> dict[str, Any]:
+    """Loads a folder into an engine of the same model from another seed: masters and the buffer, by
+    the names of the model."""
+    engine = plain_engine(zero, 9)
+    report = ucp.load(engine, folder, allow={"missing"})
+    held = canonical(engine)
+    engine.destroy()
+    return {"full": held["full"], "notes": report.notes}
+
+
+def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any]:
+    """Loads a checkpoint, exports from memory, then into a dtype that can't hold it; what each rank
+    wrote, and what the refusals say."""
+    engine = pipeline_jobs.make(setup)
+    ucp.load(engine, folder, tag=tag)
+    found: dict[str, Any] = {
+        "written": engine.ucp_export_hf(out, max_shard_size=3000).written_bytes
+    }
+    errors = []
+    for options in ({}, {"dtype": "int8"}, {"max_shard_size": "big"}):
+        try:
+            engine.ucp_export_hf(out, **options)
+        except ucp.UcpError as error:
+            errors.append(type(error).__name__)
+    for _, _, _, master, offset, _ in runs_of(engine):
+        master.data.view(-1)[offset] = 1e6
+    try:
+        engine.ucp_export_hf(out + "_narrow", dtype="float16")
+    except ucp.UcpError as error:
+        errors.append(f"{type(error).__name__}: {error.found}")
+    found |= {"errors": errors, "left": sorted(p.name for p in Path(out).parent.iterdir())}
+    close(engine)
+    return found

@@ -1,0 +1,176 @@
+"""Hugging Face folders from checkpoints that real engines wrote, and into real engines on other
+meshes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.megatron.experts import Experts
+from tests.engines.pipeline_jobs import Staged
+from tests.engines.sources import Sources
+from tests.engines.test_parity import transformers
+from tests.reshard import twins
+
+pytestmark = pytest.mark.ranks
+JOBS, SAVE = "tests.engines.hf_jobs:", "tests.engines.pipeline_jobs:save"
+EXPERTS = Experts(4, ffn=8)
+
+
+def setup(family: str, tp: int = 1, zero: int = 1, **more: Any) -> Staged:
+    """GPT-2 has a key and a value for each head."""
+    known: dict[str, Any] = {"groups": 4} if family == "gpt" else {}
+    if family == "mixtral":
+        known |= {"experts": EXPERTS, "sequence_parallel": tp > 1}
+    return Staged(family, tp, zero, layers=2, **{**known, **more})
+
+
+def exported(sources: Sources, tmp_path: Path, world: int, origin: Staged, **options: Any) -> Path:
+    folder = sources.get(world, origin, SAVE, more=0)
+    ucp.export_hf(folder, tmp_path / "hf", tag="filled", verify=True, **options)
+    return Path(folder)
+
+
+# (ranks, mesh of the save; ranks, mesh of the load)
+PAIRS = [
+    ("llama", 2, {"tp": 2, "zero": 1}, 4, {"tp": 1, "zero": 3}),
+    ("llama", 4, {"tp": 1, "zero": 3}, 4, {"tp": 2, "pp": 2, "zero": 1}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "zero": 1}, 2, {"tp": 2, "zero": 2}),
+    ("gpt", 1, {"tp": 1, "zero": 0}, 4, {"tp": 4, "zero": 1}),
+    ("mixtral", 4, {"tp": 1, "ep": 2, "zero": 1}, 4, {"tp": 2, "ep": 2, "etp": 1, "zero": 1}),
+    ("mixtral", 2, {"tp": 1, "zero": 3}, 4, {"tp": 1, "ep": 4, "zero": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "origin", "there", "target"), PAIRS)
+def test_out_and_in_on_another_mesh(
+    sources: Sources,
+    tmp_path: Path,
+    family: str,
+    world: int,
+    origin: dict[str, int],
+    there: int,
+    target: dict[str, int],
+) -> None:
+    """Masters are the same bits, and the optimizer begins afresh, also one that had stepped."""
+    oracle = exported(sources, tmp_path, world, setup(family, **origin))
+    where = setup(family, **target, seed=9)
+    found = sources.ranks.run(
+        there, JOBS + "load", where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=180
+    )
+    for rank in found:
+        assert not rank["error"], rank["error"]
+        assert rank["masters"] == [] and rank["compared"] > 10
+        assert rank["states"] == ["fp32"]
+        assert any("begin afresh" in note for note in rank["notes"])
+    weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
+    if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
+        assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+# ------------------------------------------------ models of transformers under DeepSpeed
+
+PLAIN = JOBS + "plain_save"
+
+
+@pytest.mark.parametrize(("world", "zero"), [(2, 1), (4, 2), (4, 3)])
+def test_what_zero_to_fp32_gets_out(
+    sources: Sources, tmp_path: Path, world: int, zero: int
+) -> None:
+    """The same names, shapes and bits; what shares its memory is there once."""
+    folder = Path(sources.get(world, zero, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config", verify=True)
+    stock = torch.load(folder / "stock.pt", weights_only=False)
+    assert stock.pop("lm_head.weight").shape == stock["model.embed_tokens.weight"].shape
+    assert twins.same(twins.read(tmp_path / "out"), stock) == [] and len(stock) > 20
+
+
+def test_the_weights_alone_where_nobody_gives_a_config(sources: Sources, tmp_path: Path) -> None:
+    folder = Path(sources.get(2, 1, PLAIN))
+    found = ucp.export_hf(folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert "no config.json was written" in found.notes[-1] and found.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("world", "zero", "there", "target"), [(2, 1, 4, 3), (4, 3, 2, 0)])
+def test_in_again_by_the_names_of_the_model(
+    sources: Sources, tmp_path: Path, world: int, zero: int, there: int, target: int
+) -> None:
+    """What was exported in fp32 fills the masters of an engine on another mesh."""
+    folder = Path(sources.get(world, zero, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32")
+    wanted = twins.read(tmp_path / "out")
+    for rank in sources.ranks.run(
+        there, JOBS + "plain_load", target, str(tmp_path / "out"), timeout_s=120
+    ):
+        masters = {name: full for (name, state), full in rank["full"].items() if state == "fp32"}
+        assert {*masters} == {*wanted} - {"mark"} and len(masters) == 20
+        shaped = {name: full.view(wanted[name].shape) for name, full in masters.items()}
+        assert twins.same(shaped, {name: wanted[name] for name in masters}) == []
+        assert any("begin afresh" in note for note in rank["notes"])
+
+
+def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path) -> None:
+    """Of the fp32 masters, loaded by transformers in a process of its own."""
+    folder = Path(sources.get(2, 1, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config")
+    tokens = torch.arange(8).view(1, 8)
+    stock = torch.load(folder / "stock.pt", weights_only=False)
+    (tmp_path / "stock").mkdir()
+    kept = {n: t.contiguous() for n, t in stock.items() if n not in ("lm_head.weight", "mark")}
+    save_file(kept, tmp_path / "stock" / "model.safetensors", metadata={"format": "pt"})
+    config = (tmp_path / "out" / "config.json").read_text()
+    (tmp_path / "stock" / "config.json").write_text(config)
+    asks = [{"folder": str(tmp_path / name), "tokens": tokens} for name in ("out", "stock")]
+    ours, theirs = (found["logits"] for found in transformers(asks, tmp_path))
+    assert torch.equal(ours, theirs) and float(ours.abs().max()) > 0.01
+
+
+# ------------------------------------------------ from memory
+
+LIVE = [
+    ("llama", 2, {"tp": 2, "zero": 1}, 4, {"tp": 2, "zero": 3}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "zero": 1}, 4, {"tp": 2, "pp": 2, "zero": 1}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "zero": 1}, 1, {"tp": 1, "zero": 0}),
+    ("mixtral", 4, {"tp": 1, "ep": 2, "zero": 1}, 4, {"tp": 1, "ep": 2, "zero": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "origin", "there", "target"), LIVE)
+def test_from_memory_as_from_files(
+    sources: Sources,
+    tmp_path: Path,
+    family: str,
+    world: int,
+    origin: dict[str, int],
+    there: int,
+    target: dict[str, int],
+) -> None:
+    """The same bytes, of which each rank writes a share; refusals leave nothing."""
+    folder = sources.get(world, setup(family, **origin), SAVE, more=0)
+    ucp.export_hf(folder, tmp_path / "files", tag="filled", max_shard_size=3000)
+    out = tmp_path / "ranks" / "memory"
+    found = sources.ranks.run(
+        there,
+        JOBS + "live_export",
+        setup(family, **target, seed=9),
+        folder,
+        "filled",
+        str(out),
+        timeout_s=180,
+    )
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in one.iterdir()}
+        for one in (out, tmp_path / "files")
+    )
+    assert ours == theirs and len(ours) > 5
+    weights = sum(value.nbytes for value in twins.read(out).values())
+    assert sum(rank["written"] for rank in found) == weights
+    assert all(rank["written"] > 0 for rank in found)
+    for rank in found:
+        *usage, overflow = rank["errors"]
+        assert usage == ["UsageError"] * 3 and overflow.startswith("InexactError: larger values")
+    assert found[0]["left"] == ["memory"]  # rank 0 takes away what is left

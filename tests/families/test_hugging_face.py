@@ -1,0 +1,180 @@
+"""The tables of Hugging Face names: bijections of elements, and configs that say the same sizes."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.families import families, find_family
+from megatron_ucp.families.architecture import Architecture
+from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.hugging_face import HuggingFace
+from tests.reshard import twins
+
+SHAPES: dict[str, tuple[str, Sizes]] = {
+    **{family: (family, sizes) for family, sizes in twins.SIZES.items()},
+    "gpt untied": ("gpt", replace(twins.GPT, tied=False)),
+    "llama tied": ("llama", replace(twins.LLAMA, tied=True)),
+    "llama, a group for each head": ("llama", replace(twins.LLAMA, groups=4)),
+    "llama, one group": ("llama", replace(twins.LLAMA, groups=1)),
+}
+
+
+def twin_of(family: str) -> HuggingFace:
+    found = find_family(family).hugging_face
+    assert found is not None
+    return found
+
+
+def elements(shares: Mapping[str, Share], family: str, sizes: Sizes) -> dict[tuple[str, int], str]:
+    """(parameter, element) -> the tensor that has it. Raises ValueError for one that two have."""
+    table = find_family(family).table(sizes)
+    specs = {name: declared.spec(name, "float32") for name, declared in table.items()}
+    manifest = weights_manifest(specs, [(share, "float32") for share in shares.values()])
+    out: dict[tuple[str, int], str] = {}
+    for tensor, buffer in zip(shares, manifest.buffers, strict=True):
+        for piece in manifest.pieces(buffer.members[0], ()):
+            shape = manifest.by_name[buffer.members[0].param].shape
+            for index in range(piece.full.numel):
+                rest, at, stride = index, 0, 1
+                for start, size, whole in reversed(
+                    [*zip(piece.full.start, piece.full.shape, shape, strict=True)]
+                ):
+                    rest, inner = divmod(rest, size)
+                    at, stride = at + (start + inner) * stride, stride * whole
+                key = buffer.members[0].param, at
+                if key in out:
+                    raise ValueError(f"{key} in {out[key]} and {tensor}")
+                out[key] = tensor
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_element_is_in_one_tensor(shape: str) -> None:
+    family, sizes = SHAPES[shape]
+    table = find_family(family).table(sizes)
+    shares = twin_of(family).tensors(sizes)
+    found = elements(shares, family, sizes)
+    assert len(found) == sum(math.prod(declared.shape) for declared in table.values())
+    assert {param for param, _ in found} == {*table} and {*found.values()} == {*shares}
+
+
+def test_a_planted_fault_is_seen() -> None:
+    shares = twin_of("llama").tensors(twins.LLAMA)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rows = shares[name].layout
+    assert isinstance(rows, Chunks)
+    twice = Chunks((rows.held[0], rows.held[0], rows.held[2]))
+    changed = {
+        key: replace(share, layout=twice) if share.param == shares[name].param else share
+        for key, share in shares.items()
+    }
+    with pytest.raises(ValueError, match=r"linear_qkv.*in .*q_proj.* and .*k_proj"):
+        elements(changed, "llama", twins.LLAMA)
+    del shares[name]
+    assert len(elements(shares, "llama", twins.LLAMA)) < sum(
+        math.prod(one.shape) for one in find_family("llama").table(twins.LLAMA).values()
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_config_says_sizes_and_architecture(shape: str) -> None:
+    family, sizes = SHAPES[shape]
+    twin = twin_of(family)
+    said = twins.ARCHITECTURES[family]
+    for architecture in (
+        said,
+        replace(said, norm_epsilon=1e-3),
+        *([replace(said, rope_factor=4.0)] if said.activation == "silu" else ()),
+        *([replace(said, interpolation=2.0)] if said.activation == "silu" else ()),
+        *([replace(said, activation="gelu_tanh")] if family == "gpt" else ()),
+    ):
+        config = json.loads(json.dumps(twin.whole_config(sizes, architecture, "bfloat16")))
+        found, computed = twin.read(config)
+        assert computed == architecture
+        assert find_family(family).table(found).keys() == find_family(family).table(sizes).keys()
+        assert twin.tensors(found) == twin.tensors(replace(sizes, vocab=45))
+        assert found.true_vocab == 45 and config["vocab_size"] == 45
+
+
+LLAMA, GPT, MIXTRAL = (twins.ARCHITECTURES[name] for name in ("llama", "gpt", "mixtral"))
+REFUSED: dict[str, tuple[str, Sizes, Architecture]] = {
+    "rotary_percent=0.5": ("llama", twins.LLAMA, replace(LLAMA, odd={"rotary_percent": 0.5})),
+    "rotary_interleaved=True": (
+        "llama",
+        twins.LLAMA,
+        replace(LLAMA, odd={"rotary_interleaved": True}),
+    ),
+    "qk_layernorm=True": ("llama", twins.LLAMA, replace(LLAMA, odd={"qk_layernorm": True})),
+    "activation relu": ("llama", twins.LLAMA, replace(LLAMA, activation="relu")),
+    "4 heads do not divide": ("llama", replace(twins.LLAMA, hidden=18), LLAMA),
+    "2 key-value groups": ("gpt", replace(twins.GPT, groups=2), GPT),
+    "no learned positions": ("gpt", replace(twins.GPT, positions=0), GPT),
+    "no biases": ("gpt", replace(twins.GPT, biases=False), GPT),
+    "a shared expert": ("mixtral", replace(twins.MIXTRAL, shared_ffn=4), MIXTRAL),
+    "experts in every layer number 2": ("mixtral", replace(twins.MIXTRAL, every=2), MIXTRAL),
+    "one expert for each token": ("mixtral", twins.MIXTRAL, replace(MIXTRAL, topk=1)),
+    "moe_router_score_function=sigmoid": (
+        "mixtral",
+        twins.MIXTRAL,
+        replace(MIXTRAL, odd={"moe_router_score_function": "sigmoid"}),
+    ),
+    "moe_router_pre_softmax=True": (
+        "mixtral",
+        twins.MIXTRAL,
+        replace(MIXTRAL, odd={"moe_router_pre_softmax": True}),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_twin_lacks_is_refused_by_name(what: str) -> None:
+    family, sizes, architecture = REFUSED[what]
+    with pytest.raises(UnsupportedError) as raised:
+        twin_of(family).whole_config(sizes, architecture, "float32")
+    assert what in str(raised.value.found)
+
+
+def test_all_that_is_refused_is_listed() -> None:
+    odd = {"rotary_percent": 0.5, "softmax_scale": 2.0, "qk_l2_norm": True}
+    with pytest.raises(UnsupportedError) as raised:
+        twin_of("llama").whole_config(
+            replace(twins.LLAMA, hidden=18), replace(LLAMA, odd=odd, activation="gelu"), "float32"
+        )
+    assert str(raised.value.found).count(";") == 4
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention_bias True": ("llama", {"attention_bias": True}),
+    "hidden_act gelu": ("llama", {"hidden_act": "gelu"}),
+    "rope type yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}),
+    "rope parameters": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2.0}},
+    ),
+    "partial_rotary_factor 0.5": ("llama", {"partial_rotary_factor": 0.5}),
+    "sliding_window 4096": ("mixtral", {"sliding_window": 4096}),
+    "quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
+    "scale_attn_by_inverse_layer_idx True": ("gpt", {"scale_attn_by_inverse_layer_idx": True}),
+    "activation_function relu": ("gpt", {"activation_function": "relu"}),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_a_config_that_is_not_computed_here_is_refused(what: str) -> None:
+    family, change = CONFIGS[what]
+    twin = twin_of(family)
+    config = twin.whole_config(twins.SIZES[family], twins.ARCHITECTURES[family], "float32")
+    with pytest.raises(UnsupportedError) as raised:
+        twin.read({**config, **change})
+    assert what in str(raised.value.found)
+
+
+def test_every_family_of_ours_has_a_twin() -> None:
+    assert all(families()[name].hugging_face for name in ("gpt", "llama", "mixtral"))

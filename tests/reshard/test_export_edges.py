@@ -1,0 +1,329 @@
+"""Exports and imports that can't be: named errors, all at once, and nothing is left of them; and
+the command line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megatron_ucp as ucp
+from megatron_ucp.cli import main
+from megatron_ucp.errors import (
+    DamagedFileError,
+    InexactError,
+    LayoutError,
+    ModelMismatchError,
+    NotFoundError,
+    SaveError,
+    UnsupportedError,
+    UsageError,
+)
+from megatron_ucp.families.architecture import RECORDED
+from megatron_ucp.reshard import outgoing as module
+from tests.reshard import paper, twins
+from tests.reshard.plain import SHAPES
+
+
+def first(model: paper.Model, tmp_path: Path) -> Path:
+    return paper.write(model, tmp_path / "source" / "step7")
+
+
+def refused(error: type[ucp.UcpError], source: Path, out: Path, **options: Any) -> str:
+    """What an export that fails says; nothing is left of it."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(error) as raised:
+        ucp.export_hf(source, out, **options)
+    assert sorted(out.parent.iterdir()) == before
+    return str(raised.value)
+
+
+def with_values(model: paper.Model, values: dict[str, float]) -> paper.Model:
+    """The model with the second element of some parameters changed."""
+
+    class Changed(paper.Model):
+        def truth(self, name: str, state: str = "fp32") -> torch.Tensor:
+            found = super().truth(name, state)
+            if state == "fp32" and name in values:
+                found = found.clone()
+                found.reshape(-1)[1] = values[name]
+            return found
+
+    return Changed(**vars(model))
+
+
+# ------------------------------------------------ values
+
+
+def test_values_that_the_dtype_can_not_hold(tmp_path: Path) -> None:
+    """All of them are listed; what is infinite or NaN in the source is kept."""
+    large = {
+        "decoder.layers.0.mlp.linear_fc1.weight": 7e4,
+        "decoder.layers.1.mlp.linear_fc2.weight": -1e6,
+        "decoder.final_layernorm.weight": float("inf"),
+        "decoder.layers.1.input_layernorm.weight": float("nan"),
+    }
+    source = first(with_values(twins.model("llama"), large), tmp_path)
+    said = refused(InexactError, source, tmp_path / "out", dtype="float16")
+    assert "too large for float16" in said and "65504" in said
+    assert "layers.0.mlp.gate_proj.weight: 1" in said and "layers.1.mlp.down_proj.weight: 1" in said
+    assert "norm" not in said
+    ucp.export_hf(source, tmp_path / "out", "bfloat16", verify=True)
+    found = twins.read(tmp_path / "out")
+    assert float(found["model.norm.weight"][1]) == float("inf")
+    assert found["model.layers.1.input_layernorm.weight"][1].isnan()
+
+
+def test_values_that_bfloat16_can_not_hold(tmp_path: Path) -> None:
+    large = {"decoder.final_layernorm.weight": 3.4e38}
+    source = first(with_values(twins.model("llama"), large), tmp_path)
+    assert "model.norm.weight: 1" in refused(InexactError, source, tmp_path / "out")
+
+
+# ------------------------------------------------ models
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A checkpoint whose manifest says something else of its model."""
+    path = folder / "ucp_manifest.json"
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    return folder
+
+
+def test_a_checkpoint_that_does_not_say_its_model(tmp_path: Path) -> None:
+    """An earlier save: the config of the model helps, that of another one does not."""
+    source = first(replace(twins.model("llama"), run={}), tmp_path)
+    assert "--config DIR" in refused(UsageError, source, tmp_path / "out")
+    ucp.export_hf(first(twins.model("llama"), tmp_path / "b"), tmp_path / "whole")
+    ucp.export_hf(source, tmp_path / "out", config=tmp_path / "whole")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    ucp.export_hf(first(twins.model("gpt"), tmp_path / "c"), tmp_path / "gpt")
+    options = {"config": tmp_path / "gpt"}
+    assert "gpt2" in refused(ModelMismatchError, source, tmp_path / "other", **options)
+    assert "config.json" in refused(NotFoundError, source, tmp_path / "x", config=tmp_path)
+
+
+def test_a_model_of_megatron_core_without_a_family(tmp_path: Path) -> None:
+    source = first(twins.model("llama"), tmp_path)
+    edited(source, lambda tree: tree.update(family=""))
+    assert "--family" in refused(UsageError, source, tmp_path / "out")
+    ucp.export_hf(source, tmp_path / "out", family="llama", verify=True)
+
+
+def test_a_manifest_that_says_nonsense_of_its_model(tmp_path: Path) -> None:
+    source = first(twins.model("llama"), tmp_path)
+    edited(source, lambda tree: tree["run"][RECORDED]["sizes"].update(surprise=1))
+    assert "can't be read" in refused(DamagedFileError, source, tmp_path / "out")
+    edited(source, lambda tree: tree["run"][RECORDED]["sizes"].pop("surprise"))
+    edited(source, lambda tree: tree["run"][RECORDED]["sizes"].update(hidden=20, ffn=7))
+    said = refused(ModelMismatchError, source, tmp_path / "out")
+    assert "instead of" in said and "and 7 more" in said
+
+
+def test_what_the_twin_has_no_place_for(tmp_path: Path) -> None:
+    """A buffer of the router, and a setting: refused, never dropped."""
+    model = twins.model("mixtral")
+    name = "decoder.layers.0.mlp.router.expert_bias"
+    shapes, kinds = {**model.shapes, name: (4,)}, {**model.kinds, name: "buffer"}
+    dtypes, numbers = {**model.dtypes, name: "float32"}, {**model.numbers, name: 99}
+    other = replace(model, shapes=shapes, kinds=kinds, dtypes=dtypes, numbers=numbers)
+    source = first(other, tmp_path)
+    said = refused(ModelMismatchError, source, tmp_path / "out")
+    assert f"{name}: a buffer that mixtral lacks" in said
+    odd = {"moe_router_score_function": "sigmoid", "rotary_percent": 0.5}
+    source = first(twins.model("mixtral", odd=odd), tmp_path / "b")
+    said = refused(UnsupportedError, source, tmp_path / "out")
+    assert "moe_router_score_function=sigmoid; rotary_percent=0.5" in said
+
+
+# ------------------------------------------------ plain models
+
+
+def test_a_plain_model(tmp_path: Path) -> None:
+    """Names as they are, buffers in their own dtype, tokenizer files of the config's folder."""
+    model = paper.plain_model(
+        {**SHAPES, "calls": (), "mask": (3,)},
+        "bfloat16",
+        {"calls": "buffer", "mask": "buffer"},
+        {"calls": "int64", "mask": "bool"},
+    )
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text('{"model_type": "own", "torch_dtype": "x"}')
+    (tmp_path / "config" / "tokenizer.json").write_text("{}")
+    (tmp_path / "config" / "private.key").write_text("secret")
+    source = first(model, tmp_path)
+    ucp.export_hf(source, tmp_path / "out", config=tmp_path / "config", verify=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said == {"model_type": "own", "torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    wanted = {
+        name: value.to(torch.bfloat16) if value.is_floating_point() else value
+        for name in model.shapes
+        for value in [model.truth(name)]
+    }
+    assert twins.same(twins.read(tmp_path / "out"), wanted) == []
+
+
+# ------------------------------------------------ the output
+
+
+def test_the_output_is_new_and_elsewhere(tmp_path: Path) -> None:
+    source = first(twins.model("gpt"), tmp_path)
+    (tmp_path / "there").mkdir()
+    assert "the output exists" in refused(UsageError, source, tmp_path / "there")
+    assert "plain name" in refused(UsageError, source, tmp_path / ".hidden")
+    assert "inside of a checkpoint" in refused(UsageError, source, source / "hf")
+    assert "no such dtype" in refused(UsageError, source, tmp_path / "x", dtype="int8")
+    assert "no size" in refused(UsageError, source, tmp_path / "x", max_shard_size="big")
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, calls = first(twins.model("gpt"), tmp_path), list[int]()
+    pwrite = os.pwrite
+
+    def full(*args: Any) -> int:
+        calls.append(1)
+        if len(calls) > 5:
+            raise OSError(28, "No space left on device")
+        return pwrite(*args)
+
+    monkeypatch.setattr(module.os, "pwrite", full)
+    assert "No space left" in refused(SaveError, source, tmp_path / "out")
+
+
+def test_a_damaged_source(tmp_path: Path) -> None:
+    source = first(twins.model("gpt"), tmp_path)
+    path = next(source.glob("*optim_states.pt"))
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1  # masters come after the two moments
+    path.write_bytes(data)
+    assert "damaged" in refused(DamagedFileError, source, tmp_path / "out")
+
+
+def test_verify_sees_one_bit_that_the_disk_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, pwrite, calls = first(twins.model("gpt"), tmp_path), os.pwrite, list[int]()
+
+    def lossy(handle: int, data: Any, place: int) -> int:
+        calls.append(1)
+        changed = bytearray(data)
+        changed[0] ^= len(calls) == 7
+        return pwrite(handle, changed, place)
+
+    monkeypatch.setattr(module.os, "pwrite", lossy)
+    said = refused(SaveError, source, tmp_path / "out", verify=True)
+    assert "not what the checkpoint holds" in said and "1 differences" in said
+
+
+# ------------------------------------------------ imports
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(ucp.export_hf(first(twins.model("llama"), tmp_path), tmp_path / "hf").path)
+
+
+def not_imported(error: type[ucp.UcpError], source: Path, **options: Any) -> str:
+    out = source.parent / "native" / "global_step0"
+    with pytest.raises(error) as raised:
+        ucp.import_hf(source, out, options.pop("mesh", ucp.Mesh(dp=2, zero=1)), **options)
+    assert not out.parent.exists() or [*out.parent.iterdir()] == []
+    return str(raised.value)
+
+
+def test_imports_that_can_not_be(folder: Path) -> None:
+    """A vocabulary that tp does not divide, another family, another model, missing tensors."""
+    assert "divisor of 45" in not_imported(LayoutError, folder, mesh=ucp.Mesh(tp=2, zero=1))
+    assert "at least 45" in not_imported(UsageError, folder, padded_vocab=44)
+    assert "gpt2" in not_imported(UnsupportedError, folder, family="gpt")
+    config = json.loads((folder / "config.json").read_text())
+    for change, error, said in (
+        ({"model_type": "falcon"}, UnsupportedError, "falcon"),
+        ({"num_hidden_layers": 3}, ModelMismatchError, "layers.2.self_attn.q_proj.weight: missing"),
+        ({"num_key_value_heads": 4}, ModelMismatchError, "k_proj.weight: [8, 16] instead of [16"),
+        ({"hidden_act": "gelu", "mlp_bias": True}, UnsupportedError, "hidden_act gelu; mlp_bias"),
+        ({"num_attention_heads": "x"}, DamagedFileError, "config.json does not say"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        assert said in not_imported(error, folder)
+    (folder / "config.json").unlink()
+    assert "config.json" in not_imported(NotFoundError, folder)
+
+
+def test_a_padded_vocabulary_gets_zeros(folder: Path) -> None:
+    found = ucp.import_hf(
+        folder, folder.parent / "native" / "tag", ucp.Mesh(tp=2, zero=1), padded_vocab=48
+    )
+    assert any("3 rows of zeros" in note for note in found.notes)
+    from megatron_ucp.formats.registry import open_checkpoint
+    from megatron_ucp.reshard.canonical import read_state
+
+    with open_checkpoint(found.path) as native:
+        words = read_state(native, "embedding.word_embeddings.weight", "fp32").view(48, 16)
+    assert words[45:].count_nonzero() == 0 and words[:45].count_nonzero() == 45 * 16
+
+
+# ------------------------------------------------ the command line
+
+
+def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = first(twins.model("llama"), tmp_path), str(tmp_path / "hf")
+    words = ["export-hf", str(source), out, "--dtype", "float32", "--max_shard_size", "5KB"]
+    assert main([*words, "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verified"] and found["files"] > 3 and found["dtype"] == "float32"
+    assert main(["diff", str(source), out]) == 0
+    assert capsys.readouterr().out == "equal\n"
+    assert main(["verify", out, "--deep"]) == 0 and "no damage" in capsys.readouterr().out
+    assert main(["inspect", out]) == 0 and "weights" in capsys.readouterr().out
+    native = str(tmp_path / "native" / "tag")
+    assert main(["import-hf", out, native, "--mesh", "dp=2,zero=3"]) == 0
+    assert "begin afresh" in capsys.readouterr().out
+    assert main(["inspect", native]) == 0
+    assert "rotary_base=500000.0" in capsys.readouterr().out
+    assert main(["diff", native, out]) == 0
+    capsys.readouterr()
+    assert main([*words[:3]]) == 2 and "the output exists" in capsys.readouterr().err
+
+
+def test_an_export_needs_neither_deepspeed_nor_transformers(tmp_path: Path) -> None:
+    code = (
+        "import sys; from megatron_ucp.cli import main; main(sys.argv[1:]);"
+        "print([m for m in ('deepspeed', 'megatron', 'transformers') if m in sys.modules])"
+    )
+    words = ["export-hf", str(first(twins.model("gpt"), tmp_path)), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_one_changed_tensor_is_a_difference(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    held = load_file(other / "model.safetensors")
+    held["model.layers.0.self_attn.k_proj.weight"][3, 2] += 1
+    save_file(held, other / "model.safetensors")
+    assert main(["diff", str(tmp_path / "source" / "step7"), str(other)]) == 1
+    said = capsys.readouterr().out
+    assert "decoder.layers.0.self_attention.linear_qkv.weight: value, 1 of 512 elements" in said
+    assert main(["diff", str(folder), str(other)]) == 1
+    assert "model.layers.0.self_attn.k_proj.weight: value, 1 of 128" in capsys.readouterr().out

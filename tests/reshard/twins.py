@@ -1,0 +1,135 @@
+"""Models of each family on paper, and what their Hugging Face twins must hold, put together by
+plain torch: none of it uses the package's tables."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.families.architecture import RECORDED, Architecture
+from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.mixtral import MixtralSizes
+from tests.reshard import paper
+
+ODD = {"vocab": 48, "true_vocab": 45}  # three rows of padding
+LLAMA = Sizes(2, 16, 4, 2, 4, 24, **ODD, gated=True, biases=False, norm_biases=False)
+GPT = Sizes(2, 16, 4, 4, 4, 24, **ODD, positions=8, tied=True)
+MIXTRAL = MixtralSizes(**asdict(LLAMA), experts=4, expert_ffn=8)
+SIZES: dict[str, Sizes] = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL}
+ARCHITECTURES = {
+    "gpt": Architecture(positions=8),
+    "llama": Architecture(positions=32, activation="silu", rotary_base=5e5),
+    "mixtral": Architecture(positions=32, activation="silu", topk=2),
+}
+
+
+def model(
+    family: str, sizes: Sizes | None = None, dtype: str = "bfloat16", **architecture: Any
+) -> paper.Model:
+    """A model whose masters all differ, and whose manifest says what it computes."""
+    sizes = sizes or SIZES[family]
+    table = paper.find_family(family).table(sizes)
+    ordered = sorted(table, key=lambda name: paper.position(name, sizes.layers))
+    found = paper.plain_model({name: table[name].shape for name in ordered}, dtype)
+    says = {
+        "sizes": asdict(sizes),
+        "architecture": asdict(replace(ARCHITECTURES[family], **architecture)),
+    }
+    return replace(found, family=family, sizes=sizes, run={RECORDED: says})
+
+
+def split_qkv(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    """linear_qkv as queries, keys and values (the reference formula of megatron-core's layout)."""
+    r, d = sizes.heads // sizes.groups, sizes.head_dim
+    by_group = fused.view(sizes.groups, (r + 2) * d, *fused.shape[1:])
+    parts = by_group[:, : r * d], by_group[:, r * d : (r + 1) * d], by_group[:, (r + 1) * d :]
+    return [part.reshape(-1, *fused.shape[1:]) for part in parts]
+
+
+def expected(model: paper.Model) -> dict[str, torch.Tensor]:
+    """Every tensor of the twin, in float32."""
+    sizes, out = model.sizes, dict[str, torch.Tensor]()
+    make = {"gpt": _gpt, "llama": _llama, "mixtral": _llama}[model.family]
+    rows = sizes.true_vocab
+    words = "transformer.wte.weight" if model.family == "gpt" else "model.embed_tokens.weight"
+    out[words] = model.truth("embedding.word_embeddings.weight")[:rows]
+    if not sizes.tied:
+        out["lm_head.weight"] = model.truth("output_layer.weight")[:rows]
+    return {**out, **make(model, sizes)}
+
+
+def _gpt(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
+    out = {"transformer.wpe.weight": model.truth("embedding.position_embeddings.weight")}
+    for part in ("weight", "bias"):
+        out[f"transformer.ln_f.{part}"] = model.truth(f"decoder.final_layernorm.{part}")
+        for layer in range(sizes.layers):
+            ours, theirs = f"decoder.layers.{layer}.", f"transformer.h.{layer}."
+            out[f"{theirs}ln_1.{part}"] = model.truth(f"{ours}input_layernorm.{part}")
+            out[f"{theirs}ln_2.{part}"] = model.truth(f"{ours}pre_mlp_layernorm.{part}")
+            fused = model.truth(f"{ours}self_attention.linear_qkv.{part}")
+            rows = {
+                "attn.c_attn": torch.cat(split_qkv(fused, sizes)),
+                "attn.c_proj": model.truth(f"{ours}self_attention.linear_proj.{part}"),
+                "mlp.c_fc": model.truth(f"{ours}mlp.linear_fc1.{part}"),
+                "mlp.c_proj": model.truth(f"{ours}mlp.linear_fc2.{part}"),
+            }
+            for name, value in rows.items():
+                out[f"{theirs}{name}.{part}"] = value.T if value.dim() == 2 else value
+    return out
+
+
+def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
+    out = {"model.norm.weight": model.truth("decoder.final_layernorm.weight")}
+    for layer in range(sizes.layers):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        fused = model.truth(f"{ours}self_attention.linear_qkv.weight")
+        for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
+            out[f"{theirs}self_attn.{name}_proj.weight"] = value
+        proj = model.truth(f"{ours}self_attention.linear_proj.weight")
+        out[f"{theirs}self_attn.o_proj.weight"] = proj
+        for one, other in {
+            "input_layernorm": "input_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+        }.items():
+            out[f"{theirs}{other}.weight"] = model.truth(f"{ours}{one}.weight")
+        if isinstance(sizes, MixtralSizes):
+            out |= _experts(model, sizes, f"{ours}mlp.", f"{theirs}block_sparse_moe.")
+            continue
+        gate, up = model.truth(f"{ours}mlp.linear_fc1.weight").chunk(2)
+        out[f"{theirs}mlp.gate_proj.weight"], out[f"{theirs}mlp.up_proj.weight"] = gate, up
+        out[f"{theirs}mlp.down_proj.weight"] = model.truth(f"{ours}mlp.linear_fc2.weight")
+    return out
+
+
+def _experts(
+    model: paper.Model, sizes: MixtralSizes, ours: str, theirs: str
+) -> dict[str, torch.Tensor]:
+    out = {f"{theirs}gate.weight": model.truth(f"{ours}router.weight")}
+    for expert in range(sizes.experts):
+        one = f"{ours}experts.local_experts.{expert}.linear_fc"
+        gate, up = model.truth(f"{one}1.weight").chunk(2)
+        down = model.truth(f"{one}2.weight")
+        for name, value in (("w1", gate), ("w3", up), ("w2", down)):
+            out[f"{theirs}experts.{expert}.{name}.weight"] = value
+    return out
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, by the safetensors library."""
+    from safetensors.torch import load_file
+
+    out: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        out |= load_file(path)
+    return out
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """The tensors that are not equal in name, dtype, shape and bits."""
+    names = {*found, *wanted}
+    return sorted(
+        name
+        for name in names
+        if name not in found or name not in wanted or not paper.same(found[name], wanted[name])
+    )
