@@ -16,7 +16,7 @@ from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.deepspeed.experts import ExpertName, expert_name, slices_of
 from megatron_ucp.formats.deepspeed.plain_values import number
 
-WEIGHTS = ("w1", "w2", "w3")  # of each mixture: gate, down, up
+_STACKS = ("w1", "w2", "w3")  # of each mixture: gate, down, up
 LAYERS = ("ds_autoep_layers", "autoep_layers")
 FOLDED = "folding"
 _IN_FILE = re.compile(r"(?P<stack>.+)\.(?P<number>\d{1,6})")
@@ -24,7 +24,7 @@ _IN_FILE = re.compile(r"(?P<stack>.+)\.(?P<number>\d{1,6})")
 
 def stacks_in(experts: str) -> list[str]:
     """The stacked parameters of a mixture, by the name of the module with the experts."""
-    return [f"{experts}.{weight}" for weight in WEIGHTS]
+    return [f"{experts}.{weight}" for weight in _STACKS]
 
 
 @dataclass(frozen=True)
