@@ -63,6 +63,15 @@ def test_what_is_not_written(files: Path, tmp_path: Path, to: str, mesh: ucp.Mes
     assert not (tmp_path / "out").exists()
 
 
+def test_groups_that_tear_a_tensor_apart(files: Path, tmp_path: Path) -> None:
+    named = [s.name for s in ucp.describe(files / "trained").params if s.kind == "trainable"]
+    first = "mixtures.0.experts.w2[1]"
+    rest = [name for name in named if name != first]
+    target = ucp.Target(ucp.Mesh(dp=4, ep=1, zero=1), groups=((first,), tuple(rest)))
+    with pytest.raises(ucp.UcpError, match="together"):
+        ucp.convert(files / "trained", tmp_path / "out", target=target)
+
+
 @pytest.mark.parametrize("manifest", [True, False])
 def test_every_verb_reads_it(
     shards: Path, files: Path, tmp_path: Path, manifest: bool, capsys: pytest.CaptureFixture[str]
