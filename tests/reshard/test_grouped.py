@@ -2,11 +2,23 @@
 elements at other addresses, on shards made by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_ucp.core.mesh import Mesh
-from tests.reshard.synthetic import Layout, carried, different
+from tests.reshard.synthetic import (
+    EXPERTS,
+    FC1,
+    FC2,
+    FFN,
+    HIDDEN,
+    Layout,
+    carried,
+    different,
+    whole,
+)
 
 PLACES = [(1, 1), (2, 2), (4, 1), (1, 2), (4, 2), (2, 1)]  # expert-parallel, expert-tensor
 
@@ -49,3 +61,59 @@ def test_the_label_of_grouped_experts_is_none(tmp_path: Path) -> None:
     source = Layout(mesh((2, 1), 1), True, "cut as its label says")
     target = Layout(mesh((1, 1), 1))
     assert different(target, carried(source, target, tmp_path))
+
+
+@pytest.mark.long
+def test_the_module_computes_with_what_was_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core's GroupedMLP itself, a loop in the place of its kernel, against each expert's
+    own matrices: in whole numbers, so that both are exact."""
+    from megatron.core.transformer.moe import experts
+
+    def gmm(
+        x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool
+    ) -> torch.Tensor:
+        parts = x.split(counts.tolist())
+        return torch.cat([part @ one for part, one in zip(parts, weights, strict=True)])
+
+    monkeypatch.setattr(experts.gg, "ops", SimpleNamespace(gmm=gmm), raising=False)
+    target = Layout(Mesh(), grouped=True)
+    found = carried(Layout(mesh((2, 2), 3)), target, tmp_path, lambda state: state == "fp32")
+    ((slot, memory),) = found.items()
+    buffer, first = target.manifest.buffers[slot.buffer], {FC1: 0, FC2: 0}
+    for member in reversed(buffer.members):  # where each stacked tensor begins
+        first |= {which: member.start for which in first if member.param.endswith(which)}
+    size = EXPERTS * HIDDEN * FFN
+    self = SimpleNamespace(
+        config=SimpleNamespace(bf16=True, moe_apply_probs_on_input=False, hidden_size=HIDDEN),
+        activation_recompute=False,
+        num_local_experts=EXPERTS,
+        weight1=small(memory[first[FC1] :][: 2 * size].view(HIDDEN, -1)),
+        weight2=small(memory[first[FC2] :][:size].view(-1, HIDDEN)),
+        activation_func_with_probs=gated,
+    )
+    counts = torch.tensor([2, 1, 3, 2])
+    tokens = torch.randint(-3, 4, (8, HIDDEN)).double()
+    probs = torch.randint(1, 4, (8,)).double()
+    (out, _) = experts.GroupedMLP.forward(self, tokens, counts, probs)
+    want = []
+    for number, (x, p) in enumerate(
+        zip(tokens.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
+    ):
+        name = f"decoder.layers.0.mlp.experts.local_experts.{number}"
+        fc1, fc2 = (small(whole(f"{name}.{which}", "fp32")) for which in (FC1, FC2))
+        want.append(gated(x @ fc1.T, p.unsqueeze(-1)) @ fc2.T)
+    assert torch.equal(out, torch.cat(want)) and out.any()
+    self.weight1 = self.weight1.view(EXPERTS, HIDDEN, -1).flip(0).reshape(HIDDEN, -1)
+    assert not torch.equal(experts.GroupedMLP.forward(self, tokens, counts, probs)[0], out)
+
+
+def small(values: torch.Tensor) -> torch.Tensor:
+    """Whole numbers whose products float64 holds."""
+    return values.double() % 97
+
+
+def gated(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return gate * up * probs
