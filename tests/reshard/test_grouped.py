@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ucp.core.flat import Member
 from megatron_ucp.core.mesh import Mesh
 from tests.reshard.synthetic import (
     EXPERTS,
@@ -71,42 +72,59 @@ def test_the_module_computes_with_what_was_filled(
     own matrices: in whole numbers, so that both are exact."""
     from megatron.core.transformer.moe import experts
 
-    def gmm(
-        x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool
-    ) -> torch.Tensor:
-        parts = x.split(counts.tolist())
-        return torch.cat([part @ one for part, one in zip(parts, weights, strict=True)])
-
     monkeypatch.setattr(experts.gg, "ops", SimpleNamespace(gmm=gmm), raising=False)
-    target = Layout(Mesh(), grouped=True)
-    found = carried(Layout(mesh((2, 2), 3)), target, tmp_path, lambda state: state == "fp32")
-    ((slot, memory),) = found.items()
-    buffer, first = target.manifest.buffers[slot.buffer], {FC1: 0, FC2: 0}
-    for member in reversed(buffer.members):  # where each stacked tensor begins
-        first |= {which: member.start for which in first if member.param.endswith(which)}
-    size = EXPERTS * HIDDEN * FFN
-    self = SimpleNamespace(
-        config=SimpleNamespace(bf16=True, moe_apply_probs_on_input=False, hidden_size=HIDDEN),
-        activation_recompute=False,
-        num_local_experts=EXPERTS,
-        weight1=small(memory[first[FC1] :][: 2 * size].view(HIDDEN, -1)),
-        weight2=small(memory[first[FC2] :][:size].view(-1, HIDDEN)),
-        activation_func_with_probs=gated,
-    )
+    module = filled(tmp_path)
     counts = torch.tensor([2, 1, 3, 2])
     tokens = torch.randint(-3, 4, (8, HIDDEN)).double()
     probs = torch.randint(1, 4, (8,)).double()
-    (out, _) = experts.GroupedMLP.forward(self, tokens, counts, probs)
-    want = []
-    for number, (x, p) in enumerate(
-        zip(tokens.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
-    ):
+    (out, _) = experts.GroupedMLP.forward(module, tokens, counts, probs)
+    assert torch.equal(out, one_by_one(tokens, counts, probs)) and out.any()
+    module.weight1 = module.weight1.view(EXPERTS, HIDDEN, -1).flip(0).reshape(HIDDEN, -1)
+    (other, _) = experts.GroupedMLP.forward(module, tokens, counts, probs)
+    assert not torch.equal(other, out)
+
+
+def filled(folder: Path) -> SimpleNamespace:
+    """What the module's forward pass looks at, with weights from shards of experts one by one."""
+    target = Layout(Mesh(), grouped=True)
+    found = carried(Layout(mesh((2, 2), 3)), target, folder, lambda state: state == "fp32")
+    ((slot, memory),) = found.items()
+    members = target.manifest.buffers[slot.buffer].members
+    starts = {which: start_of(members, which) for which in (FC1, FC2)}
+    size = EXPERTS * HIDDEN * FFN
+    return SimpleNamespace(
+        config=SimpleNamespace(bf16=True, moe_apply_probs_on_input=False, hidden_size=HIDDEN),
+        activation_recompute=False,
+        num_local_experts=EXPERTS,
+        weight1=small(memory[starts[FC1] :][: 2 * size].view(HIDDEN, -1)),
+        weight2=small(memory[starts[FC2] :][:size].view(-1, HIDDEN)),
+        activation_func_with_probs=gated,
+    )
+
+
+def start_of(members: tuple[Member, ...], which: str) -> int:
+    """Where a stacked tensor begins."""
+    names = (f".local_experts.{number}.{which}" for number in range(EXPERTS))
+    return min(m.start for m in members if m.param.endswith(tuple(names)))
+
+
+def one_by_one(tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """What the experts make of the tokens that each one gets."""
+    out = []
+    parts = zip(tokens.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
+    for number, (x, p) in enumerate(parts):
         name = f"decoder.layers.0.mlp.experts.local_experts.{number}"
         fc1, fc2 = (small(whole(f"{name}.{which}", "fp32")) for which in (FC1, FC2))
-        want.append(gated(x @ fc1.T, p.unsqueeze(-1)) @ fc2.T)
-    assert torch.equal(out, torch.cat(want)) and out.any()
-    self.weight1 = self.weight1.view(EXPERTS, HIDDEN, -1).flip(0).reshape(HIDDEN, -1)
-    assert not torch.equal(experts.GroupedMLP.forward(self, tokens, counts, probs)[0], out)
+        out.append(gated(x @ fc1.T, p.unsqueeze(-1)) @ fc2.T)
+    return torch.cat(out)
+
+
+def gmm(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool
+) -> torch.Tensor:
+    """The kernel, as a loop."""
+    parts = x.split(counts.tolist())
+    return torch.cat([part @ one for part, one in zip(parts, weights, strict=True)])
 
 
 def small(values: torch.Tensor) -> torch.Tensor:
