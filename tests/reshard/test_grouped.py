@@ -104,8 +104,8 @@ def filled(folder: Path) -> SimpleNamespace:
 
 def start_of(members: tuple[Member, ...], which: str) -> int:
     """Where a stacked tensor begins."""
-    names = (f".local_experts.{number}.{which}" for number in range(EXPERTS))
-    return min(m.start for m in members if m.param.endswith(tuple(names)))
+    last = tuple(f".local_experts.{number}.{which}" for number in range(EXPERTS))
+    return min(member.start for member in members if member.param.endswith(last))
 
 
 def one_by_one(tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
