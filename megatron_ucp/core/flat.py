@@ -74,7 +74,7 @@ class FlatBuffer:
             raise ValueError(f"no buffer: rule {self.rule!r}, {self.partitions} partitions")
         end = 0
         for member in self.members:
-            if member.within[0]:
+            if member.slice_of is not None and member.slice_of[0]:
                 continue  # behind another slice of its stored tensor
             if member.start < end or member.size < 0:
                 raise ValueError(f"members of a buffer overlap at {member.param}")
@@ -109,10 +109,8 @@ class FlatBuffer:
 
     def _width(self, member: Member) -> int:
         """Elements that the stored tensor of a member takes of the buffer."""
-        return member.size if self.rule == "whole" else self._chunk(member)
-
-    def _chunk(self, member: Member) -> int:
-        """Elements of the stored tensor of a member that a partition owns; rule "each"."""
+        if self.rule == "whole":
+            return member.size
         return -(-member.within[1] // self.partitions)
 
     @property
@@ -158,7 +156,8 @@ class FlatBuffer:
             size = self.partition_elems
             low, high = part * size - member.start, (part + 1) * size - member.start
         else:
-            chunk, first = self._chunk(member), member.within[0]
+            first, total = member.slice_of or (0, member.size)
+            chunk = -(-total // self.partitions)
             low, high = part * chunk - first, (part + 1) * chunk - first
         low, high = max(0, min(low, member.size)), max(0, min(high, member.size))
         return (low, high) if low < high else (0, 0)
@@ -167,14 +166,16 @@ class FlatBuffer:
         """Position in the partition's memory of an element that it owns."""
         if self.rule == "whole":
             return member.start + element - part * self.partition_elems
-        return member.start + member.within[0] + element - part * self._chunk(member)
+        first, total = member.slice_of or (0, member.size)
+        return member.start + first + element - part * -(-total // self.partitions)
 
     def owners(self, member: Member, low: int, high: int) -> range:
         """The partitions that own a part of the non-empty range [low, high) of the member."""
         if self.rule == "whole":
             size = self.partition_elems
             return range((member.start + low) // size, (member.start + high - 1) // size + 1)
-        chunk, first = self._chunk(member), member.within[0]
+        first, total = member.slice_of or (0, member.size)
+        chunk = -(-total // self.partitions)
         return range((first + low) // chunk, (first + high - 1) // chunk + 1)
 
     def used(self) -> int:

@@ -19,7 +19,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked
+from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
@@ -200,6 +200,7 @@ def _stage(
     here = [one for one in here if one.names]
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(here):
+        _check_stacks(one.names, params, target.mesh, wanted.file)
         on_rank = _on_rank(wanted, number, one, local, engine)
         buffers += target.buffers(on_rank, engine, dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
@@ -214,6 +215,27 @@ def _stage(
     ]
     specs = tuple(spec for name, spec in params.items() if name in held)
     return Stage(specs, tuple(buffers), tuple(one.group for one in here), tuple(values), at)
+
+
+def _check_stacks(
+    names: Sequence[str], params: Mapping[str, ParamSpec], mesh: Mesh, file: str
+) -> None:
+    """Raises UsageError where a group does not list all experts of a stacked parameter, in their
+    order: one tensor is in one group."""
+    for tensor in stored_tensors(names):
+        spec = params[tensor[0]]
+        if not is_stacked(spec.name) or spec.expert is None:
+            continue
+        number, count = spec.expert
+        numbers = [expert[0] for name in tensor if (expert := params[name].expert)]
+        if numbers != list(range(number, number + count // mesh.ep)):
+            raise UsageError(
+                "a group does not list the experts of a stacked parameter together",
+                file=file,
+                parameter=spec.name,
+                expected=f"{count // mesh.ep} of them, by their numbers",
+                found=f"{numbers}",
+            )
 
 
 def universal_manifest(wanted: Wanted) -> Manifest:

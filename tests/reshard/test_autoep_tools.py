@@ -13,6 +13,7 @@ from megatron_ucp.cli import main
 from tests.engines.autoep_jobs import Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
+from tests.reshard.test_convert_universal import stock_converted
 from tests.reshard.test_expert_tools import converted, copy_of
 
 pytestmark = pytest.mark.ranks
@@ -63,6 +64,20 @@ def test_what_is_not_written(files: Path, tmp_path: Path, to: str, mesh: ucp.Mes
     assert not (tmp_path / "out").exists()
 
 
+def test_groups_that_tear_a_tensor_apart(files: Path, tmp_path: Path) -> None:
+    manifest = ucp.describe(files / "trained")
+    first = "mixtures.0.experts.w2[1]"
+    groups: dict[int | None, list[str]] = {}
+    for spec in manifest.params:
+        if spec.kind == "trainable":
+            at = -1 if spec.name == first else manifest.group_number(spec.name)
+            groups.setdefault(at, []).append(spec.name)
+    listed = tuple(map(tuple, groups.values()))
+    target = ucp.Target(ucp.Mesh(dp=4, ep=1, zero=1), groups=listed)
+    with pytest.raises(ucp.UcpError, match="together"):
+        ucp.convert(files / "trained", tmp_path / "out", target=target)
+
+
 @pytest.mark.parametrize("manifest", [True, False])
 def test_every_verb_reads_it(
     shards: Path, files: Path, tmp_path: Path, manifest: bool, capsys: pytest.CaptureFixture[str]
@@ -77,6 +92,23 @@ def test_every_verb_reads_it(
         assert len(named) == count
         assert {"mixtures.1.experts.w3[3]"} < {spec.name for spec in named}
         assert main(["diff", str(source / "filled"), str(folder)]) == 1
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_universal_folder_of_stock(
+    ranks: RankPool, shards: Path, files: Path, tmp_path: Path, zero: int
+) -> None:
+    """Its tensors have all experts of a layer; at ZeRO-3 they are flat, and buffers are missing."""
+    source = shards if zero == 3 else files
+    out = tmp_path / "stock"
+    for tag in ("trained", "filled"):
+        stock_converted(source / tag, out / tag, "--inject_missing_state")
+        differences = ucp.diff(source / tag, out / tag)
+        assert {one.parameter for one in differences} == ({"scale"} if zero == 3 else set())
+    if zero == 1:
+        shutil.copy(source / "oracle.pt", out)
+        (found, *_) = ranks.run(4, f"{JOBS}:resume", Auto(4, 2), str(out), timeout_s=200)
+        assert found["differences"] == {"filled": [], "trained": []}
 
 
 def change_partitions(state: Any) -> None:

@@ -2,11 +2,24 @@
 elements at other addresses, on shards made by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_ucp.core.flat import Member
 from megatron_ucp.core.mesh import Mesh
-from tests.reshard.synthetic import Layout, carried, different
+from tests.reshard.synthetic import (
+    EXPERTS,
+    FC1,
+    FC2,
+    FFN,
+    HIDDEN,
+    Layout,
+    carried,
+    different,
+    whole,
+)
 
 PLACES = [(1, 1), (2, 2), (4, 1), (1, 2), (4, 2), (2, 1)]  # expert-parallel, expert-tensor
 
@@ -17,7 +30,7 @@ def mesh(place: tuple[int, int], zero: int) -> Mesh:
     return Mesh(tp=2, dp=4, ep=ep, etp=etp, zero=zero)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("to_grouped", [True, False])
 @pytest.mark.parametrize("at", range(len(PLACES)))
 def test_grouped_and_one_by_one(tmp_path: Path, at: int, to_grouped: bool, zero: int) -> None:
@@ -27,6 +40,7 @@ def test_grouped_and_one_by_one(tmp_path: Path, at: int, to_grouped: bool, zero:
     assert different(target, carried(source, target, tmp_path)) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 3])
 def test_grouped_on_both_sides(tmp_path: Path, zero: int) -> None:
     for at, place in enumerate(PLACES):
@@ -48,3 +62,76 @@ def test_the_label_of_grouped_experts_is_none(tmp_path: Path) -> None:
     source = Layout(mesh((2, 1), 1), True, "cut as its label says")
     target = Layout(mesh((1, 1), 1))
     assert different(target, carried(source, target, tmp_path))
+
+
+@pytest.mark.long
+def test_the_module_computes_with_what_was_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core's GroupedMLP itself, a loop in the place of its kernel, against each expert's
+    own matrices: in whole numbers, so that both are exact."""
+    from megatron.core.transformer.moe import experts
+
+    monkeypatch.setattr(experts.gg, "ops", SimpleNamespace(gmm=gmm), raising=False)
+    module = filled(tmp_path)
+    counts = torch.tensor([2, 1, 3, 2])
+    tokens = torch.randint(-3, 4, (8, HIDDEN)).double()
+    probs = torch.randint(1, 4, (8,)).double()
+    (out, _) = experts.GroupedMLP.forward(module, tokens, counts, probs)
+    assert torch.equal(out, one_by_one(tokens, counts, probs)) and out.any()
+    module.weight1 = module.weight1.view(EXPERTS, HIDDEN, -1).flip(0).reshape(HIDDEN, -1)
+    (other, _) = experts.GroupedMLP.forward(module, tokens, counts, probs)
+    assert not torch.equal(other, out)
+
+
+def filled(folder: Path) -> SimpleNamespace:
+    """What the module's forward pass looks at, with weights from shards of experts one by one."""
+    target = Layout(Mesh(), grouped=True)
+    found = carried(Layout(mesh((2, 2), 3)), target, folder, lambda state: state == "fp32")
+    ((slot, memory),) = found.items()
+    members = target.manifest.buffers[slot.buffer].members
+    starts = {which: start_of(members, which) for which in (FC1, FC2)}
+    size = EXPERTS * HIDDEN * FFN
+    return SimpleNamespace(
+        config=SimpleNamespace(bf16=True, moe_apply_probs_on_input=False, hidden_size=HIDDEN),
+        activation_recompute=False,
+        num_local_experts=EXPERTS,
+        weight1=small(memory[starts[FC1] :][: 2 * size].view(HIDDEN, -1)),
+        weight2=small(memory[starts[FC2] :][:size].view(-1, HIDDEN)),
+        activation_func_with_probs=gated,
+    )
+
+
+def start_of(members: tuple[Member, ...], which: str) -> int:
+    """Where a stacked tensor begins."""
+    last = tuple(f".local_experts.{number}.{which}" for number in range(EXPERTS))
+    return min(member.start for member in members if member.param.endswith(last))
+
+
+def one_by_one(tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """What the experts make of the tokens that each one gets."""
+    out = []
+    parts = zip(tokens.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
+    for number, (x, p) in enumerate(parts):
+        name = f"decoder.layers.0.mlp.experts.local_experts.{number}"
+        fc1, fc2 = (small(whole(f"{name}.{which}", "fp32")) for which in (FC1, FC2))
+        out.append(gated(x @ fc1.T, p.unsqueeze(-1)) @ fc2.T)
+    return torch.cat(out)
+
+
+def gmm(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool
+) -> torch.Tensor:
+    """The kernel, as a loop."""
+    parts = x.split(counts.tolist())
+    return torch.cat([part @ one for part, one in zip(parts, weights, strict=True)])
+
+
+def small(values: torch.Tensor) -> torch.Tensor:
+    """Whole numbers whose products float64 holds."""
+    return values.double() % 97
+
+
+def gated(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return gate * up * probs

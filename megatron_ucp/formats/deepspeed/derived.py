@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.experts import number_and_count
@@ -64,9 +65,13 @@ class Derived:
         )
 
     def _flat_shapes(self) -> dict[str, Ints]:
-        """Rank-local shapes of what is flattened, as the model files of all places say."""
+        """Rank-local shapes of what is flattened, as the model files say: of other expert-parallel
+        ranks than the first only where no expert file has their experts' shapes."""
         out: dict[str, Ints] = {}
+        everywhere = not self.of.names.experts
         for at in self.of.places:
+            if expert_rank_of(at) and not everywhere:
+                continue
             rank = self.of.mesh.rank_of(at, 0)
             file = self.of.model_of(self.of.file_place(rank)[1])
             name_of = names_at(self.of, rank, file)

@@ -25,7 +25,9 @@ from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
+from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
+from megatron_ucp.formats.deepspeed.experts import is_stacked, number_and_count, slices_of
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
@@ -85,16 +87,21 @@ class UniversalCheckpoint(TagFolder):
         if not (self.folder / ATOMS / GLOBAL).is_file():
             raise self._lost(GLOBAL)
         self._global = self.tree(f"{ATOMS}/{GLOBAL}")
+        self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
         self._atoms: dict[str, str] = {}  # canonical name -> folder
         for path in sorted((self.folder / ATOMS).iterdir()):
-            if path.is_dir():
-                self._atoms.setdefault(self._name(path.name), path.name)
+            for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
+                self._atoms.setdefault(name, path.name)
         self._check_listed()
         self.manifest = self._manifest(self._groups(), recorded)
         if recorded is not None:
             self._compare(recorded)
             if rules is not None:
                 self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
+
+    def _own_names(self, name: str) -> list[str]:
+        """A parameter's name, or those of the experts that it holds."""
+        return slices_of(name, self._stacked[name]) if name in self._stacked else [name]
 
     def _check_listed(self) -> None:
         """Raises ForeignFileError for an atom that the manifest does not list. Earlier manifests
@@ -174,9 +181,10 @@ class UniversalCheckpoint(TagFolder):
                     found=len(shapes),
                 )
             for group, named in zip(places, shapes, strict=True):
-                out[group].update(
-                    {self._name(param): tuple(shape) for param, shape in named.items()}
-                )
+                for param, shape in named.items():
+                    name = self._name(param)
+                    own = tuple(shape)[1:] if name in self._stacked else tuple(shape)
+                    out[group].update(dict.fromkeys(self._own_names(name), own))
         return out
 
     def _first_of_ranks(self) -> list[str]:
@@ -259,6 +267,9 @@ class UniversalCheckpoint(TagFolder):
             yield spec, alone(name, value.numel, ((VALUE, dtype),), axes=())
 
     def _spec(self, name: str, shape: Ints, dtype: str, kind: str) -> ParamSpec:
+        if is_stacked(name):
+            expert = number_and_count(name, self._stacked)
+            return ParamSpec(name, shape, dtype, kind, expert=expert)
         declared = self.declared.find(name, shape, kind)
         if (
             declared is None or declared.shape != shape
@@ -362,7 +373,24 @@ class UniversalCheckpoint(TagFolder):
                 parameter=name,
                 found=type(ref).__name__,
             )
-        return ref
+        return self._slice(ref, name, file) if is_stacked(name) else ref
+
+    def _slice(self, ref: TensorRef, name: str, file: str) -> TensorRef:
+        """One expert of a stacked tensor, which stock's folders of ZeRO-3 hold flat."""
+        number, count = number_and_count(name, self._stacked) or (0, 1)
+        size, rest = divmod(ref.numel, count)
+        if rest or (len(ref.shape) > 1 and ref.shape[0] != count):
+            raise ForeignFileError(
+                "a stacked parameter has other experts than the model file says",
+                file=self.full_path(file),
+                parameter=name,
+                expected=f"{count} experts",
+                found=f"shape {ref.shape}",
+            )
+        shape, stride = (ref.shape[1:], ref.stride[1:]) if len(ref.shape) > 1 else ((size,), (1,))
+        return replace(
+            ref, offset_elems=ref.offset_elems + number * size, shape=shape, stride=stride
+        )
 
     def _shape(self, name: str, state: str, said: Ints) -> Ints:
         """Stock's folders of ZeRO-3 hold flat tensors, and the model file their shapes; those of a
