@@ -93,13 +93,7 @@ def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
         fused = model.truth(f"{ours}self_attention.linear_qkv.weight")
         for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
             out[f"{theirs}self_attn.{name}_proj.weight"] = value
-        if sizes.qkv_biases:
-            fused = model.truth(f"{ours}self_attention.linear_qkv.bias")
-            for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
-                out[f"{theirs}self_attn.{name}_proj.bias"] = value
-        for name in "qk" if sizes.qk_norms else "":
-            norm = model.truth(f"{ours}self_attention.{name}_layernorm.weight")
-            out[f"{theirs}self_attn.{name}_norm.weight"] = norm
+        out |= _qwen(model, sizes, f"{ours}self_attention.", f"{theirs}self_attn.")
         proj = model.truth(f"{ours}self_attention.linear_proj.weight")
         out[f"{theirs}self_attn.o_proj.weight"] = proj
         for one, other in {
@@ -113,6 +107,17 @@ def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
         gate, up = model.truth(f"{ours}mlp.linear_fc1.weight").chunk(2)
         out[f"{theirs}mlp.gate_proj.weight"], out[f"{theirs}mlp.up_proj.weight"] = gate, up
         out[f"{theirs}mlp.down_proj.weight"] = model.truth(f"{ours}mlp.linear_fc2.weight")
+    return out
+
+
+def _qwen(model: paper.Model, sizes: Sizes, ours: str, theirs: str) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    if sizes.qkv_biases:
+        fused = model.truth(f"{ours}linear_qkv.bias")
+        for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
+            out[f"{theirs}{name}_proj.bias"] = value
+    for name in "qk" if sizes.qk_norms else "":
+        out[f"{theirs}{name}_norm.weight"] = model.truth(f"{ours}{name}_layernorm.weight")
     return out
 
 
