@@ -114,6 +114,17 @@ def test_a_checkpoint_that_does_not_say_its_model(tmp_path: Path) -> None:
     assert "config.json" in refused(NotFoundError, source, tmp_path / "x", config=tmp_path)
 
 
+def test_a_config_that_contradicts_what_the_checkpoint_says(tmp_path: Path) -> None:
+    source = first(twins.model("llama"), tmp_path)
+    ucp.export_hf(source, tmp_path / "whole")
+    path = tmp_path / "whole" / "config.json"
+    options = {"config": tmp_path / "whole"}
+    ucp.export_hf(source, tmp_path / "same", **options)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-6}))
+    said = refused(ModelMismatchError, source, tmp_path / "out", **options)
+    assert "norm_epsilon: 1e-06 in config.json, 1e-05 in the model" in said
+
+
 def test_a_model_of_megatron_core_without_a_family(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
     edited(source, lambda tree: tree.update(family=""))
