@@ -200,7 +200,9 @@ def test_a_mesh_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None
 def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    assert "(gpt, llama, mixtral, mixer, neo)" in " ".join(capsys.readouterr().out.split())
+    assert "(gpt, llama, mixtral, mistral, qwen2, qwen3, mixer, neo)" in " ".join(
+        capsys.readouterr().out.split()
+    )
     text = " ".join(make_parser().format_help().split())
     # no builder, no training: the mixer is not among them
     assert "{gpt,llama,mixtral,neo}" in text and "default for llama, mixtral, neo" in text
