@@ -263,12 +263,11 @@ def saved(folder: Path) -> Path:
 def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     """A model of these sizes at ZeRO-1 on two ranks, in bf16, by this package's own writer: every
     number is 1.5."""
-    from dataclasses import asdict, replace
+    from dataclasses import replace
 
     from megatron_ucp.core.manifest_json import to_json
     from megatron_ucp.core.mesh import Mesh
     from megatron_ucp.families import find_family
-    from megatron_ucp.families.architecture import RECORDED, Architecture
     from megatron_ucp.formats import durable
     from megatron_ucp.formats.base import Extras
     from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
@@ -302,19 +301,22 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
 
         write_pt(out / output.name, output.tree, payload)
     entries = tuple(durable.entry_of(out / output.name) for output in outputs)
-    activation = "silu" if known.gated else "gelu"
-    says = {"sizes": asdict(known), "architecture": asdict(Architecture(1024, 1e-5, activation))}
-    run_of: dict[str, Any] = {
-        "global_steps": 1,
-        "skipped_steps": 0,
-        "ds_version": "0.19.8",
-        "seed": 1,
-    }
-    run_of[RECORDED] = says
     (out / "ucp_manifest.json").write_text(
-        to_json(replace(manifest, files=entries, save_id="written", run=run_of))
+        to_json(replace(manifest, files=entries, save_id="written", run=run_of(known)))
     )
     return out
+
+
+def run_of(sizes: Any) -> dict[str, Any]:
+    """What a manifest says of a run, and of its model: an export asks for it."""
+    from dataclasses import asdict
+
+    from megatron_ucp.families.architecture import RECORDED, Architecture
+
+    architecture = Architecture(1024, 1e-5, "silu" if sizes.gated else "gelu")
+    says = {"sizes": asdict(sizes), "architecture": asdict(architecture)}
+    steps = {"global_steps": 1, "skipped_steps": 0}
+    return {**steps, "ds_version": "0.19.8", "seed": 1, RECORDED: says}
 
 
 def claim(what: str, ratio: float, limit: float, kind: str = "at most") -> dict[str, Any]:

@@ -81,10 +81,9 @@ def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | Non
 def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
     if args.load is None:
         return None
+    if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
+        return _weights(args.load)
     tag = args.load_tag if args.ckpt_step is None else f"global_step{args.ckpt_step}"
-    if tag is None and Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
-        said, rows = hugging_face.described(Path(args.load))
-        return Saved(args.load, (), Mesh(), rows, said, 0, 0, False, True)
     if tag is None and nothing_there(args.load):
         if args.exit_on_missing_checkpoint:
             raise NotFoundError(
@@ -120,6 +119,12 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
+
+
+def _weights(folder: str) -> Saved:
+    """A Hugging Face folder, at whose weights training begins."""
+    said, rows = hugging_face.described(Path(folder))
+    return Saved(folder, (), Mesh(), rows, said, 0, 0, has_schedule=False, weights_only=True)
 
 
 def _folder(

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import gpt, llama, mixtral
+from megatron_ucp.families import gpt, llama, mistral, mixtral, qwen2, qwen3
 from megatron_ucp.families.base import Family
 
 _FAMILIES: dict[str, Family] = {
-    family.name: family for family in (gpt.FAMILY, llama.FAMILY, mixtral.FAMILY)
+    module.FAMILY.name: module.FAMILY for module in (gpt, llama, mixtral, mistral, qwen2, qwen3)
 }
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Sizes:
     """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
     the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
-    are learned. A family with sizes of its own gives a subclass."""
+    are learned. `qkv_biases`: only queries, keys and values have biases; `qk_norms`: queries and
+    keys are normalised, head by head. A family with sizes of its own gives a subclass."""
 
     layers: int
     hidden: int
@@ -36,6 +37,8 @@ class Sizes:
     gated: bool = False
     biases: bool = True
     norm_biases: bool = True
+    qkv_biases: bool = False
+    qk_norms: bool = False
 
     @property
     def qkv(self) -> int:
@@ -52,7 +55,8 @@ class Declared:
     carry, `extent` says how many rows of a padded vocabulary are data, `expert` of which expert
     it is a part (see `ParamSpec`). `init` is how a builder
     draws the first values: N(0, std), for a projection that ends in the residual stream
-    N(0, std / sqrt(2 layers)), or a constant.
+    N(0, std / sqrt(2 layers)), or a constant. `summed`: every tensor-parallel rank has it whole,
+    and computes a part of its gradient.
     """
 
     shape: Ints
@@ -61,6 +65,7 @@ class Declared:
     extent: Extent | None = None
     expert: tuple[int, int] | None = None
     init: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    summed: bool = False
 
     def spec(self, name: str, dtype: str, kind: str = "trainable") -> ParamSpec:
         """As a manifest lists it."""
@@ -127,13 +132,15 @@ def bias(of: Declared) -> Declared:
 @dataclass(frozen=True)
 class Builder:
     """How megatron-core's own modules make a model of the family, in megatron-core's words.
-    `experts`: layers may have experts instead of an MLP."""
+    `experts`: layers may have experts instead of an MLP; `qkv_biases`, `qk_norms` as in `Sizes`."""
 
     normalization: Literal["LayerNorm", "RMSNorm"]
     gated: bool
     biases: bool
     position_embedding_type: Literal["learned_absolute", "rope"]
     experts: bool = False
+    qkv_biases: bool = False
+    qk_norms: bool = False
 
     @property
     def learned_positions(self) -> bool:
@@ -146,6 +153,8 @@ class Builder:
             "gated": self.gated,
             "biases": self.biases,
             "norm_biases": self.normalization == "LayerNorm",
+            "qkv_biases": self.qkv_biases,
+            "qk_norms": self.qk_norms,
         }
 
 

@@ -99,11 +99,16 @@ def gated_halves(prefix: str, param: str, names: Iterable[str], width: int, hidd
 
 
 def attention(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
-    """Queries, keys, values and the projection behind them, each in a tensor of its own."""
-    names = ("q_proj", "k_proj", "v_proj")
-    rows = split_qkv(sizes, sizes.hidden)
-    fused = f"{canonical}linear_qkv"
-    out = in_chunks(prefix, f"{fused}.weight", [f"{name}.weight" for name in names], rows)
+    """Queries, keys, values and the projection behind them, each in a tensor of its own; their
+    biases and norms, where the sizes say some."""
+    out: dict[str, Share] = {}
+    for part, rest in (("weight", (sizes.hidden,)), ("bias", ())):
+        if rest or sizes.qkv_biases:
+            names = [f"{name}_proj.{part}" for name in "qkv"]
+            param = f"{canonical}linear_qkv.{part}"
+            out |= in_chunks(prefix, param, names, split_qkv(sizes, *rest))
+    for name in "qk" if sizes.qk_norms else "":
+        out[f"{prefix}{name}_norm.weight"] = Share(f"{canonical}{name}_layernorm.weight")
     return {**out, f"{prefix}o_proj.weight": Share(f"{canonical}linear_proj.weight")}
 
 

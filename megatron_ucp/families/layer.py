@@ -1,5 +1,7 @@
 """The parameters of one transformer layer on megatron-core's local layer spec."""
 
+from dataclasses import replace
+
 from megatron_ucp.families.base import Declared, Sizes, bias, column, gated, norm, row, whole
 
 
@@ -18,9 +20,13 @@ def attention_and_mlp(sizes: Sizes, prefix: str) -> dict[str, Declared]:
             "input_layernorm.bias": bias(whole(sizes.hidden)),
             "pre_mlp_layernorm.bias": bias(whole(sizes.hidden)),
         }
+    if sizes.biases or sizes.qkv_biases:
+        out["self_attention.linear_qkv.bias"] = bias(column(sizes.qkv))
+    if sizes.qk_norms:  # of its own heads alone a rank computes the gradient
+        one = replace(norm(sizes.head_dim), summed=True)
+        out |= {f"self_attention.{name}_layernorm.weight": one for name in ("q", "k")}
     if sizes.biases:
         out |= {
-            "self_attention.linear_qkv.bias": bias(column(sizes.qkv)),
             "self_attention.linear_proj.bias": bias(whole(sizes.hidden)),
             "mlp.linear_fc1.bias": bias((gated if sizes.gated else column)(sizes.ffn)),
             "mlp.linear_fc2.bias": bias(whole(sizes.hidden)),

@@ -24,10 +24,20 @@ from megatron_ucp.families.hugging_face import (
 
 def table(sizes: Sizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes that are no LLaMA."""
-    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated:
+    return checked(sizes, "LLaMA")
+
+
+def checked(
+    sizes: Sizes, name: str, qkv_biases: bool = False, qk_norms: bool = False
+) -> dict[str, Declared]:
+    """Every parameter of a model that is a LLaMA but for biases and norms of its attention. Raises
+    UsageError for sizes that are none."""
+    own = (sizes.qkv_biases, sizes.qk_norms) == (qkv_biases, qk_norms)
+    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated or not own:
         raise UsageError(
-            "these sizes are no LLaMA",
-            expected="a gated MLP, no biases, no learned positions",
+            f"these sizes are no {name}",
+            expected=f"a gated MLP, no biases, no learned positions, qkv_biases={qkv_biases}, "
+            f"qk_norms={qk_norms}",
             found=str(sizes),
             fix="give the family that the model was built with",
         )

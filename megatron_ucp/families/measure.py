@@ -39,4 +39,6 @@ def measured(module: Any) -> Sizes:
         gated=config.gated_linear_unit,
         biases=config.add_bias_linear,
         norm_biases=config.normalization == "LayerNorm",
+        qkv_biases=bool(getattr(config, "add_qkv_bias", False)) and not config.add_bias_linear,
+        qk_norms=bool(getattr(config, "qk_layernorm", False)),
     )

@@ -71,7 +71,8 @@ class MixtralSizes(Sizes):
 
 def table(sizes: MixtralSizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes that are no Mixtral."""
-    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated:
+    attention = sizes.qkv_biases or sizes.qk_norms
+    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated or attention:
         raise UsageError(
             "these sizes are no Mixtral",
             expected="gated experts, no biases, no learned positions",

@@ -12,6 +12,7 @@ from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.layer import attention_and_mlp
 
 TIED_KEY = "embed"
+ATTENTION = "decoder.layers.0.self_attention."
 
 
 def names(sizes: Sizes) -> dict[str, str]:
@@ -60,6 +61,8 @@ def sizes_of(held: Collection[str]) -> Sizes:
         tied="output_layer.weight" not in held,
         biases="decoder.layers.0.mlp.linear_fc1.bias" in held,
         norm_biases="decoder.final_layernorm.bias" in held,
+        qkv_biases=f"{ATTENTION}linear_qkv.bias" in held,
+        qk_norms=f"{ATTENTION}q_layernorm.weight" in held,
     )
 
 

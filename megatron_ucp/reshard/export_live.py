@@ -26,7 +26,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.export import Exported
 from megatron_ucp.reshard.outgoing import Beside, Outgoing, lost_values, publish, write_at
-from megatron_ucp.reshard.output_folder import written_aside
+from megatron_ucp.reshard.output_folder import sync_all, written_aside
 from megatron_ucp.reshard.windows import WINDOW_BYTES
 
 _Place = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
@@ -37,10 +37,7 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
     UcpError on every rank."""
     started, (rank, world) = time.perf_counter(), agree.world()
     aside = durable.aside_of(folder.absolute().parent, folder.absolute().name)
-    holders: dict[_Place, int] = {}
-    for number, parts in enumerate(agree.gather(engine.parts())):
-        for part in parts:
-            holders.setdefault(part, number)
+    holders = _holders(engine)
     with ExitStack() as left:
         with agree.together():
             if rank == 0:
@@ -57,14 +54,21 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
         with agree.together():
             if rank == 0:
                 out.finish(aside, beside)
-                sync = durable.Syncs()
-                for path in [*sorted(aside.iterdir()), aside]:
-                    sync(path)
+                sync_all(aside)
                 publish(aside, folder)
     seconds, source = time.perf_counter() - started, engine.manifest
     dtype = out.tensors[0].dtype if out.tensors else ""
     sizes = (len(out.files), len(out.tensors), 0, job.written_bytes)
     return Exported(str(folder), str(source.mesh), dtype, *sizes, seconds, False, tuple(out.notes))
+
+
+def _holders(engine: Engine) -> dict[_Place, int]:
+    """The first rank that has each partition of each buffer. Collective."""
+    out: dict[_Place, int] = {}
+    for number, parts in enumerate(agree.gather(engine.parts())):
+        for part in parts:
+            out.setdefault(part, number)
+    return out
 
 
 def _writers(out: Outgoing, world: int) -> list[int]:

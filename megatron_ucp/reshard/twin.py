@@ -95,18 +95,7 @@ def check_config(folder: Path, model: Model, architecture: Architecture | None) 
     """Compares a folder's config.json with a live model: tensors of one shape may be of models that
     compute something else. Raises ModelMismatchError that lists every difference."""
     _, sizes, said = read_twin(folder, model.family.name)
-    pairs: list[tuple[str, Any, Any]] = [
-        (name, getattr(sizes, name), getattr(model.sizes, name)) for name in _NOT_IN_SHAPES
-    ]
-    for one in fields(said) if architecture is not None else ():
-        if one.name != "positions":  # the longest sequence is the run's own
-            pairs.append((one.name, getattr(said, one.name), getattr(architecture, one.name)))
-    faults = [
-        f"{name}: {theirs} in config.json, {ours} in the model"
-        for name, theirs, ours in pairs
-        if theirs != ours
-    ]
-    if faults:
+    if faults := _differences((sizes, said), (model.sizes, architecture)):
         raise ModelMismatchError(
             "the folder's model computes something else than the engine's",
             file=folder / CONFIG_FILE,
@@ -114,6 +103,21 @@ def check_config(folder: Path, model: Model, architecture: Architecture | None) 
             found="; ".join(faults),
             fix="build the model as config.json says",
         )
+
+
+def _differences(
+    config: tuple[Sizes, Architecture], model: tuple[Sizes, Architecture | None]
+) -> list[str]:
+    """What a config says otherwise than the model, of what no tensor's shape shows."""
+    pairs = [(name, getattr(config[0], name), getattr(model[0], name)) for name in _NOT_IN_SHAPES]
+    for one in fields(config[1]) if model[1] is not None else ():
+        if one.name != "positions":  # the longest sequence is the run's own
+            pairs.append((one.name, getattr(config[1], one.name), getattr(model[1], one.name)))
+    return [
+        f"{name}: {theirs} in config.json, {ours} in the model"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    ]
 
 
 # ------------------------------------------------ parts
@@ -136,16 +140,24 @@ def _family(name: str, file: str) -> tuple[Family, HuggingFace]:
 def _described(
     manifest: Manifest, family: Family, config: Mapping[str, Any] | None, file: str
 ) -> tuple[Any, Architecture]:
-    """Sizes and architecture: of the config that was given, else as the checkpoint records them."""
-    if config is not None:
-        return _read(family, config, "config.json")
+    """Sizes and architecture: of the config that was given, else as the checkpoint records them.
+    Where there are both they must agree."""
     try:
         found = described(manifest.run, family.sizes)
     except (TypeError, ValueError) as error:
         raise DamagedFileError(
             "what the manifest says of the model can't be read", file=file, found=str(error)[:200]
         ) from None
-    if found is None:
+    said = None if config is None else _read(family, config, CONFIG_FILE)
+    if said is not None and found is not None and (faults := _differences(said, found)):
+        raise ModelMismatchError(
+            "the config is of a model that computes something else than the checkpoint's",
+            file=file,
+            expected="the same sizes and settings",
+            found="; ".join(faults),
+            fix="leave --config out: the checkpoint says its model itself",
+        )
+    if said is None and found is None:
         raise UsageError(
             "the checkpoint does not say what its model computes: number of heads, epsilon, ...",
             file=file,
@@ -153,7 +165,7 @@ def _described(
             found="none",
             fix="give --config DIR with the config.json of the model",
         )
-    return found
+    return said or found  # type: ignore[return-value]
 
 
 def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Architecture]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from tests.engines import pipeline_jobs
-from tests.engines.canonical import canonical
+from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
 from tests.engines.masters import runs_of
 from tests.engines.pipeline_jobs import Staged
@@ -27,11 +27,13 @@ def load(
     engine = pipeline_jobs.make(setup)
     pipeline_jobs.train(engine, trained)
     found: dict[str, Any] = {"error": "", "notes": ()}
+    before = canonical(engine)
     try:
         report = ucp.load(engine, folder, **options)
     except ucp.UcpError as error:
+        unchanged = differences(before, canonical(engine)) == []
         close(engine)
-        return {**found, "error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}", "unchanged": unchanged}
     have = canonical(engine)["full"]
     masters = {key: value for key, value in want.items() if key[1] == "fp32"}
     found["masters"] = [

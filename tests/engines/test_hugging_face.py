@@ -1,6 +1,7 @@
 """Hugging Face folders from checkpoints that real engines wrote, and into real engines on other
 meshes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def exported(sources: Sources, tmp_path: Path, world: int, origin: Staged, **opt
 # (ranks, mesh of the save; ranks, mesh of the load)
 PAIRS = [
     ("llama", 2, {"tp": 2, "zero": 1}, 4, {"tp": 1, "zero": 3}),
-    ("llama", 4, {"tp": 1, "zero": 3}, 4, {"tp": 2, "pp": 2, "zero": 1}),
+    ("llama", 4, {"tp": 2, "pp": 2, "zero": 1}, 4, {"tp": 1, "zero": 3}),
+    ("qwen2", 4, {"tp": 1, "zero": 3}, 4, {"tp": 2, "pp": 2, "zero": 1}),
+    ("qwen3", 4, {"tp": 2, "pp": 2, "zero": 1}, 2, {"tp": 2, "zero": 2}),
     ("gpt", 4, {"tp": 2, "pp": 2, "zero": 1}, 2, {"tp": 2, "zero": 2}),
     ("gpt", 1, {"tp": 1, "zero": 0}, 4, {"tp": 4, "zero": 1}),
     ("mixtral", 4, {"tp": 1, "ep": 2, "zero": 1}, 4, {"tp": 2, "ep": 2, "etp": 1, "zero": 1}),
@@ -69,6 +72,27 @@ def test_out_and_in_on_another_mesh(
     weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
     if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "epsilon": ({"rms_norm_eps": 1e-6}, "norm_epsilon: 1e-06 in config.json, 1e-05 in the model"),
+    "base": ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rotary_base"),
+    "heads": ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}, "heads: 2 in"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    "kind": ({"model_type": "mistral"}, "the model of another family"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_config_that_is_not_the_engines(sources: Sources, tmp_path: Path, what: str) -> None:
+    """Tensors of the same shapes, but another model: refused before anything is written."""
+    change, said = WRONG[what]
+    oracle = exported(sources, tmp_path, 2, setup("llama", tp=2))
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    args = setup("llama", zero=1, seed=9), str(tmp_path / "hf"), str(oracle)
+    (found,) = sources.ranks.run(1, JOBS + "load", *args, timeout_s=120)
+    assert said in found["error"] and found["unchanged"]
 
 
 # ------------------------------------------------ models of transformers under DeepSpeed

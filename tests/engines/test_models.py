@@ -26,6 +26,8 @@ MODELS = {
     "llama-groups-2": LLAMA,
     "llama-groups-4": replace(LLAMA, groups=4),
     "llama-tied": replace(LLAMA, tied=True),
+    "qwen2": replace(LLAMA, family="qwen2"),
+    "qwen3": replace(LLAMA, family="qwen3", head_dim=16),
     "llama-wide-heads": replace(LLAMA, head_dim=16),  # heads * head_dim is not hidden
 }
 Truth = dict[str, Any]
@@ -135,6 +137,37 @@ def test_without_the_sums_sequence_parallelism_is_wrong(
     found = ranks.run(2, f"{JOBS}:train", run)
     losses, _ = differences(found, truth[GPT], may_drift=True)
     assert losses > 1e-3 and found[0]["copies"] != found[1]["copies"]
+
+
+QWEN3 = replace(LLAMA, family="qwen3")
+OWN_ATTENTION = [
+    (replace(LLAMA, family="qwen2"), 2, 2, 1),
+    (replace(LLAMA, family="qwen2"), 4, 4, 3),
+    (QWEN3, 2, 2, 0),
+    (QWEN3, 4, 2, 1),
+    (QWEN3, 4, 4, 3),
+    (replace(QWEN3, sequence_parallel=True), 2, 2, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "tp", "zero"),
+    OWN_ATTENTION,
+    ids=lambda value: getattr(value, "family", None),
+)
+def test_biases_and_norms_of_attention_train_the_same(
+    ranks: RankPool, model: ModelConfig, world: int, tp: int, zero: int
+) -> None:
+    alone = ranks.run(1, f"{JOBS}:train", Run(replace(model, sequence_parallel=False)))[0]
+    losses, norms = differences(ranks.run(world, f"{JOBS}:train", Run(model, tp, zero)), alone)
+    assert losses < TOLERANCE and norms < TOLERANCE
+
+
+def test_without_the_sums_norms_of_attention_come_apart(ranks: RankPool) -> None:
+    alone = ranks.run(1, f"{JOBS}:train", Run(QWEN3))[0]
+    found = ranks.run(2, f"{JOBS}:train", Run(QWEN3, tp=2, plant="no sums over the sequence"))
+    losses, _ = differences(found, alone, may_drift=True)
+    assert losses > 1e-4 and found[0]["copies"] != found[1]["copies"]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -45,6 +45,9 @@ SHAPES = {
     "llama, base": replace(BASE, rotary_base=5e5, norm_eps=1e-6),
     "llama, scaled": replace(BASE, rope_factor=8.0, rotary_base=5e5),
     "llama, interpolated": replace(BASE, interpolation=2.0),
+    "mistral": replace(BASE, family="mistral", rotary_base=1e6),
+    "qwen2": replace(BASE, family="qwen2", tied=True),
+    "qwen3": replace(BASE, family="qwen3", head_dim=16, norm_eps=1e-6),
     "mixtral": MIXTRAL,
     "mixtral, three of five": replace(MIXTRAL, groups=2, experts=Experts(5, ffn=32, topk=3)),
 }
@@ -78,6 +81,7 @@ CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "epsilon of norms on q and k": ("qwen3", {"rms_norm_eps": 1e-5}),
     "experts of a token": ("mixtral", {"num_experts_per_tok": 3}),
 }
 
@@ -149,6 +153,18 @@ MADE: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         {"model_type": "llama", **WIDE},
         replace(BASE, vocab=251, norm_eps=1e-6),
     ),
+    "mistral": (
+        {"model_type": "mistral", **WIDE, "sliding_window": None, "rms_norm_eps": 1e-5},
+        replace(BASE, family="mistral", vocab=251),
+    ),
+    "qwen2": (
+        {"model_type": "qwen2", **WIDE, "rms_norm_eps": 1e-5},
+        replace(BASE, family="qwen2", vocab=251),
+    ),
+    "qwen3": (
+        {"model_type": "qwen3", **WIDE, "rms_norm_eps": 1e-5, "head_dim": 16},
+        replace(BASE, family="qwen3", vocab=251, head_dim=16),
+    ),
     "mixtral": (
         {"model_type": "mixtral", **WIDE, "num_local_experts": 4},
         replace(MIXTRAL, vocab=251, rotary_base=1e6, experts=Experts(4, ffn=96)),
@@ -180,33 +196,41 @@ def test_a_model_of_transformers_computes_the_same_here(
     assert float(found.abs().max()) > 1 and difference(found, logits) < EQUAL
 
 
-@pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"])
-@pytest.mark.parametrize("family", MADE)
-def test_the_files_are_those_of_save_pretrained(
-    tmp_path: Path,
-    made: dict[str, tuple[Path, torch.Tensor]],
-    family: str,
-    max_shard_size: str,
-) -> None:
-    """Imported, exported, loaded by transformers and saved again: the same files, byte by byte.
+FILES = ("5GB", "60KB")
 
-    But for several files of experts: transformers divides views of its stacked tensors, and counts
-    the bytes of gate and up once."""
-    ucp.import_hf(made[family][0], tmp_path / "native", ucp.Mesh(dp=2, zero=1))
-    ucp.export_hf(tmp_path / "native", tmp_path / "out", max_shard_size=max_shard_size)
-    ask = {"folder": str(tmp_path / "out"), "tokens": TOKENS, "dtype": "float32"}
-    transformers(
-        [{**ask, "save": str(tmp_path / "saved"), "max_shard_size": max_shard_size}], tmp_path
-    )
-    ours, theirs = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("model*")}
-        for name in ("out", "saved")
-    )
-    if family == "mixtral" and max_shard_size != "5GB":
-        kept = [twins.read(tmp_path / name) for name in ("out", "saved")]
-        assert twins.same(*kept) == []
+
+@pytest.fixture(scope="module")
+def saved_again(
+    made: dict[str, tuple[Path, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Each model imported, exported, loaded by transformers and saved again."""
+    folder = tmp_path_factory.mktemp("again")
+    requests: list[dict[str, Any]] = []
+    for family, (origin, _) in made.items():
+        ucp.import_hf(origin, folder / family / "native", ucp.Mesh(dp=2, zero=1))
+        for size in FILES:
+            out = folder / family / f"out {size}"
+            ucp.export_hf(folder / family / "native", out, max_shard_size=size)
+            ask = {"folder": str(out), "tokens": TOKENS[:1], "dtype": "float32"}
+            again = {"save": str(folder / family / f"saved {size}"), "max_shard_size": size}
+            requests.append({**ask, **again})
+    transformers(requests, folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", FILES)
+@pytest.mark.parametrize("family", MADE)
+def test_the_files_are_those_of_save_pretrained(saved_again: Path, family: str, size: str) -> None:
+    """Byte by byte. But for several files of experts: transformers divides views of its stacked
+    tensors, and counts the bytes of gate and up once."""
+    folders = [saved_again / family / f"{name} {size}" for name in ("out", "saved")]
+    assert twins.same(*map(twins.read, folders)) == []
+    if family == "mixtral" and size != "5GB":
         return
-    assert len(ours) == 1 if max_shard_size == "5GB" else len(ours) > 4
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in folder.glob("model*")} for folder in folders
+    )
+    assert len(ours) == 1 if size == "5GB" else len(ours) > 4
     assert {*ours} == {*theirs} and [name for name in ours if ours[name] != theirs[name]] == []
 
 

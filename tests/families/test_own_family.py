@@ -197,14 +197,19 @@ def test_a_mesh_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None
     assert "does not divide states" in capsys.readouterr().err
 
 
+LIKE_LLAMA = ("llama", "mixtral", "mistral", "qwen2", "qwen3")  # RMSNorm, gated, untied
+
+
 def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    assert "(gpt, llama, mixtral, mixer, neo)" in " ".join(capsys.readouterr().out.split())
+    found = " ".join(capsys.readouterr().out.split())
+    assert f"(gpt, {', '.join(LIKE_LLAMA)}, mixer, neo)" in found
     text = " ".join(make_parser().format_help().split())
     # no builder, no training: the mixer is not among them
-    assert "{gpt,llama,mixtral,neo}" in text and "default for llama, mixtral, neo" in text
-    assert "default 0.1, llama 0, mixtral 0, neo 0" in text
+    assert f"{{gpt,{','.join(LIKE_LLAMA)},neo}}" in text
+    assert f"default for {', '.join(LIKE_LLAMA)}, neo" in text
+    assert f"default 0.1, {' 0, '.join(LIKE_LLAMA)} 0, neo 0" in text
 
 
 # ------------------------------------------------ training with megatron-core's modules
@@ -223,10 +228,11 @@ def test_flags() -> None:
     assert (args.normalization, args.swiglu, args.disable_bias_linear) == ("RMSNorm", False, False)
     assert args.position_embedding_type == "rope" and args.untie_embeddings_and_output_weights
     assert args.hidden_dropout == 0.0
-    for flag, others in (("--swiglu", "llama or mixtral"), ("--normalization LayerNorm", "gpt")):
+    gated = " or ".join(LIKE_LLAMA)
+    for flag, others in (("--swiglu", gated), ("--normalization LayerNorm", "gpt")):
         with pytest.raises(UsageError, match=f"leave it out, or use --model-family {others}$"):
             complete(parse([*FLAGS, *flag.split()]), 1)
-    with pytest.raises(UsageError, match="--model-family llama or mixtral or neo"):
+    with pytest.raises(UsageError, match=f"--model-family {gated} or neo"):
         complete(parse([*FLAGS, "--model-family", "gpt", "--normalization", "RMSNorm"]), 1)
     with pytest.raises(UsageError, match="invalid choice: 'mixer'"):
         parse([*FLAGS, "--model-family", "mixer"])

@@ -40,7 +40,7 @@ MESHES = {
         (2, 1, 4, 1, 2, 1),
     ],
 }
-MESHES["llama"] = MESHES["gpt"]
+MESHES |= dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), MESHES["gpt"])
 
 
 def first(model: paper.Model, tmp_path: Path) -> Path:

@@ -73,6 +73,9 @@ def test_underscores_are_dashes_in_names_of_options(
     ]
 
 
+WRITING = ("convert", "export-hf", "import-hf")
+
+
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_option_has_dashes_and_every_verb_json(verb: str) -> None:
     """What only has underscores could not be given at all."""
@@ -129,7 +132,7 @@ def test_a_path_that_is_not_there(
     words = [
         verb,
         str(tmp_path / "nowhere"),
-        *([str(tmp_path / "out")] if verb == "convert" else []),
+        *([str(tmp_path / "out")] if verb in WRITING else []),
     ]
     assert main([*words, "--json"]) == 2
     told = json.loads(capsys.readouterr().out)

@@ -16,8 +16,15 @@ ODD = {"vocab": 48, "true_vocab": 45}  # three rows of padding
 LLAMA = Sizes(2, 16, 4, 2, 4, 24, **ODD, gated=True, biases=False, norm_biases=False)
 GPT = Sizes(2, 16, 4, 4, 4, 24, **ODD, positions=8, tied=True)
 MIXTRAL = MixtralSizes(**asdict(LLAMA), experts=4, expert_ffn=8)
-SIZES: dict[str, Sizes] = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL}
+QWEN2, QWEN3 = replace(LLAMA, qkv_biases=True), replace(LLAMA, qk_norms=True)
+SIZES: dict[str, Sizes] = {
+    **{"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL},
+    **{"mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3},
+}
 ARCHITECTURES = {
+    "mistral": Architecture(positions=32, activation="silu"),
+    "qwen2": Architecture(positions=32, activation="silu", odd={"add_qkv_bias": True}),
+    "qwen3": Architecture(positions=32, activation="silu", odd={"qk_layernorm": True}),
     "gpt": Architecture(positions=8),
     "llama": Architecture(positions=32, activation="silu", rotary_base=5e5),
     "mixtral": Architecture(positions=32, activation="silu", topk=2),
@@ -50,7 +57,7 @@ def split_qkv(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
 def expected(model: paper.Model) -> dict[str, torch.Tensor]:
     """Every tensor of the twin, in float32."""
     sizes, out = model.sizes, dict[str, torch.Tensor]()
-    make = {"gpt": _gpt, "llama": _llama, "mixtral": _llama}[model.family]
+    make = _gpt if model.family == "gpt" else _llama
     rows = sizes.true_vocab
     words = "transformer.wte.weight" if model.family == "gpt" else "model.embed_tokens.weight"
     out[words] = model.truth("embedding.word_embeddings.weight")[:rows]
@@ -86,6 +93,7 @@ def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
         fused = model.truth(f"{ours}self_attention.linear_qkv.weight")
         for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
             out[f"{theirs}self_attn.{name}_proj.weight"] = value
+        out |= _qwen(model, sizes, f"{ours}self_attention.", f"{theirs}self_attn.")
         proj = model.truth(f"{ours}self_attention.linear_proj.weight")
         out[f"{theirs}self_attn.o_proj.weight"] = proj
         for one, other in {
@@ -99,6 +107,17 @@ def _llama(model: paper.Model, sizes: Sizes) -> dict[str, torch.Tensor]:
         gate, up = model.truth(f"{ours}mlp.linear_fc1.weight").chunk(2)
         out[f"{theirs}mlp.gate_proj.weight"], out[f"{theirs}mlp.up_proj.weight"] = gate, up
         out[f"{theirs}mlp.down_proj.weight"] = model.truth(f"{ours}mlp.linear_fc2.weight")
+    return out
+
+
+def _qwen(model: paper.Model, sizes: Sizes, ours: str, theirs: str) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    if sizes.qkv_biases:
+        fused = model.truth(f"{ours}linear_qkv.bias")
+        for name, value in zip("qkv", split_qkv(fused, sizes), strict=True):
+            out[f"{theirs}{name}_proj.bias"] = value
+    for name in "qk" if sizes.qk_norms else "":
+        out[f"{theirs}{name}_norm.weight"] = model.truth(f"{ours}{name}_layernorm.weight")
     return out
 
 

@@ -216,7 +216,7 @@ def prepare(name: str, param: torch.nn.Parameter, declared: Declared, config: Mo
         param
     )  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
     _initialise(name, param, declared, config)
-    if getattr(param, "sequence_parallel", False):
+    if getattr(param, "sequence_parallel", False) or declared.summed:
         param.register_hook(_sum_over_tensor_parallel)
 
 
@@ -238,6 +238,8 @@ def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
         layernorm_epsilon=config.norm_eps,
         gated_linear_unit=builder.gated,
         add_bias_linear=builder.biases,
+        add_qkv_bias=builder.qkv_biases,
+        qk_layernorm=builder.qk_norms,
         activation_func=torch.nn.functional.silu if builder.gated else torch.nn.functional.gelu,
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
@@ -291,7 +293,11 @@ def layer_specs(transformer: "TransformerConfig") -> "TransformerBlockSubmodules
         layer = get_gpt_layer_local_spec(
             num_experts=transformer.num_moe_experts if has_experts else None,
             normalization=transformer.normalization,
+            qk_layernorm=transformer.qk_layernorm,
         )
+        if transformer.qk_layernorm:
+            heads: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
+            heads.q_layernorm = heads.k_layernorm = TaggedNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TaggedNorm  # type: ignore[union-attr]
         layers.append(layer)
     return TransformerBlockSubmodules(layers, layer_norm=TaggedNorm)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +31,8 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "config.json"
 MAX_JSON_BYTES = 256 * 2**20
+# masks of GPT-2, and frequencies of rotary positions
+_CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 _LISTED = 8  # faults that a message lists by name
 
 
@@ -53,6 +56,9 @@ class HuggingFaceCheckpoint:
         with ExitStack() as undo:
             undo.callback(self._closing.close)
             self._files = self._tensor_files()
+            if shares is not None:
+                self._files = _without_constants(self._files)
+                shares = _as_written(shares, self._files)
             found = {name: Share(name) for name in self._files} if shares is None else shares
             if shares is None:
                 specs = {name: self._spec(name) for name in self._files}
@@ -224,6 +230,20 @@ class HuggingFaceCheckpoint:
 
     def layers(self) -> Layers | None:
         return None
+
+
+def _without_constants(files: Mapping[str, str]) -> dict[str, str]:
+    """Without what earlier versions of transformers wrote that is no weight."""
+    return {name: file for name, file in files.items() if not _CONSTANT.fullmatch(name)}
+
+
+def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[str, Share]:
+    """The shares under the names of a folder: that of a model without its head (GPT-2's own) lacks
+    the first word."""
+    word = next(iter(shares), "").partition(".")[0] + "."
+    if any(name.startswith(word) for name in files):
+        return shares
+    return {name.removeprefix(word): share for name, share in shares.items()}
 
 
 def _stored_shape(share: Share, spec: ParamSpec) -> tuple[int, ...] | str:

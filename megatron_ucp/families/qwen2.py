@@ -1,0 +1,56 @@
+"""Qwen2 on megatron-core's local layer spec: a LLaMA with biases on queries, keys and values."""
+
+from typing import Any
+
+from megatron_ucp.families import llama, pipe
+from megatron_ucp.families.architecture import Architecture
+from megatron_ucp.families.base import Builder, Declared, Family, Sizes
+from megatron_ucp.families.hugging_face import (
+    Config,
+    HuggingFace,
+    check_config,
+    common,
+    read_architecture,
+    read_common,
+    refused_settings,
+    refused_sizes,
+)
+
+
+def table(sizes: Sizes) -> dict[str, Declared]:
+    """Every parameter of the model. Raises UsageError for sizes that are no Qwen2."""
+    return llama.checked(sizes, "Qwen2", qkv_biases=True)
+
+
+def config(sizes: Sizes, architecture: Architecture) -> dict[str, Any]:
+    """config.json of Qwen2."""
+    return {**common(sizes, architecture), "use_sliding_window": False}
+
+
+def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
+    """What Qwen2ForCausalLM does not have."""
+    return refused_settings(architecture, ("silu",), ("add_qkv_bias",)) + refused_sizes(sizes)
+
+
+def read(found: Config) -> tuple[Sizes, Architecture]:
+    """Sizes and architecture of a Qwen2. Raises UnsupportedError for what is not computed
+    here."""
+    check_config(found, {"use_sliding_window": (False,)})
+    sizes = Sizes(**read_common(found, int(found["vocab_size"]), qkv_biases=True))
+    return sizes, read_architecture(
+        {**found, "sliding_window": None}, 1e-6, 10000.0, odd={"add_qkv_bias": True}
+    )
+
+
+FAMILY = Family(
+    "qwen2",
+    table,
+    "megatron_ucp/families/qwen2.py",
+    pipe.names,
+    pipe.layers,
+    builder=Builder(
+        "RMSNorm", gated=True, biases=False, position_embedding_type="rope", qkv_biases=True
+    ),
+    defaults=llama.FAMILY.defaults,
+    hugging_face=HuggingFace("qwen2", "Qwen2ForCausalLM", llama.tensors, config, read, refuses),
+)
