@@ -81,9 +81,9 @@ def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | Non
 def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
     if args.load is None:
         return None
-    if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
-        return _weights(args.load)
     tag = args.load_tag if args.ckpt_step is None else f"global_step{args.ckpt_step}"
+    if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
+        return _weights(args.load, tag)
     if tag is None and nothing_there(args.load):
         if args.exit_on_missing_checkpoint:
             raise NotFoundError(
@@ -121,8 +121,17 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         )
 
 
-def _weights(folder: str) -> Saved:
-    """A Hugging Face folder, at whose weights training begins."""
+def _weights(folder: str, tag: str | None) -> Saved:
+    """A Hugging Face folder, at whose weights training begins. Raises UsageError where a tag of it
+    is asked for."""
+    if tag is not None:
+        raise UsageError(
+            "a Hugging Face folder has no tags",
+            file=folder,
+            expected="--load alone",
+            found=tag,
+            fix="leave --ckpt-step or --load-tag out",
+        )
     said, rows = hugging_face.described(Path(folder))
     return Saved(folder, (), Mesh(), rows, said, 0, 0, has_schedule=False, weights_only=True)
 

@@ -77,6 +77,7 @@ def test_what_can_not_be(ranks: RankPool, tmp_path: Path) -> None:
     for argv, problem in (
         (command(RUN, sizes, load), "is a Hugging Face folder"),
         (command(RUN, KNOWN, load, "--export-hf", str(folder)), "the output exists"),
+        (command(RUN, KNOWN, load, "--ckpt-step", "3"), "has no tags"),
         (
             command(RUN, KNOWN[:1], load, "--model-family", "llama", "--num-layers", "2")
             + ["--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "24"],
