@@ -146,7 +146,9 @@ def test_the_8_bit_form_is_refused_by_what_it_keeps(ranks: RankPool) -> None:
 
 def test_steps_that_depend_on_the_partition_are_refused(ranks: RankPool) -> None:
     pytest.importorskip("optimi", reason="tests/setup_env.sh installs it")
-    for rank in ranks.run(2, JOBS + "attaching", Setup(1, "fp32", "optimi.StableAdamW")):
+    for rank in ranks.run(
+        2, JOBS + "attaching", Setup(1, "fp32", "optimi.StableAdamW", options=(("lr", 1e-3),))
+    ):
         assert rank["error"] == "UnsupportedError" and "root mean square" in rank["message"]
         assert rank["unchanged"] and not rank["attached"]
     with pytest.raises(ucp.UnsupportedError, match="root mean square"):
