@@ -13,7 +13,7 @@ from tests.engines.sources import PLAIN, Sources
 from tests.ranks import RankPool
 
 SHOWN_JOBS = 10
-CASES = 5  # of one test, that the default run takes in any case
+CASES = 4  # of one test, that the default run takes in any case
 pools: list[RankPool] = []
 
 

@@ -78,6 +78,7 @@ def test_the_quickstart_sees_one_flipped_bit(run: tuple[Path, Done]) -> None:
     assert "NOT EQUAL after the load at tp=2, dp=1, ZeRO-2: master of" in done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_every_rank(tmp_path: Path) -> None:
     out, shared = tmp_path / "run", set(Path("/dev/shm").glob("deepspeed*"))
     process = subprocess.Popen(

@@ -290,7 +290,7 @@ def test_what_the_manifest_says_about_the_save(three: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "trials", [4, *(pytest.param(many, marks=pytest.mark.slow) for many in (10, 50))]
+    "trials", [3, *(pytest.param(many, marks=pytest.mark.slow) for many in (10, 50))]
 )
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
     tmp_path: Path, trials: int
