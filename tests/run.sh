@@ -49,7 +49,7 @@ and=${marks:+$marks and }
 # Without ranks half of the tests run beside the other half.
 here=() there=()
 if [ -n "$quick" ] && [ $# = 0 ]; then
-    here=(tests/core tests/engines tests/families tests/formats tests/test_*.py)
+    here=(tests/core tests/engines tests/families tests/formats tests/pretrain tests/test_*.py)
     for path in tests/*/; do
         case " ${here[*]} " in *" ${path%/} "*) ;; *) there+=("${path%/}") ;; esac
     done

@@ -67,7 +67,13 @@ def test_every_tensor_is_what_the_reference_formulas_say(
     assert done.written_bytes == sum(t.nbytes for t in wanted.values())
 
 
-@pytest.mark.parametrize("family", twins.SIZES)
+QUICK = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.long) for f in twins.SIZES],
+)
 def test_one_digest_from_ten_meshes(tmp_path: Path, family: str) -> None:
     source = first(twins.model(family), tmp_path)
     found: dict[str, dict[str, str]] = {}
