@@ -67,7 +67,7 @@ def test_every_tensor_is_what_the_reference_formulas_say(
     assert done.written_bytes == sum(t.nbytes for t in wanted.values())
 
 
-QUICK = ("llama", "mixtral")
+QUICK = ("mixtral",)  # all kinds of parameters that llama has, and experts
 
 
 @pytest.mark.parametrize(

@@ -178,11 +178,12 @@ LAYER = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
 CUT, WHOLE = 80 * LAYER + 2 * 128256 * 8192, (2 * 80 + 1) * 8192
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target"),
     [
         ("tp=8,pp=4,dp=32,zero=1", "tp=4,pp=8,dp=32,zero=1"),
-        pytest.param("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2", marks=pytest.mark.long),
+        ("tp=8,pp=4,dp=32,zero=1", "dp=1024,zero=2"),
     ],
 )
 def test_a_simulation_of_1024_ranks(
