@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 quick=
 case "${1:-}" in
-    quick) quick=1 marks="not slow and not gpu and not long"; LAW_SHARE=0.05; shift ;;
+    quick) quick=1 marks="not slow and not gpu and not long"; LAW_SHARE=0.04; shift ;;
     all) marks=""; LAW_SHARE=1; shift ;;
     *) marks="not slow and not gpu" ;;
 esac

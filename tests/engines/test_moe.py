@@ -65,7 +65,7 @@ def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
         assert "does not say of which ones" in said and "parameter: stacked" in said
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_files_of_stock_deepspeed(
     ranks: RankPool, sources: Sources, tmp_path: Path, zero: int
 ) -> None:
