@@ -156,7 +156,7 @@ class FlatBuffer:
             size = self.partition_elems
             low, high = part * size - member.start, (part + 1) * size - member.start
         else:
-            first, total = member.slice_of or (0, member.size)
+            first, total = member.within
             chunk = -(-total // self.partitions)
             low, high = part * chunk - first, (part + 1) * chunk - first
         low, high = max(0, min(low, member.size)), max(0, min(high, member.size))
@@ -166,7 +166,7 @@ class FlatBuffer:
         """Position in the partition's memory of an element that it owns."""
         if self.rule == "whole":
             return member.start + element - part * self.partition_elems
-        first, total = member.slice_of or (0, member.size)
+        first, total = member.within
         return member.start + first + element - part * -(-total // self.partitions)
 
     def owners(self, member: Member, low: int, high: int) -> range:
@@ -174,7 +174,7 @@ class FlatBuffer:
         if self.rule == "whole":
             size = self.partition_elems
             return range((member.start + low) // size, (member.start + high - 1) // size + 1)
-        first, total = member.slice_of or (0, member.size)
+        first, total = member.within
         chunk = -(-total // self.partitions)
         return range((first + low) // chunk, (first + high - 1) // chunk + 1)
 

@@ -324,6 +324,11 @@ def grouped() -> str:
     engine = engine_of(cut, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     module = next(layer.experts for _, layer in experts.moe_layers(engine.module))
     module.__class__ = type("GroupedMLP", (type(module),), {})
+    return refused(engine)
+
+
+def refused(engine: Any) -> str:
+    """What `attach` says against an engine, which is gone then; "" where it takes it."""
     try:
         ucp.attach(engine, family="mixtral")
     except ucp.UcpError as error:
@@ -380,17 +385,8 @@ def train(cut: Cut, steps: int = 20) -> dict[str, Any]:
 
 def without_groups(cut: Cut) -> str:
     """What `attach` says of experts that DeepSpeed does not know the groups of."""
-    import megatron_ucp as ucp
-
     model = build(cut)
     engine = engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0)))
     for param in engine.module.parameters():
         param.__dict__.pop("group_name", None)
-    try:
-        ucp.attach(engine, family="mixtral")
-    except ucp.UcpError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-        models.stop()
-    return ""
+    return refused(engine)

@@ -290,7 +290,7 @@ def test_what_the_manifest_says_about_the_save(three: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "trials", [3, *(pytest.param(many, marks=pytest.mark.slow) for many in (10, 50))]
+    "trials", [pytest.param(10, id="10"), pytest.param(50, id="50", marks=pytest.mark.slow)]
 )
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
     tmp_path: Path, trials: int
@@ -318,9 +318,8 @@ def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
         assert set(each["codes"]) == {-signal.SIGKILL}, "the run ended before it was killed"
         assert each["differences"] == [] and each["differed_before"] > 5, each
         assert each["tag"] == each["latest"], each
-    if trials >= 10:  # of fewer all may be like each other
-        assert len({each["step"] for each in found}) > 3, "the moments are hardly random"
-        assert any(each["unfinished"] for each in found), "no save was hit"
+    assert len({each["step"] for each in found}) > 3, "the moments are hardly random"
+    assert any(each["unfinished"] for each in found), "no save was hit"
 
 
 # ------------------------------------------------ on disk before it counts
