@@ -35,11 +35,16 @@ def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
 def read(found: Config) -> tuple[Sizes, Architecture]:
     """Sizes and architecture of a Qwen2. Raises UnsupportedError for what is not computed
     here."""
+    return read_qwen(found, "add_qkv_bias", qkv_biases=True)
+
+
+def read_qwen(found: Config, setting: str, **attention: bool) -> tuple[Sizes, Architecture]:
+    """As `read`, for any Qwen: `setting` is megatron-core's for what its attention has besides,
+    `attention` that of Sizes. A window that is not used may be in the config."""
     check_config(found, {"use_sliding_window": (False,)})
-    sizes = Sizes(**read_common(found, int(found["vocab_size"]), qkv_biases=True))
-    return sizes, read_architecture(
-        {**found, "sliding_window": None}, 1e-6, 10000.0, odd={"add_qkv_bias": True}
-    )
+    sizes = Sizes(**read_common(found, int(found["vocab_size"]), **attention))
+    without_window = {**found, "sliding_window": None}
+    return sizes, read_architecture(without_window, 1e-6, 10000.0, odd={setting: True})
 
 
 FAMILY = Family(

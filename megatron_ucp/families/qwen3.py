@@ -3,16 +3,13 @@ keys, head by head."""
 
 from typing import Any
 
-from megatron_ucp.families import llama, pipe
+from megatron_ucp.families import llama, pipe, qwen2
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Builder, Declared, Family, Sizes
 from megatron_ucp.families.hugging_face import (
     Config,
     HuggingFace,
-    check_config,
     common,
-    read_architecture,
-    read_common,
     refused_settings,
     refused_sizes,
 )
@@ -36,11 +33,7 @@ def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
 def read(found: Config) -> tuple[Sizes, Architecture]:
     """Sizes and architecture of a Qwen3. Raises UnsupportedError for what is not computed
     here."""
-    check_config(found, {"use_sliding_window": (False,)})
-    sizes = Sizes(**read_common(found, int(found["vocab_size"]), qk_norms=True))
-    return sizes, read_architecture(
-        {**found, "sliding_window": None}, 1e-6, 10000.0, odd={"qk_layernorm": True}
-    )
+    return qwen2.read_qwen(found, "qk_layernorm", qk_norms=True)
 
 
 FAMILY = Family(

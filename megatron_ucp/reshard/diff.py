@@ -124,14 +124,25 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         yield Difference("", "lr_scheduler", repr(a), repr(b))
 
 
+def _of_both(
+    one: Checkpoint, two: Checkpoint, name: str
+) -> "tuple[ParamSpec, ParamSpec] | Difference":
+    """A parameter as each side has it; the difference, where one of them has none."""
+    a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
+    if a is not None and b is not None:
+        return a, b
+    here = ["missing" if spec is None else "present" for spec in (a, b)]
+    return Difference(name, "parameter", *here)
+
+
 def _parameter(
     one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
 ) -> "Iterator[Difference | _Values]":
-    a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
-    if a is None or b is None:
-        here = ["missing" if spec is None else "present" for spec in (a, b)]
-        yield Difference(name, "parameter", *here)
+    specs = _of_both(one, two, name)
+    if isinstance(specs, Difference):
+        yield specs
         return
+    a, b = specs
     for what in ("shape", "kind"):
         if getattr(a, what) != getattr(b, what):
             yield Difference(name, what, str(getattr(a, what)), str(getattr(b, what)))
@@ -146,11 +157,11 @@ def _weights(
     one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
 ) -> "Iterator[Difference | _Values]":
     """The weights of a parameter, in the dtype of the side that holds nothing else."""
-    a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
-    if a is None or b is None:
-        here = ["missing" if spec is None else "present" for spec in (a, b)]
-        yield Difference(name, "parameter", *here)
+    specs = _of_both(one, two, name)
+    if isinstance(specs, Difference):
+        yield specs
         return
+    a, b = specs
     if a.shape != b.shape and not _padded(a, b) and not _padded(b, a):
         yield Difference(name, "shape", str(a.shape), str(b.shape))
         return
