@@ -38,6 +38,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--family", default="", help="of a checkpoint that does not say its own")
     verb.add_argument("--tokenizer", metavar="DIR", help="copy the tokenizer files of this folder")
     verb.add_argument(
+        "--merge",
+        metavar="BASE",
+        help="the folder of the base model of a LoRA run: write that model with the adapter added "
+        "(--config DIR then has adapter_config.json); without it the adapter alone is written",
+    )
+    verb.add_argument(
         "--verify",
         action="store_true",
         help="read the files back and compare them with the checkpoint, bit by bit",
@@ -62,6 +68,7 @@ def run(args: Any) -> int:
         config=args.config,
         family=args.family,
         tokenizer=args.tokenizer,
+        merge=args.merge,
         verify=args.verify,
         allow=frozenset(filter(None, args.allow.replace(" ", "").split(","))),
         progress=progress_bar(args, "B"),

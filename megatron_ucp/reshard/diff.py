@@ -2,7 +2,7 @@
 weights alone the weights."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -61,12 +61,15 @@ def diff(
 
 
 def weight_differences(
-    one: Checkpoint, two: Checkpoint, progress: Callable[[int, int], None] | None = None
+    one: Checkpoint,
+    two: Checkpoint,
+    progress: Callable[[int, int], None] | None = None,
+    among: Collection[str] | None = None,
 ) -> list[Difference]:
     """Every difference in the weights of two checkpoints, of which at least one holds nothing else:
     the other one's masters are rounded to its dtypes. Rows of a vocabulary that are padding are not
-    compared. Raises a UcpError."""
-    return _differences(one, two, (), _weights, progress)
+    compared. `among` are the parameters that are looked at (None: all). Raises a UcpError."""
+    return _differences(one, two, (), _weights, progress, among)
 
 
 def _opened(
@@ -90,13 +93,15 @@ def _differences(
     first: Iterable[Difference],
     compare: "Compare",
     progress: Callable[[int, int], None] | None,
+    among: Collection[str] | None = None,
 ) -> list[Difference]:
     """What differs of the runs comes `first`, then what `compare` says of each parameter."""
+    names = dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name])
     out: list[Difference | _Values] = [*first]
     with pool() as threads:  # they compare while the next parameter is planned
         job = _Job(WindowReader(one), WindowReader(two), threads)
         try:
-            for name in dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name]):
+            for name in names if among is None else among:
                 out += compare(one, two, name, job)
             found = job.collect(progress)
         finally:  # also for Ctrl-C: what has not begun does not begin

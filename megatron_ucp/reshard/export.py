@@ -8,7 +8,8 @@ on the mesh that saved it. The folder appears whole or not at all.
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,10 @@ from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.diff import weight_differences
+from megatron_ucp.reshard.diff import Difference, weight_differences
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.merge import Merge, open_merge
 from megatron_ucp.reshard.outgoing import (
     WEIGHT_DTYPES,
     WIDE_WINDOW_BYTES,
@@ -46,7 +48,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.twin import Twin, twin_of
+from megatron_ucp.reshard.twin import given_config, twin_of
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
 _ALLOWED = frozenset({"mean", "stale"})
@@ -80,6 +82,7 @@ def export_hf(
     config: str | Path | None = None,
     family: str = "",
     tokenizer: str | Path | None = None,
+    merge: str | Path | None = None,
     verify: bool = False,
     allow: Collection[str] = (),
     progress: Progress | None = None,
@@ -90,7 +93,9 @@ def export_hf(
 
     `config` is a folder with the config.json of the model, which a checkpoint without a family
     needs (else the weights alone are written); `family` is that of a checkpoint that does not say
-    its own; tokenizer files are copied from `tokenizer`, else from `config`. `verify` reads the
+    its own; tokenizer files are copied from `tokenizer`, else from `config`. Of a model that peft
+    wrapped the adapter is written, in peft's format; `merge` is the folder of its base model, which
+    is written with the adapter added (`config` then has adapter_config.json). `verify` reads the
     files back and compares them with the source, bit by bit, before they get their name. `allow`
     as in `convert`. Raises a UcpError, SaveError where the output can't be written; nothing is
     left of it then.
@@ -98,32 +103,24 @@ def export_hf(
     started, folder = time.perf_counter(), Path(dst)
     check_output(folder, dtype, allow)
     max_bytes = parse_size(max_shard_size)
-    given = None if config is None else read_json(Path(config) / CONFIG_FILE)
-    with open_checkpoint(src, tag, rules) as source:
+    with ExitStack() as opened:
+        source = opened.enter_context(open_checkpoint(src, tag, rules))
         require_outside(folder, source.folder)
         for name in source.file_names:
             source.check(name, allow)
+        given = given_config(source.manifest, config, str(source.folder))
+        mesh, notes, merged = str(source.manifest.mesh), source.notes, None
+        if merge is not None:
+            source, merged = open_merge(opened, merge, source, given)
+            given, family = read_json(source.folder / CONFIG_FILE), ""
         chosen = dtype or training_dtype(source.manifest)
         twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-        beside = beside_weights(twin, tokenizer or config)
-        job = _Job(
-            source, Outgoing(source.manifest, twin, chosen, max_bytes), frozenset(allow), progress
-        )
+        beside = beside_weights(twin, tokenizer or merge or config)
+        out = Outgoing(source.manifest, twin, chosen, max_bytes)
+        job = _Job(source, out, frozenset(allow), progress, merged)
         job.prove()
         job.write(folder, beside, verify)
-    notes = [*source.notes, *job.out.notes]
-    return Exported(
-        str(folder),
-        str(source.manifest.mesh),
-        chosen,
-        len(job.out.files),
-        len(twin.shares),
-        job.reader.read_bytes,
-        job.done,
-        time.perf_counter() - started,
-        verify,
-        tuple(notes),
-    )
+    return job.result(folder, mesh, time.perf_counter() - started, verify, notes)
 
 
 def check_output(folder: Path, dtype: str | None, allow: Collection[str]) -> None:
@@ -150,8 +147,9 @@ class _Job:
         out: Outgoing,
         allow: frozenset[str],
         progress: Progress | None,
+        merged: Merge | None = None,
     ) -> None:
-        self.source, self.out, self.progress = source, out, progress
+        self.source, self.out, self.progress, self.merged = source, out, progress, merged
         self.reader = WindowReader(source, allow | {"narrow"})
         self.memory, self.stopped = Memory(), threading.Event()
         self.done = 0
@@ -170,13 +168,30 @@ class _Job:
             in_threads(
                 [partial(self._tensor, aside, one) for one in self.out.in_order], self.stopped
             )
-            self.reader.check(thorough=True)
+            self._check_read()
             self.out.check_overflows(self.overflows, str(self.source.folder))
             self.out.finish(aside, beside)
             if verify:
-                _verify(self.source, aside, self.out.twin)
+                self._verify(aside)
             sync_all(aside)
             publish(aside, folder)
+
+    def result(
+        self, folder: Path, mesh: str, seconds: float, verified: bool, notes: Sequence[str]
+    ) -> Exported:
+        """What was done; `notes` are the source's."""
+        return Exported(
+            str(folder),
+            mesh,
+            self.out.dtype,
+            len(self.out.files),
+            len(self.out.tensors),
+            self.read_bytes,
+            self.done,
+            seconds,
+            verified,
+            (*notes, *self.out.notes),
+        )
 
     # ---------------------------------------------------------------- bytes
 
@@ -188,12 +203,61 @@ class _Job:
         with open(path, "r+b", buffering=0) as file:
             for low in range(0, one.elems, step):
                 memory = self.memory.take(min(step, one.elems - low), one.dtype)
-                self.reader.fill(self.out.target, self.out.slot(number), one.state, low, memory)
+                self._fill(number, low, memory)
                 self._look_for_overflows(number, low, memory)
                 write_at(file.fileno(), bytes_of(memory), one.place + low * size)
                 self._count(memory.nbytes)
         if one.elems * size > WINDOW_BYTES:
             begin_sync(path)
+
+    def _fill(self, number: int, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a tensor, rounded to the dtype of the output."""
+        one = self.out.tensors[number]
+        if self.merged is None:
+            self.reader.fill(self.out.target, self.out.slot(number), one.state, low, memory)
+        else:
+            memory.copy_(self.merged.elements(one.name, low, len(memory)))
+
+    def _check_read(self) -> None:
+        """Raises DamagedFileError where what was read is not what was saved."""
+        if self.merged is None:
+            self.reader.check(thorough=True)
+        else:
+            self.merged.check()
+
+    @property
+    def read_bytes(self) -> int:
+        return (self.merged or self.reader).read_bytes
+
+    def _verify(self, written: Path) -> None:
+        """Reads the files back under the names of the source, and compares every parameter with the
+        source's masters, rounded as the files are; what was merged with a second merge. Raises
+        SaveError."""
+        twin = self.out.twin
+        told = twin.told if twin.family or twin.is_adapter else None
+        with open_checkpoint(written, told=told) as found:
+            if self.merged is None:
+                differences = weight_differences(self.source, found, among=twin.specs)
+            else:
+                differences = self._merged_differences(found)
+        if differences:
+            raise _not_as_written(written, differences)
+
+    def _merged_differences(self, found: Checkpoint) -> list[Difference]:
+        """Where a folder does not hold what was merged."""
+        reader, out = WindowReader(found), list[Difference]()
+        reader.prove(self.out.target, [(self.out.slot(n), VALUE) for n in self.out.in_order])
+        for number, one in enumerate(self.out.tensors):
+            step = WINDOW_BYTES // ITEMSIZE[one.dtype]
+            for low in range(0, one.elems, step):
+                want = self.memory.take(min(step, one.elems - low), one.dtype)
+                have = self.memory.take(len(want), one.dtype, 1)
+                self._fill(number, low, want)
+                reader.fill(self.out.target, self.out.slot(number), VALUE, low, have)
+                if not torch.equal(want.view(torch.uint8), have.view(torch.uint8)):
+                    what = f"from element {low} on"
+                    out.append(Difference(one.name, what, "the merged values", "others"))
+        return out
 
     def _look_for_overflows(self, number: int, low: int, memory: torch.Tensor) -> None:
         """Counts finite values that the dtype can't hold."""
@@ -209,8 +273,10 @@ class _Job:
                 self.overflows[one.name] = self.overflows.get(one.name, 0) + lost
 
     def _as_saved(self, number: int, low: int, elems: int) -> torch.Tensor:
-        """Elements of a tensor in the dtype of the source."""
+        """Elements of a tensor before they were rounded."""
         one = self.out.tensors[number]
+        if self.merged is not None:
+            return self.merged.elements(one.name, low, elems)
         target = weights_manifest(self.out.twin.specs, [(one.share, one.saved_dtype)])
         reader, slot = WindowReader(self.source, self.reader.allow), Slot(0, (), 0, VALUE)
         reader.prove(target, [(slot, one.state)])
@@ -227,18 +293,13 @@ class _Job:
                 self.progress(self.done, self.out.total_bytes)
 
 
-def _verify(source: Checkpoint, written: Path, twin: Twin) -> None:
-    """Reads the files back under the names of the source, and compares every parameter with the
-    source's masters, rounded as the files are. Raises SaveError."""
-    with open_checkpoint(written, told=twin.told if twin.family else None) as found:
-        differences = weight_differences(source, found)
-    if differences:
-        first = differences[0]
-        raise SaveError(
-            "what was read back is not what the checkpoint holds; nothing is left of it",
-            file=written,
-            parameter=first.parameter,
-            expected=first.a,
-            found=f"{first.what}: {first.b}; {len(differences)} differences",
-            fix="check the disk and the memory of this machine, then try again",
-        )
+def _not_as_written(written: Path, differences: Sequence[Difference]) -> SaveError:
+    first = differences[0]
+    return SaveError(
+        "what was read back is not what the checkpoint holds; nothing is left of it",
+        file=written,
+        parameter=first.parameter,
+        expected=first.a,
+        found=f"{first.what}: {first.b}; {len(differences)} differences",
+        fix="check the disk and the memory of this machine, then try again",
+    )

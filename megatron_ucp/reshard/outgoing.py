@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import InexactError
 from megatron_ucp.formats import durable
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE
 from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.diff import weight_of
@@ -77,14 +77,16 @@ class Outgoing:
     the order of the twin's, as the buffers of `target` are."""
 
     def __init__(self, source: Manifest, twin: Twin, dtype: str, max_bytes: int) -> None:
-        self.twin = twin
+        self.twin, self.dtype = twin, dtype
         held = {share.param: weight_of(source, share.param) for share in twin.shares.values()}
         dtypes = {n: dtype if have in WEIGHT_DTYPES else have for n, (_, have) in held.items()}
         rows = [
             (name, dtypes[share.param], share.stored_shape(twin.specs[share.param]))
             for name, share in twin.shares.items()
         ]
-        self.files = shards_of(rows, max_bytes)
+        # peft reads an adapter from one file
+        most = sys.maxsize if twin.is_adapter else max_bytes
+        self.files = shards_of(rows, most, twin.weights_file)
         places = {n: (file.name, at) for file in self.files for n, at in file.places.items()}
         self.tensors = [
             OutgoingTensor(
@@ -107,7 +109,9 @@ class Outgoing:
         """What the folder lacks."""
         if self.twin.config is not None:
             return []
-        return ["no config.json was written: give --config DIR for one that transformers needs"]
+        reader = "peft" if self.twin.is_adapter else "transformers"
+        file = self.twin.config_file
+        return [f"no {file} was written: give --config DIR for one that {reader} needs"]
 
     def slot(self, number: int) -> Slot:
         """Of a tensor in the target."""
@@ -164,7 +168,7 @@ def beside_weights(twin: Twin, folder: str | Path | None) -> Beside:
     """config.json, and the tokenizer's files of a folder that was given."""
     out: dict[str, str | Path] = {}
     if twin.config is not None:
-        out[CONFIG_FILE] = _json(twin.config)
+        out[twin.config_file] = _json(twin.config)
     for name in COPIED_FILES if folder is not None else ():
         if (path := Path(folder or "") / name).is_file():
             out[name] = path

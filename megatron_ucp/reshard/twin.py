@@ -13,7 +13,14 @@ from megatron_ucp.families.architecture import Architecture, described
 from megatron_ucp.families.base import Family, Model, Sizes
 from megatron_ucp.families.hugging_face import HuggingFace
 from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.hugging_face.checkpoint import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_json,
+)
+from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 
 _LISTED = 8
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
@@ -23,12 +30,19 @@ _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has i
 @dataclass(frozen=True)
 class Twin:
     """`shares` by the names of tensors, in the order of the model; `specs` are the whole
-    parameters. `config` is config.json, None where nobody says it."""
+    parameters. `config` is config.json, None where nobody says it; an adapter has files of other
+    names."""
 
     shares: Mapping[str, Share]
     specs: Mapping[str, ParamSpec]
     config: Mapping[str, Any] | None = None
     family: str = ""
+    weights_file: str = WEIGHTS_FILE
+    config_file: str = CONFIG_FILE
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.weights_file == ADAPTER_FILE
 
     @property
     def told(self) -> Told:
@@ -39,7 +53,7 @@ class Twin:
 def twin_of(
     manifest: Manifest, config: Mapping[str, Any] | None, family: str, dtype: str, file: str
 ) -> Twin:
-    """The twin of a checkpoint, for an export in `dtype`. `config` is a config.json that was given,
+    """The twin of a checkpoint, for an export in `dtype`. `config` is what `given_config` reads,
     `family` the name of one (else the checkpoint's).
 
     Raises UnsupportedError for what Hugging Face's class can't represent, ModelMismatchError that
@@ -47,6 +61,9 @@ def twin_of(
     """
     name = family or manifest.family
     if not name:
+        adapter = adapter_of(manifest, file)
+        if adapter is not None:
+            return _adapter(manifest, adapter, config, file)
         return _plain(manifest, config, dtype, file)
     found, twin = _family(name, file)
     sizes, architecture = _described(manifest, found, config, file)
@@ -55,6 +72,17 @@ def twin_of(
     whole = twin.whole_config(sizes, architecture, dtype)
     kept = whole if config is None else {**config, "dtype": dtype}
     return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
+
+
+def given_config(
+    manifest: Manifest, folder: str | Path | None, file: str
+) -> Mapping[str, Any] | None:
+    """The config in a folder that was given, for the model of a checkpoint, or for its adapter;
+    None where no folder was given. Raises NotFoundError, DamagedFileError."""
+    if folder is None:
+        return None
+    adapter = not manifest.family and adapter_of(manifest, file) is not None
+    return read_json(Path(folder) / (ADAPTER_CONFIG_FILE if adapter else CONFIG_FILE))
 
 
 def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
@@ -243,3 +271,15 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
         known["torch_dtype"] = dtype
     shares = {name: Share(name) for name in manifest.by_name}
     return Twin(shares, manifest.by_name, known or None)
+
+
+def _adapter(
+    manifest: Manifest, adapter: Adapter, config: Mapping[str, Any] | None, file: str
+) -> Twin:
+    """Of the adapter that peft put around a model, without that model."""
+    if config is not None:
+        check_adapter_config(adapter, manifest, config, file)
+        config = {**config, "inference_mode": True}  # as peft saves it: to be used
+    shares = {name: Share(param) for param, name in adapter.files.items()}
+    specs = {param: manifest.by_name[param] for param in adapter.files}
+    return Twin(shares, specs, config, "", ADAPTER_FILE, ADAPTER_CONFIG_FILE)

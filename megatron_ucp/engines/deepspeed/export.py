@@ -1,19 +1,19 @@
 """`engine.ucp_export_hf`: the weights of a live engine as a folder of a Hugging Face model."""
 
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.families.architecture import RECORDED, recorded
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.export import Exported, check_output
 from megatron_ucp.reshard.export_live import export_live
 from megatron_ucp.reshard.outgoing import Outgoing, beside_weights, training_dtype
-from megatron_ucp.reshard.twin import twin_of
+from megatron_ucp.reshard.twin import given_config, twin_of
 
 
 def export(
@@ -41,7 +41,7 @@ def export(
         if model is not None:
             manifest = replace(manifest, run={RECORDED: recorded(model, engine.module)})
         chosen = dtype or training_dtype(manifest)
-        given = _config(engine, model) if config is None else read_json(Path(config) / CONFIG_FILE)
+        given = given_config(manifest, config, str(folder)) or _config(engine, model)
         twin = twin_of(manifest, given, "", chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer or config)
@@ -49,6 +49,17 @@ def export(
 
 
 def _config(engine: Any, model: Model | None) -> dict[str, Any] | None:
-    """The config of a model of transformers."""
+    """The config of a model of transformers, or of the adapter that peft put around one."""
+    adapters = getattr(engine.module, "peft_config", None)
+    if isinstance(adapters, dict) and len(adapters) == 1:  # several are refused
+        (adapter,) = adapters.values()
+        return {name: _plain(value) for name, value in adapter.to_dict().items()}
     said = getattr(getattr(engine.module, "config", None), "to_dict", None)
     return None if model is not None or said is None else dict(said())
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: peft keeps module names in sets, and enums for words."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return value.value if isinstance(value, Enum) else value

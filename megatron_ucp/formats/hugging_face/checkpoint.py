@@ -28,8 +28,8 @@ from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "config.json"
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # peft's
 MAX_JSON_BYTES = 256 * 2**20
 # masks of GPT-2, and frequencies of rotary positions
 _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")

@@ -1,0 +1,249 @@
+"""A base model with a low-rank adapter added to it, element by element, in memory that does not
+grow with the model.
+
+W + scale * B A, as peft's `merge_and_unload`; here the sum is made in fp64 from the masters and
+rounded once, so that the bytes depend neither on the machine's matrix kernels nor on windows.
+"""
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.core.states import VALUE
+from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.adapter import (
+    FACTORS,
+    Adapter,
+    adapter_of,
+    check_adapter_config,
+    scale_of,
+)
+from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.windows import WindowReader
+
+_LISTED = 8
+# Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
+# take a part of its weights out first: added to the base as it was, that part would count twice.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva")
+# Settings that compute something else than W + scale * B A.
+_OTHERWISE = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What is added to a tensor: `scale` times up @ down, or the transpose of that. `down` and `up`
+    are parameters."""
+
+    down: str
+    up: str
+    scale: float
+    turned: bool
+
+
+class Merge:
+    """`base` is the folder of the base model, `source` the checkpoint with the adapter, `config`
+    its adapter_config.json.
+
+    Raises UsageError where `source` holds no adapter, UnsupportedError for an adapter that is not
+    merely added, ModelMismatchError that lists everything which does not fit the base.
+    """
+
+    def __init__(self, base: Checkpoint, source: Checkpoint, config: Mapping[str, Any]) -> None:
+        self._file = str(source.folder)
+        found = adapter_of(source.manifest, self._file)
+        if found is None:
+            raise UsageError(
+                "there is nothing to merge: the checkpoint holds no adapter",
+                file=self._file,
+                fix="leave --merge out",
+            )
+        check_adapter_config(found, source.manifest, config, self._file)
+        _require_plain(config, self._file)
+        self._whole = found.whole
+        self._base = _Tensors(base, [*base.manifest.by_name])
+        self._own = _Tensors(source, [*found.files, *found.base])
+        self._trained_as = {tensor: param for param, tensor in found.base.items()}
+        self._products = self._fitting(found, config)
+        self._local = threading.local()
+
+    @property
+    def read_bytes(self) -> int:
+        return self._base.reader.read_bytes + self._own.reader.read_bytes
+
+    def check(self) -> None:
+        """Compares what was read with its checksums. Raises DamagedFileError."""
+        for tensors in (self._base, self._own):
+            tensors.reader.check(thorough=False)
+
+    def elements(self, tensor: str, low: int, elems: int) -> torch.Tensor:
+        """Elements from `low` of a tensor of the merged model, flat: as they are saved, or sums in
+        fp64. Raises ModelMismatchError where the checkpoint was trained on another base."""
+        if tensor in self._whole:
+            return self._own.read(self._whole[tensor], low, elems)
+        values = self._base.read(tensor, low, elems)
+        self._compare(tensor, low, values)
+        if tensor not in self._products:
+            return values
+        left, right = self._factors(tensor)
+        width = right.shape[1]
+        first, end = low // width, -(-(low + elems) // width)
+        rows = left[first:end] @ right
+        added = rows.reshape(-1)[low - first * width :][:elems]
+        return values.double() + self._products[tensor].scale * added
+
+    # ------------------------------------------------ parts
+
+    def _fitting(self, found: Adapter, config: Mapping[str, Any]) -> dict[str, _Product]:
+        """What is added to each tensor, once all of it fits the base."""
+        out: dict[str, _Product] = {}
+        faults: list[str] = []
+        for tensor, param in found.whole.items():
+            faults += self._misfit(tensor, self._own.shape(param))
+        for module, parts in found.factors.items():
+            product = self._product(module, parts, config)
+            if isinstance(product, str):
+                faults.append(product)
+                continue
+            out[f"{module}.weight"] = product
+            shape = self._own.shape(product.up)[0], self._own.shape(product.down)[1]
+            faults += self._misfit(f"{module}.weight", shape[::-1] if product.turned else shape)
+        if faults:
+            more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+            raise ModelMismatchError(
+                "the adapter does not fit the base model",
+                file=self._file,
+                expected="the model that it was trained on",
+                found="; ".join(faults[:_LISTED]) + more,
+                fix="give --merge the folder of the adapter's own base model",
+            )
+        return out
+
+    def _product(
+        self, module: str, parts: Mapping[str, str], config: Mapping[str, Any]
+    ) -> _Product | str:
+        """What is added to a module's weight; what is wrong with it, as a text."""
+        embedding = "lora_embedding_A" in parts
+        names = FACTORS[2:] if embedding else FACTORS[:2]
+        if set(parts) != {*names}:
+            return f"{module}: {', '.join(sorted(parts))}; expected {', '.join(names)}"
+        down, up = (parts[name] for name in names)
+        shapes = self._own.shape(down), self._own.shape(up)
+        if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
+            return f"{module}: factors of shape {shapes[0]} and {shapes[1]}"
+        turned = embedding or bool(config.get("fan_in_fan_out"))
+        return _Product(down, up, scale_of(config, module, shapes[0][0]), turned)
+
+    def _misfit(self, tensor: str, shape: Sequence[int]) -> list[str]:
+        """What is wrong with the place of something that was trained."""
+        if tensor not in self._base.numbers:
+            return [f"{tensor}: the base has no such tensor"]
+        have = self._base.shape(tensor)
+        return [] if have == tuple(shape) else [f"{tensor}: {have} in the base, {tuple(shape)}"]
+
+    def _factors(self, tensor: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two matrices in fp64 whose product is added. This thread's last ones are kept."""
+        if getattr(self._local, "tensor", None) != tensor:
+            product = self._products[tensor]
+            up, down = (self._own.matrix(name) for name in (product.up, product.down))
+            self._local.factors = (down.T.contiguous(), up.T) if product.turned else (up, down)
+            self._local.tensor = tensor
+        return self._local.factors
+
+    def _compare(self, tensor: str, low: int, values: torch.Tensor) -> None:
+        """The base's elements with those that the checkpoint was trained on, where it has them."""
+        param = self._trained_as.get(tensor)
+        if param is None:
+            return
+        trained = self._own.read(param, low, len(values))
+        if not torch.equal(values.to(trained.dtype), trained):
+            raise ModelMismatchError(
+                "the base is not the model that the adapter was trained on",
+                file=self._file,
+                parameter=tensor,
+                expected="the frozen weights of the checkpoint",
+                found=f"other values from element {low} on",
+                fix="give --merge the folder of the adapter's own base model",
+            )
+
+
+class _Tensors:
+    """Some parameters of a checkpoint, read in parts; their masters, where there are any."""
+
+    def __init__(self, source: Checkpoint, names: Sequence[str]) -> None:
+        self.reader = WindowReader(source)
+        self.numbers = {name: number for number, name in enumerate(names)}
+        self._specs = source.manifest.by_name
+        self._states = [weight_of(source.manifest, name) for name in names]
+        rows = [(Share(n), dtype) for n, (_, dtype) in zip(names, self._states, strict=True)]
+        self._target = weights_manifest(self._specs, rows)
+        self.reader.prove(
+            self._target,
+            [(Slot(number, (), 0, VALUE), state) for number, (state, _) in enumerate(self._states)],
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._specs[name].shape
+
+    def read(self, name: str, low: int, elems: int) -> torch.Tensor:
+        """Elements from `low` on, flat, in the dtype that they are saved in."""
+        number = self.numbers[name]
+        state, dtype = self._states[number]
+        out = torch.empty(elems, dtype=TORCH_DTYPES[dtype])
+        self.reader.fill(self._target, Slot(number, (), 0, VALUE), state, low, out)
+        return out
+
+    def matrix(self, name: str) -> torch.Tensor:
+        """All of it, in fp64."""
+        shape = self.shape(name)
+        return self.read(name, 0, math.prod(shape)).double().view(shape)
+
+
+def open_merge(
+    opened: ExitStack, base: str | Path, source: Checkpoint, config: Mapping[str, Any] | None
+) -> tuple[Checkpoint, Merge]:
+    """The folder of a base model, and what becomes of it with the adapter in `source`. Raises as
+    Merge, UsageError without a config."""
+    if config is None:
+        raise UsageError(
+            "a merge needs to know the adapter's scale",
+            file=source.folder,
+            expected=f"--config DIR with {ADAPTER_CONFIG_FILE}",
+            found="none",
+        )
+    model = opened.enter_context(open_checkpoint(base))
+    return model, Merge(model, source, config)
+
+
+def _require_plain(config: Mapping[str, Any], file: str) -> None:
+    """Raises UnsupportedError where an adapter is not merely added to its base."""
+    start = config.get("init_lora_weights", True)
+    faults = [f"{name}: {config[name]}" for name in _OTHERWISE if config.get(name)]
+    if start not in _PLAIN_STARTS:
+        faults.append(f"init_lora_weights: {start}, which took weights out of the base")
+    if faults:
+        raise UnsupportedError(
+            "the adapter is not merely added to its base model",
+            file=file,
+            expected="W + scale * B A",
+            found="; ".join(faults),
+            fix="export the adapter, load it with peft and merge it there",
+        )

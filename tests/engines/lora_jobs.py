@@ -1,0 +1,122 @@
+"""What the ranks do with low-rank adapters: the real peft around a model of transformers, under
+DeepSpeed."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from tests.engines.canonical import canonical
+from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data
+
+RANK, ALPHA = 4, 12
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    "rslora": {
+        "target_modules": ["q_proj", "v_proj"],
+        "use_rslora": True,
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 20},
+        "rank_pattern": {"v_proj": 2},
+    },
+    "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"},
+    "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "pissa": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
+}
+
+
+def base_model(kind: str, seed: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        sizes = GPT2Config(
+            vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=16, n_layer=2, n_head=2, use_cache=False
+        )
+        sizes.attn_pdrop = sizes.embd_pdrop = sizes.resid_pdrop = 0.0
+        return GPT2LMHeadModel(sizes)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=SEQUENCE,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+
+
+def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = base_model(kind, 1)  # the base is always the same
+    if base is not None and dist.get_rank() == 0:
+        model.save_pretrained(base)
+    torch.manual_seed(seed)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, **KINDS[kind])
+    return get_peft_model(model, config)
+
+
+def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None = None) -> Any:
+    import deepspeed
+
+    model = wrapped(kind, seed, base)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
+    config["zero_force_ds_cpu_optimizer"] = False
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=config,
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made)
+
+
+def train(engine: Any, steps: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        rows = torch.stack([row["input_ids"] for row in make_data()[4 * step : 4 * step + 4]])
+        mine = rows.chunk(world)[rank]
+        engine.backward(engine(input_ids=mine, labels=mine).loss)
+        engine.step()
+
+
+def save(kind: str, zero: int, folder: str, exclude: bool, dtype: str = "fp32") -> dict[str, Any]:
+    """Trains and saves; beside it the base model, and what peft writes of the adapter and of the
+    merged model."""
+    import deepspeed
+
+    out, rank = Path(folder), dist.get_rank()
+    engine = make(kind, zero, 3, dtype, out / "base")
+    train(engine, 3)
+    engine.save_checkpoint(folder, tag="tag", exclude_frozen_parameters=exclude)
+    live = engine.ucp_export_hf(out / "live", "float32")
+    found = {"states": canonical(engine), "live": live.notes}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
+        if rank == 0:
+            engine.module.save_pretrained(out / "peft")
+            if zero < 3:
+                engine.module.merge_and_unload().save_pretrained(out / "merged")
+    engine.destroy()
+    return found
+
+
+def resume(kind: str, zero: int, folder: str, excluded: bool) -> dict[str, Any]:
+    """Another seed's adapter, then the checkpoint's."""
+    engine = make(kind, zero, 8)
+    fresh = canonical(engine)
+    report = ucp.load(engine, folder, tag="tag", allow={"missing"} if excluded else set())
+    found = {"fresh": fresh, "begin": canonical(engine), "notes": report.notes}
+    train(engine, 1)
+    engine.destroy()
+    return found

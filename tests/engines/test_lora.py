@@ -1,0 +1,234 @@
+"""LoRA: the real peft around transformers' models under DeepSpeed. Adapters go out in peft's own
+format, or merged into their base; runs resume on other meshes."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megatron_ucp as ucp
+from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
+from tests.engines.canonical import differences
+from tests.ranks import RankPool
+from tests.reshard import twins
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.lora_jobs:"
+Saved = Callable[..., tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_checkpoints: Path) -> Saved:
+    """(kind, ZeRO stage, without frozen weights) -> the folder of a run on two ranks, and what rank
+    0 saw."""
+    kept: dict[Any, tuple[Path, dict[str, Any]]] = {}
+
+    def get(kind: str, zero: int = 1, exclude: bool = True, dtype: str = "fp32") -> Any:
+        key = kind, zero, exclude, dtype
+        if key not in kept:
+            folder = tmp_checkpoints / f"lora_{kind}_{zero}_{exclude}_{dtype}"
+            found = ranks.run(2, JOBS + "save", kind, zero, str(folder), exclude, dtype)
+            kept[key] = folder, found[0]
+        return kept[key]
+
+    return get
+
+
+CASES = [
+    ("llama", 1, True),
+    ("llama", 2, False),
+    ("llama", 3, True),
+    ("gpt2", 1, True),
+    ("rslora", 2, True),
+    ("embedding", 1, True),
+    ("dora", 1, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "zero", "exclude"), CASES)
+def test_the_adapter_as_peft_writes_it(
+    saved: Saved, tmp_path: Path, kind: str, zero: int, exclude: bool
+) -> None:
+    """The same names and bits, from files and from memory; and the config of the run."""
+    folder, _ = saved(kind, zero, exclude)
+    found = ucp.export_hf(
+        folder, tmp_path / "out", "float32", config=folder / "peft", verify=True, max_shard_size=900
+    )
+    want = load_file(folder / "peft" / "adapter_model.safetensors")
+    if kind == "embedding":  # peft adds the frozen embedding of the base
+        del want["base_model.model.model.embed_tokens.base_layer.weight"]
+    assert twins.same(load_file(tmp_path / "out" / "adapter_model.safetensors"), want) == []
+    assert found.tensors == len(want) > 3
+    assert any(tensor.abs().max() > 0 for name, tensor in want.items() if "lora_B" in name)
+    files = "adapter_model.safetensors", "adapter_config.json"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files}
+    from_memory, from_files = (path / files[0] for path in (folder / "live", tmp_path / "out"))
+    assert from_memory.read_bytes() == from_files.read_bytes()
+    configs = [settings(path) for path in (folder / "live", tmp_path / "out", folder / "peft")]
+    assert configs[0] == configs[1] == configs[2] and configs[0]["r"] == 4
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """An adapter's config; sets have no order, and `auto_mapping` is added by peft's own save."""
+    found = json.loads((folder / "adapter_config.json").read_text())
+    del found["auto_mapping"]
+    return {k: sorted(v) if isinstance(v, list) else v for k, v in found.items()}
+
+
+def test_peft_loads_the_adapter(saved: Saved, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    from tests.engines.lora_jobs import base_model
+
+    folder, _ = saved("llama", 3)
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "peft")
+    tokens = torch.arange(8).view(1, 8)
+    logits = [
+        PeftModel.from_pretrained(base_model("llama", 1), str(path))(tokens).logits
+        for path in (tmp_path / "out", folder / "peft")
+    ]
+    assert torch.equal(*logits)
+    assert not torch.equal(logits[0], base_model("llama", 1)(tokens).logits)
+
+
+def test_without_a_config_the_weights_alone(saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("llama")
+    found = ucp.export_hf(folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_model.safetensors"]
+    assert "no adapter_config.json was written" in found.notes[-1]
+
+
+def exact(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """The merged model by peft's own formula in fp64, from what peft wrote."""
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    adapter = load_file(folder / "peft" / "adapter_model.safetensors")
+    out = load_file(folder / "base" / "model.safetensors")
+    for name, tensor in adapter.items():
+        inside = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        if "lora_" not in name and inside in out:
+            out[inside] = tensor
+    for name in out:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        for down, up in (("lora_A.weight", "lora_B.weight"),) + (
+            ("lora_embedding_A", "lora_embedding_B"),
+        ):
+            if f"{module}.{down}" not in adapter:
+                continue
+            a, b = (adapter[f"{module}.{part}"].double() for part in (down, up))
+            alpha = 20 if kind == "rslora" and "1.self_attn.q_proj" in name else 12
+            scale = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
+            product = b @ a
+            turned = down != "lora_A.weight" or config["fan_in_fan_out"]
+            out[name] = (out[name].double() + scale * (product.T if turned else product)).float()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero", "exclude"),
+    [("llama", 1, True), ("llama", 2, False), ("gpt2", 1, True), ("rslora", 2, True)]
+    + [("embedding", 1, True)],
+)
+def test_merged_into_the_base(
+    saved: Saved, tmp_path: Path, kind: str, zero: int, exclude: bool
+) -> None:
+    """The exact sum, rounded once; peft's own sum in fp32 is that but for its rounding."""
+    folder, _ = saved(kind, zero, exclude)
+    ucp.export_hf(
+        folder, tmp_path / "out", config=folder / "peft", merge=folder / "base", verify=True
+    )
+    found = twins.read(tmp_path / "out")
+    assert twins.same(found, exact(folder, kind)) == []
+    base, theirs = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
+    changed = [name for name in base if not torch.equal(base[name], found[name])]
+    assert len(changed) >= 3 and {*found} == {*base}
+    assert all(torch.allclose(found[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
+    assert not all(torch.allclose(base[n], theirs[n], rtol=1e-6, atol=1e-7) for n in found)
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_transformers_loads_the_merged_model(saved: Saved, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    folder, _ = saved("llama")
+    options = {"config": folder / "peft", "merge": folder / "base"}
+    ucp.export_hf(folder, tmp_path / "out", "bfloat16", max_shard_size=3000, **options)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    want = {name: tensor.bfloat16() for name, tensor in exact(folder, "llama").items()}
+    assert twins.same({k: v for k, v in model.state_dict().items()}, want) == []
+
+
+def refused(error: type[ucp.UcpError], folder: Path, out: Path, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        ucp.export_hf(folder, out, **options)
+    assert not out.exists() and not [*out.parent.glob(".*")]
+    return str(caught.value)
+
+
+def test_what_can_not_be_merged(saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("llama")
+    out, peft, base = tmp_path / "out", folder / "peft", folder / "base"
+    assert "--config" in refused(UsageError, folder, out, merge=base)
+    said = refused(
+        UnsupportedError, saved("dora")[0], out, config=saved("dora")[0] / "peft", merge=base
+    )
+    assert "use_dora" in said
+    said = refused(ModelMismatchError, folder, out, config=peft, merge=saved("gpt2")[0] / "base")
+    assert "model.layers.0.self_attn.q_proj.weight: the base has no such tensor" in said
+    assert "lm_head.weight" in said  # all at once
+    wrong = tmp_path / "config"
+    for key, value, error, word in (
+        ("init_lora_weights", "pissa", UnsupportedError, "took weights out"),
+        ("r", 5, ModelMismatchError, "rank 5"),
+        ("peft_type", "IA3", ModelMismatchError, "IA3"),
+    ):
+        shutil.copytree(peft, wrong)
+        config = json.loads((wrong / "adapter_config.json").read_text()) | {key: value}
+        (wrong / "adapter_config.json").write_text(json.dumps(config))
+        assert word in refused(error, folder, out, config=wrong, merge=base)
+        shutil.rmtree(wrong)
+
+
+def test_another_base_is_found_by_the_frozen_weights(saved: Saved, tmp_path: Path) -> None:
+    """Of the same shapes; a checkpoint without its frozen weights can't tell."""
+    folder, _ = saved("llama", 2, False)
+    shutil.copytree(folder / "base", tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-3
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    options = {"config": folder / "peft", "merge": tmp_path / "base"}
+    said = refused(ModelMismatchError, folder, tmp_path / "out", **options)
+    assert "model.layers.1.mlp.up_proj.weight" in said
+    blind, _ = saved("llama", 1, True)
+    ucp.export_hf(blind, tmp_path / "out", **options)
+
+
+def test_a_merge_of_nothing(tmp_path: Path, saved: Saved) -> None:
+    folder, _ = saved("llama")
+    ucp.export_hf(folder, tmp_path / "merged", config=folder / "peft", merge=folder / "base")
+    said = refused(
+        UsageError,
+        tmp_path / "merged",
+        tmp_path / "out",
+        config=tmp_path / "merged",
+        merge=folder / "base",
+    )
+    assert "holds no adapter" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero", "exclude", "world", "target"),
+    [("llama", 2, True, 4, 1), ("llama", 1, False, 1, 3), ("dora", 1, True, 4, 2)],
+)
+def test_a_run_resumes_on_another_mesh(
+    ranks: RankPool, saved: Saved, kind: str, zero: int, exclude: bool, world: int, target: int
+) -> None:
+    """Without its frozen weights, which the model has from its base."""
+    folder, reference = saved(kind, zero, exclude)
+    for rank in ranks.run(world, JOBS + "resume", kind, target, str(folder), exclude):
+        assert differences(reference["states"], rank["begin"]) == []
+        assert len(differences(rank["fresh"], rank["begin"])) > 8
