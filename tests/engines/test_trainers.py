@@ -18,6 +18,7 @@ from megatron_ucp.engines.attach import options_of
 from megatron_ucp.errors import UsageError
 from tests.engines.canonical import differences
 from tests.ranks import RankPool, free_port
+from tests.reshard import twins
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SAVED_AT, STEPS = 4, 8
@@ -71,6 +72,30 @@ def test_the_trainer_comparison_sees_another_step(trained: tuple[str, dict[str, 
         key: value + 1 if key[1] == "step" else value for key, value in saved["scalars"].items()
     }
     assert len(differences(saved, {**saved, "scalars": scalars})) == 1
+
+
+def exported(folder: Path, out: Path, saved: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The tensors of an export in fp32, which must be the masters, and the other states' weights by
+    the names of the model."""
+    ucp.export_hf(folder, out, "float32", verify=True, **options)
+    found = twins.read(out)
+    masters = {name: full for (name, state), full in saved["full"].items() if state == "fp32"}
+    assert len(masters) > 10 and {*masters} <= {*found}
+    assert [n for n, full in masters.items() if not torch.equal(found[n].view(-1), full.view(-1))] == []
+    return found
+
+
+def test_a_trainer_checkpoint_goes_to_hugging_face(
+    trained: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """With the config that the Trainer wrote beside it; transformers loads the folder."""
+    from transformers import AutoModelForCausalLM
+
+    folder, out = Path(trained[0]), tmp_path / "out"
+    found = exported(folder, out, trained[1]["saved"], config=folder)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    held = model.state_dict()
+    assert all(torch.equal(held[name], found[name]) for name in found if name != "mark")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +162,8 @@ def test_accelerate_resumes_on_another_mesh(
     found = ranks.run(dp, job, folder, zero=zero, steps=STEPS, load=True, seed=5)
     check_equal(reference["saved"], found[0]["fresh"], found)
     check_losses(reference["losses"], found[0]["losses"])
+    (state,) = Path(folder).glob("**/latest")
+    exported(state.parent, tmp_path / "out", reference["saved"])
 
 
 @pytest.mark.parametrize("form", ["dict", "file with comments", "base64"])
