@@ -9,9 +9,11 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
 from tests.ranks import RankPool
+from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
 ODD, EVEN = 61, 60
+LAST = "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,25 @@ def test_shares_of_different_sizes_are_no_damage(saved: Any, zero: int) -> None:
 def test_equal_shares_are_read(saved: Any, zero: int) -> None:
     found = ucp.verify(saved(EVEN, zero)[0], deep=True)
     assert found.findings == () and found.read_bytes
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_equal_shares_go_to_hugging_face(saved: Any, tmp_path: Path, zero: int) -> None:
+    """Whole tensors under the model's own names: the shares that stock saved, side by side."""
+    folder, _ = saved(EVEN, zero)
+    ucp.export_hf(folder, tmp_path / "out", verify=True)
+    found = twins.read(tmp_path / "out")
+    # the weights in files of ZeRO-3 are empty; the same run at ZeRO-1 comes to the same ones
+    files = sorted((saved(EVEN, min(zero, 1))[0] / "cut").glob("mp_rank_*_model_states.pt"))
+    shares = [torch.load(path, weights_only=False)["module"] for path in files]
+    cut = {name: [share[name] for share in shares] for name in shares[0]}
+    joined = [name for name in found if found[name].shape != cut[name][0].shape]
+    assert {*found} == {*cut} and {"model.layers.0.mlp.down_proj.weight", LAST} <= {*joined}
+    for name, tensor in found.items():
+        dim = next((d for d, n in enumerate(cut[name][0].shape) if n != tensor.shape[d]), None)
+        want = cut[name][0] if dim is None else torch.cat(cut[name], dim)
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, want), name
+        assert dim is None or not torch.equal(tensor, torch.cat(cut[name][::-1], dim))
 
 
 def test_shares_that_nothing_describes_are_damage(saved: Any, tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def exported(folder: Path, out: Path, saved: dict[str, Any], **options: Any) -> 
     found = twins.read(out)
     masters = {name: full for (name, state), full in saved["full"].items() if state == "fp32"}
     assert len(masters) > 10 and {*masters} <= {*found}
-    assert [n for n, full in masters.items() if not torch.equal(found[n].view(-1), full.view(-1))] == []
+    assert [
+        n for n, full in masters.items() if not torch.equal(found[n].view(-1), full.view(-1))
+    ] == []
     return found
 
 
