@@ -1,7 +1,7 @@
 """Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is
 moved."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,17 +24,33 @@ ALLOWANCES = {
     "positions": "states in stage-0 files without a manifest are taken in the order of the groups",
     "scheduler": "the engine's scheduler may get the state of one of another class",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
+    "unfreeze": "parameters that were frozen are trained from here on, with fresh states",
+    "freeze": "parameters that were trained are frozen from here on; their states are dropped",
+    "new": "trainable parameters that the checkpoint lacks keep the engine's values, states afresh",
 }
 
 
 @dataclass
 class Fit:
-    """How a target is filled: source state per target state, and what was let pass by name."""
+    """How a target is filled: source state per target state, and what was let pass by name.
+
+    `skipped` and `new` (trainable ones) keep the target's values. Of `new`, and of `unfrozen`,
+    which were frozen in the source, the optimizer's states begin afresh. `frozen` were trained
+    there.
+    """
 
     master: str = MASTER
+    unfrozen: list[str] = field(default_factory=list[str])
+    frozen: list[str] = field(default_factory=list[str])
+    new: list[str] = field(default_factory=list[str])
     skipped: list[str] = field(default_factory=list[str])
     dropped: list[str] = field(default_factory=list[str])
     resized: list[str] = field(default_factory=list[str])
+
+    @property
+    def fresh(self) -> set[str]:
+        """Trainable parameters whose states begin afresh."""
+        return {*self.unfrozen, *self.new}
 
 
 def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
@@ -46,9 +62,11 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
         if have is not None:
             if source.engine in (NO_OPTIMIZER, WEIGHTS) and have.kind == "frozen":
                 have = replace(have, kind=spec.kind)  # nobody says what was trained
-            _match_one(have, spec, fit, "vocab" in allow, file)
+            _match_one(have, spec, fit, allow, file)
         elif spec.kind != "trainable" and "missing" in allow:
             fit.skipped.append(spec.name)
+        elif spec.kind == "trainable" and "new" in allow:
+            fit.new.append(spec.name)
         else:
             _missing(spec.name, spec.kind, source, target, file)
     wanted = {spec.name for spec in target.params}
@@ -69,11 +87,12 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     return fit
 
 
-def _match_one(have: ParamSpec, spec: ParamSpec, fit: Fit, resize: bool, file: str) -> None:
-    """Raises ModelMismatchError where shape or kind differ; `resize` lets a padded vocabulary have
-    another size."""
+def _match_one(
+    have: ParamSpec, spec: ParamSpec, fit: Fit, allow: frozenset[str], file: str
+) -> None:
+    """Raises ModelMismatchError where shape or kind differ, but for what is allowed."""
     if have.shape != spec.shape and _vocabulary(have, spec):
-        if not resize:
+        if "vocab" not in allow:
             raise ModelMismatchError(
                 "the padded vocabulary has another size in the checkpoint",
                 file=file,
@@ -93,15 +112,28 @@ def _match_one(have: ParamSpec, spec: ParamSpec, fit: Fit, resize: bool, file: s
             expected=f"{spec.shape} as in the model",
             found=have.shape,
         )
-    elif have.kind != spec.kind and "trainable" in (spec.kind, have.kind):
-        raise ModelMismatchError(
-            f"a parameter is {have.kind} in the checkpoint and {spec.kind} in the engine",
-            file=file,
-            parameter=spec.name,
-            expected=spec.kind,
-            found=have.kind,
-            fix="set requires_grad as the run that wrote it did",
-        )
+    if have.kind != spec.kind and "trainable" in (spec.kind, have.kind):
+        _match_kind(have, spec, fit, allow, file)
+
+
+def _match_kind(
+    have: ParamSpec, spec: ParamSpec, fit: Fit, allow: frozenset[str], file: str
+) -> None:
+    """Notes what is trained on one side alone. Raises ModelMismatchError where that is not
+    allowed, or a buffer."""
+    word, names = ("unfreeze", fit.unfrozen) if spec.kind == "trainable" else ("freeze", fit.frozen)
+    if word in allow and "buffer" not in (have.kind, spec.kind):
+        names.append(spec.name)
+        return
+    raise ModelMismatchError(
+        f"a parameter is {have.kind} in the checkpoint and {spec.kind} in the engine",
+        file=file,
+        parameter=spec.name,
+        expected=spec.kind,
+        found=have.kind,
+        fix="set requires_grad as the run that wrote it did, or go on with other trainable "
+        f'parameters with allow={{"{word}"}}',
+    )
 
 
 def _vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
@@ -135,10 +167,28 @@ def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str
         parameter=name,
         expected=f"{len(source.params)} parameters, as in the checkpoint",
         found=f"{len(lacking)} more" + (f"; the checkpoint ties it to {tied}" if tied else ""),
-        fix=None
+        fix="build the model as the run did, or begin with fresh states for what is new, with "
+        'allow={"new"}'
         if kind == "trainable"
         else 'build the model as the run did, or keep the engine\'s values with allow={"missing"}',
     )
+
+
+def require_alone(target: Manifest, fit: Fit, file: str) -> None:
+    """Raises StateMismatchError where parameters whose states begin afresh share a flat buffer with
+    others: an optimizer counts one step for all of a buffer."""
+    kinds = {name: "new" for name in fit.new} | {name: "unfrozen" for name in fit.unfrozen}
+    for buffer in target.buffers if kinds else ():
+        found = {kinds.get(m.param, "going on"): m.param for m in buffer.members}
+        if len(found) > 1:
+            raise StateMismatchError(
+                "parameters that begin afresh are in one flat buffer with others",
+                file=file,
+                parameter=" and ".join(found.values()),
+                expected="one kind in a parameter group",
+                found=", ".join(found),
+                fix="give the optimizer a parameter group of their own for them",
+            )
 
 
 def one_value(
@@ -202,14 +252,17 @@ def _match_tie(source: Manifest, name: str, first: Member, other: Member, file: 
 
 
 def group_values(
-    target: Manifest, of: Callable[[str], Mapping[str, Any]], file: str
+    target: Manifest,
+    of: Callable[[str], Mapping[str, Any]],
+    file: str,
+    without: Collection[str] = (),
 ) -> list[Mapping[str, Any]]:
-    """The hyper-parameters that each target group gets. Raises StateMismatchError where its members
-    disagree."""
+    """The hyper-parameters that each target group gets, from its members but those `without`.
+    Raises StateMismatchError where they disagree."""
     members: list[list[Member]] = [[] for _ in target.groups]
     for buffer in target.buffers:
         for member in buffer.members:
-            if member.group is not None:
+            if member.group is not None and member.param not in without:
                 members[member.group].append(member)
     return [one_value(every, of, "hyper-parameters", file) for every in members]
 
@@ -244,14 +297,23 @@ def check_not_lost(
         )
 
 
-def scheduler_for(found: Any, origins: Sequence[int | None], count: int) -> Any:
+def scheduler_for(
+    found: Any, origins: Sequence[int | None], count: int, own: Mapping[str, Any] | None = None
+) -> Any:
     """A scheduler's state for other groups: what it keeps per group follows the parameters. `found`
     has it for the `count` groups of the checkpoint; `origins` are those that each target group
-    comes from."""
-    if not isinstance(found, dict) or None in origins:
+    comes from. A group that comes from none has what the target's `own` scheduler says."""
+    if not isinstance(found, dict) or (None in origins and own is None):
         return found
     out = dict(found)
     for key in PER_GROUP & found.keys():
-        if isinstance(found[key], list) and len(found[key]) == count:
-            out[key] = [found[key][origin] for origin in origins if origin is not None]
+        saved, here = found[key], (own or {}).get(key)
+        if not isinstance(saved, list) or len(saved) != count:
+            continue
+        if None in origins and (not isinstance(here, list) or len(here) != len(origins)):
+            return found  # counts other groups: the caller refuses it
+        out[key] = [
+            here[number] if origin is None and here is not None else saved[origin or 0]
+            for number, origin in enumerate(origins)
+        ]
     return out

@@ -33,6 +33,7 @@ from megatron_ucp.reshard.match import (
     match_params,
     match_ties,
     one_value,
+    require_alone,
     source_states,
 )
 
@@ -151,15 +152,15 @@ class _Job:
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
-        states = _states(bare, source.manifest, optimizer, file)
+        require_alone(bare, fit, file)
+        states = _states(bare, source.manifest, fit, optimizer, file)
         target = _with_states(engine, states)
-        groups = group_values(target, source.manifest.group_of, file) if optimizer else []
+        groups = _groups(target, source.manifest, fit, file) if optimizer else []
         allow = how.allow if engine.has_optimizer else how.allow | {"narrow"}
-        plan = _proved(source, target, _wants(engine, target, fit), allow)
+        plan = _proved(source, target, _wants(engine, target, fit), fit, allow)
         extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
-        copies = [f"replicas not compared: {name}" for name in replicas]
-        notes = [*source.notes, *copies, *_described(fit, plan, target), *extras.notes]
+        notes = [*source.notes, *_described(fit, plan, target, replicas), *extras.notes]
         return cls(
             engine,
             source,
@@ -205,8 +206,11 @@ class _Job:
 
 
 def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
-    """The scalar states that each member of a buffer gets."""
-    return [source.scalars_of(member.param) for member in buffer.members]
+    """The scalar states that each member of a buffer gets: none where they begin afresh."""
+    return [
+        source.scalars_of(member.param) if member.param in source.holders else {}
+        for member in buffer.members
+    ]
 
 
 def _check_files(source: Checkpoint, allow: frozenset[str], optimizer: bool) -> None:
@@ -225,7 +229,7 @@ def _fit(
     are asked for.
     """
     fit = match_params(source, bare, allow, file)
-    trainable = [spec.name for spec in bare.params if spec.kind == "trainable"]
+    trainable = {spec.name for spec in bare.params if spec.kind == "trainable"} - fit.fresh
     if has_masters(source, trainable):
         return fit
     if optimizer and source.engine != WEIGHTS:
@@ -238,12 +242,15 @@ def _fit(
     return fit
 
 
-def _states(bare: Manifest, source: Manifest, optimizer: bool, file: str) -> list[tuple[str, ...]]:
+def _states(
+    bare: Manifest, source: Manifest, fit: Fit, optimizer: bool, file: str
+) -> list[tuple[str, ...]]:
     """For each buffer of the engine the element-wise states that it gets besides the masters.
     Raises StateMismatchError where members disagree, or the engine's optimizer keeps others."""
     out: list[tuple[str, ...]] = []
     for buffer in bare.buffers:
-        if not optimizer or not buffer.stepped or not buffer.members:
+        begins_afresh = any(member.param in fit.fresh for member in buffer.members)
+        if not optimizer or not buffer.stepped or not buffer.members or begins_afresh:
             out.append(())
             continue
         out.append(_states_of(buffer, bare, source, file))
@@ -284,20 +291,38 @@ def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
     """Every slot of this rank, and the source state that fills it."""
     wants: list[Want] = []
     for number, cut, part in engine.parts():
-        buffer = target.buffers[number]
-        first = buffer.members[0].param if buffer.members else ""
-        if not buffer.stepped and first in fit.skipped:
+        buffer, first = target.buffers[number], _first_of(target, number)
+        if first in fit.new or (not buffer.stepped and first in fit.skipped):
             continue
         trained = first in target.by_name and target.by_name[first].kind == "trainable"
+        origin = VALUE if first in fit.unfrozen else fit.master
         for state, _ in buffer.states:
-            weights = state == MASTER or (state == VALUE and trained)
-            wants.append((Slot(number, cut, part, state), fit.master if weights else state))
+            weights = state == MASTER or (state == VALUE and (trained or first in fit.frozen))
+            wants.append((Slot(number, cut, part, state), origin if weights else state))
     return wants
 
 
-def _proved(source: Checkpoint, target: Manifest, wants: list[Want], allow: frozenset[str]) -> Plan:
-    """A plan that is proved, and whose every source is there."""
-    plan = make_plan(source.manifest, target, wants, allow)
+def _groups(target: Manifest, source: Manifest, fit: Fit, file: str) -> list[Mapping[str, Any]]:
+    """The hyper-parameters of each group; none for one whose parameters all begin afresh."""
+    return group_values(target, source.group_of, file, fit.fresh)
+
+
+def _first_of(target: Manifest, buffer: int) -> str:
+    members = target.buffers[buffer].members
+    return members[0].param if members else ""
+
+
+def _proved(
+    source: Checkpoint, target: Manifest, wants: list[Want], fit: Fit, allow: frozenset[str]
+) -> Plan:
+    """A plan that is proved, and whose every source is there. What is frozen from here on is
+    rounded to its training copy, as the run did; nothing else without `allow`."""
+    frozen = [want for want in wants if _first_of(target, want[0].buffer) in fit.frozen]
+    others = [want for want in wants if want not in frozen]
+    plan = make_plan(source.manifest, target, others, allow)
+    if frozen:
+        more = make_plan(source.manifest, target, frozen, allow | {"narrow"})
+        plan = Plan(plan.wants + more.wants, plan.ops + more.ops, plan.fills + more.fills)
     prove(plan, source.manifest, target)
     for slot in plan.sources:
         source.where(slot)
@@ -315,20 +340,17 @@ def _extras(engine: Engine, source: Checkpoint, how: How) -> Any:
 
 
 def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
-    """For each group of the engine the group of the checkpoint that its first parameter comes
-    from."""
-    firsts: dict[int, str] = {}
+    """For each group of the engine the group of the checkpoint that its parameters come from, the
+    first one that comes from any."""
+    found: dict[int, int | None] = {}
     for buffer in bare.buffers:
         for member in buffer.members:
-            if member.group is not None:
-                firsts.setdefault(member.group, member.param)
-    return [
-        source.group_number(firsts[number]) if number in firsts else None
-        for number in range(len(bare.groups))
-    ]
+            if member.group is not None and found.get(member.group) is None:
+                found[member.group] = source.group_number(member.param)
+    return [found.get(number) for number in range(len(bare.groups))]
 
 
-def _described(fit: Fit, plan: Plan, target: Manifest) -> list[str]:
+def _described(fit: Fit, plan: Plan, target: Manifest, replicas: Sequence[str]) -> list[str]:
     """Notes for what metadata already shows to be not exact or not carried over."""
     rounded: set[str] = set()
     for op in plan.ops:
@@ -339,8 +361,12 @@ def _described(fit: Fit, plan: Plan, target: Manifest) -> list[str]:
         "kept from the engine: not in the checkpoint": fit.skipped,
         "dropped: not in the model": fit.dropped,
         "vocabulary resized": fit.resized,
+        "trained from here on, their states begin afresh: they were frozen": fit.unfrozen,
+        "new, with the engine's values, their states begin afresh": fit.new,
+        "frozen from here on, their states dropped": fit.frozen,
     }
-    return [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+    copies = [f"replicas not compared: {name}" for name in replicas]
+    return copies + [f"{what}: {_listed(names)}" for what, names in found.items() if names]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -76,6 +76,15 @@ class Thawed(Net):
         self.frozen.weight.requires_grad_(True)
 
 
+class Grown(Net):
+    """One more layer, which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm.register_forward_pre_hook(lambda _, inputs: (inputs[0] + self.more(inputs[0]),))
+
+
 class MoreBuffers(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -139,6 +148,7 @@ NETS = {
         Net,
         Wider,
         Longer,
+        Grown,
         Shorter,
         Untied,
         Thawed,
@@ -261,24 +271,39 @@ def ds_config(setup: Setup) -> dict[str, Any]:
     return config
 
 
+def make_net(setup: Setup) -> torch.nn.Module:
+    """The model of a setup, with the parameters that it trains."""
+    torch.manual_seed(setup.seed)
+    net: torch.nn.Module = NETS[setup.net]()
+    if setup.extra.get("prepare"):
+        setup.extra["prepare"](net)
+    net.to(setup.extra.get("model_dtype"))
+    for what, trained in (("frozen", False), ("thawed", True)):
+        if name := setup.extra.get(what):
+            dict(net.named_parameters())[name].requires_grad_(trained)
+    return net
+
+
+def make_groups(net: torch.nn.Module, setup: Setup) -> list[dict[str, Any]]:
+    """The groups of its optimizer; some parameters may be `apart`, in a group of their own."""
+    groups = param_groups(net, setup.groups)
+    named = dict(net.named_parameters())
+    apart = [named[name] for name in setup.extra.get("apart", ())]
+    swap(net, groups[0]["params"], setup.extra.get("swapped", ()))
+    without = [*apart, named.get(setup.extra.get("left_out", ""))]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if not any(p is one for one in without)]
+    return [*groups, {"params": apart, "lr": 5e-3}] if apart else groups
+
+
 def make_engine(setup: Setup, attach: bool = True) -> Any:
     """A DeepSpeed engine on the current world, attached, with LambdaLR."""
     import deepspeed
 
     import megatron_ucp as ucp
 
-    torch.manual_seed(setup.seed)
-    net: torch.nn.Module = NETS[setup.net]()
-    if setup.extra.get("prepare"):
-        setup.extra["prepare"](net)
-    net.to(setup.extra.get("model_dtype"))
-    if frozen := setup.extra.get("frozen"):
-        dict(net.named_parameters())[frozen].requires_grad_(False)
-    groups = param_groups(net, setup.groups)
-    swap(net, groups[0]["params"], setup.extra.get("swapped", ()))
-    left_out = dict(net.named_parameters()).get(setup.extra.get("left_out", ""))
-    for group in groups:
-        group["params"] = [param for param in group["params"] if param is not left_out]
+    net = make_net(setup)
+    groups = make_groups(net, setup)
     optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
     config = ds_config(setup)
     schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)

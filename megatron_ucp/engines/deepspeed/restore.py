@@ -59,7 +59,8 @@ class DeepSpeedExtras:
 
         found, notes = own(saved.scheduler) if scheduler else None, list[str]()
         if found is not None:
-            found = scheduler_for(found, groups, len(source.manifest.groups))
+            here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+            found = scheduler_for(found, groups, len(source.manifest.groups), here)
             notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
             _check_scheduler(found, engine, source)
         if taken := source.manifest.run.get(MIDDLE):

@@ -1,0 +1,121 @@
+"""Other trainable parameters than in the checkpoint: unfrozen, frozen and new ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.model import Setup
+from tests.engines.sources import Sources
+
+pytestmark = pytest.mark.ranks
+JOB = "tests.engines.trainable_jobs:go_on"
+STEPS = 3
+THAWED, NEW, FROZEN = "frozen.weight", "more.weight", "up.weight"
+TARGETS = [(1, 0, "fp32"), (4, 1, "bf16"), (2, 2, "fp32"), (4, 3, "bf16"), (1, 3, "fp32")]
+
+
+def source(sources: Sources, dtype: str, zero: int = 1) -> tuple[str, dict[str, Any]]:
+    """A run on two ranks, and its states."""
+    folder = sources.get(2, Setup(zero, dtype))
+    kept = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    return str(folder), kept["states"]["trained"]
+
+
+def go_on(sources: Sources, world: int, setup: Setup, folder: str, **options: Any) -> Any:
+    return sources.ranks.run(world, JOB, setup, folder, STEPS, timeout_s=120, **options)[0]
+
+
+def wrong(want: dict[Any, Any], have: dict[Any, Any], but: str = "") -> list[Any]:
+    """Keys of what the run had, of which the engine has something else."""
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    kept = {key: value for key, value in want.items() if but not in (key, key[0])}
+    assert len(kept) > 5
+    return [key for key, value in kept.items() if key not in have or not same(value, have[key])]
+
+
+def check_fresh(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
+    """A parameter has no states after the load, and those of a first step after one: moments that
+    began at zero, a step of its own; its rate follows the schedule of the run."""
+    after, stepped = found["after"], found["stepped"]
+    assert not [key for key in after["full"] if key[0] == name and key[1] != "fp32"]
+    assert wrong(want["full"], found["before"]["full"])  # the load did something
+    assert wrong(want["full"], after["full"]) == []
+    assert wrong(want["scalars"], after["scalars"]) == []
+    steps = {key[0]: value for key, value in stepped["scalars"].items() if key[1] == "step"}
+    assert steps.pop(name) == 1 and {*steps.values()} == {STEPS + 1} and len(steps) > 5
+    gradient = stepped["full"][name, "exp_avg"] / 0.1
+    assert gradient.abs().max() > 0
+    assert torch.allclose(stepped["full"][name, "exp_avg_sq"], 1e-3 * gradient**2, rtol=1e-5)
+    rates = {key: settings["lr"] for key, settings in stepped["hyper"].items()}
+    assert rates[name] == pytest.approx(5e-3 / (1 + STEPS + 1))
+    assert rates[FROZEN] == pytest.approx(3e-3 / (1 + STEPS + 1))
+    assert any(name in note and "begin afresh" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
+def test_unfrozen(sources: Sources, world: int, zero: int, dtype: str) -> None:
+    folder, want = source(sources, dtype)
+    setup = Setup(zero, dtype, seed=5, extra={"thawed": THAWED, "apart": (THAWED,)})
+    found = go_on(sources, world, setup, folder, allow={"unfreeze"})
+    check_fresh(found, want, THAWED)
+    value = want["weights"][THAWED].float().view(-1)
+    assert torch.equal(found["after"]["full"][THAWED, "fp32"].view(-1), value)
+    assert not torch.equal(found["before"]["full"][THAWED, "fp32"].view(-1), value)
+
+
+@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
+def test_new(sources: Sources, world: int, zero: int, dtype: str) -> None:
+    folder, want = source(sources, dtype)
+    setup = Setup(zero, dtype, seed=5, net="Grown", extra={"apart": (NEW,)})
+    found = go_on(sources, world, setup, folder, allow={"new"})
+    check_fresh(found, want, NEW)
+    own = [found[when]["full"][NEW, "fp32"] for when in ("before", "after", "stepped")]
+    assert torch.equal(own[0], own[1]) and not torch.equal(own[1], own[2])
+
+
+@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
+def test_frozen(sources: Sources, world: int, zero: int, dtype: str) -> None:
+    """It has the weights that the run computed with: masters, rounded to its training dtype."""
+    folder, want = source(sources, dtype)
+    setup = Setup(zero, dtype, seed=5, extra={"frozen": FROZEN})
+    found = go_on(sources, world, setup, folder, allow={"freeze"})
+    after = found["after"]
+    assert wrong(want["full"], after["full"], but=FROZEN) == []
+    assert wrong(want["scalars"], after["scalars"], but=FROZEN) == []
+    assert not [key for key in after["full"] if key[0] == FROZEN]
+    trained = want["full"][FROZEN, "fp32"].to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    for when, equal in (("before", False), ("after", True), ("stepped", True)):
+        value = found[when]["weights"][FROZEN]
+        assert torch.equal(value.view(-1), trained.view(-1)) == equal
+    assert any(FROZEN in note and "dropped" in note for note in found["notes"])
+
+
+def test_only_what_was_allowed(sources: Sources) -> None:
+    """Nothing is changed where a word is missing, or where one step would count for two."""
+    folder, _ = source(sources, "fp32")
+    thawed = {"thawed": THAWED, "apart": (THAWED,)}
+    cases = [
+        (Setup(1, extra=thawed), {"freeze", "new"}, "ModelMismatchError", "unfreeze"),
+        (Setup(1, extra={"frozen": FROZEN}), {"unfreeze"}, "ModelMismatchError", "freeze"),
+        (Setup(1, net="Grown", extra={"apart": (NEW,)}), {"missing"}, "ModelMismatchError", "new"),
+        (Setup(1, extra={"thawed": THAWED}), {"unfreeze"}, "StateMismatchError", "group of their"),
+    ]
+    for setup, allow, error, word in cases:
+        found = go_on(sources, 2, setup, folder, allow=allow)
+        assert found["error"].startswith(error) and word in found["error"], found["error"]
+        assert found["unchanged"]
+
+
+def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
+    """At stage 0 every parameter has a step of its own."""
+    folder, want = source(sources, "fp32")
+    setup = Setup(0, seed=5, extra={"thawed": THAWED})
+    found = go_on(sources, 1, setup, folder, allow={"unfreeze"})
+    assert wrong(want["full"], found["after"]["full"]) == []
+    steps = {key[0]: v for key, v in found["stepped"]["scalars"].items() if key[1] == "step"}
+    assert steps.pop(THAWED) == 1 and {*steps.values()} == {STEPS + 1}
