@@ -14,6 +14,7 @@ __all__ = [
     "Target",
     "UcpError",
     "attach",
+    "attach_megatron",
     "convert",
     "describe",
     "diff",
@@ -31,11 +32,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "attach": "engines.attach",
+    "attach_megatron": "engines.megatron.engine.stack",
     "initialize": "engines.attach",
     "install": "engines.attach",
     "ResumableLoader": "engines.loader",
     "newest_whole": "reshard.newest",
-    "load": "engines.deepspeed.load",
+    "load": "engines.load",
     "register_family": "families",
     "register_optimizer": "formats.optimizers",
     "convert": "reshard.convert",

@@ -16,7 +16,6 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.deepspeed.load import Report
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
@@ -34,6 +33,7 @@ from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.output_folder import require_plain
+from megatron_ucp.reshard.resume import Report
 from pretrain import hugging_face
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.log import say
