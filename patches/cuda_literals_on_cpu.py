@@ -13,6 +13,7 @@ from . import Patch
 
 # where the stack asks for device="cuda" in so many words
 MODULES = (
+    "utils",
     "optimizer.optimizer",
     "optimizer.grad_scaler",
     "optimizer.clip_grads",

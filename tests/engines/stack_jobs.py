@@ -150,7 +150,7 @@ def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
         )
         mine = drawn.chunk(world)[rank]
         batch = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in mine.split(1)]
-        losses.append(run_batch(engine.stack, batch))
+        losses.append(run_batch(engine.stack, batch, engine.optimizer))
         stepped, *_ = engine.optimizer.step()
         if stepped:
             engine.scheduler.step(BATCH)

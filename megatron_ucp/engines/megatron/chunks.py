@@ -4,7 +4,7 @@ buffers, optimizer and schedule, without DeepSpeed.
     models.start(tp=2, seed=1, pp=2, vpp=2, deepspeed=False)
     stack = chunks.build(config, Stages(pp=2, vpp=2), Buffers())
     optimizer = get_megatron_optimizer(OptimizerConfig(...), stack.chunks)
-    loss = chunks.run_batch(stack, [(tokens, labels), ...])
+    loss = chunks.run_batch(stack, [(tokens, labels), ...], optimizer)
     optimizer.step()
 """
 
@@ -183,17 +183,18 @@ def _chunk(config: models.ModelConfig, transformer: Any, number: int | None) -> 
 
 
 def run_batch(
-    stack: Stack, batch: Sequence[tuple[torch.Tensor, torch.Tensor]], train: bool = True
+    stack: Stack, batch: Sequence[tuple[torch.Tensor, torch.Tensor]], optimizer: Any = None
 ) -> float:
-    """Forward passes over the micro batches (tokens, labels) of this rank, [batch, sequence] each,
-    and backward passes into the gradient buffers; the mean loss over micro batches and
-    data-parallel ranks, on every rank. Collective."""
+    """Forward passes over the micro batches (tokens, labels) of this rank, [batch, sequence] each;
+    the mean loss over micro batches and data-parallel ranks, on every rank. With an `optimizer`
+    backward passes too: the gradients are then what its `step` takes. Collective."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    if train:
+    if optimizer is not None:
         for chunk in stack.chunks:
             chunk.zero_grad_buffer()
+        optimizer.zero_grad()  # else a plain one's gradients, which alias the buffers, count twice
     several = len(stack.chunks) > 1
     data = [iter(batch) for _ in stack.chunks]
     rows, length = batch[0][0].shape
@@ -205,7 +206,7 @@ def run_batch(
         num_microbatches=len(batch),
         seq_length=length,
         micro_batch_size=rows,
-        forward_only=not train,
+        forward_only=optimizer is None,
     )
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     for one in found:  # on the last stage only
