@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.engines.client_state import rebuilt
 from megatron_ucp.engines.loader import ResumableLoader, restore_position
+from megatron_ucp.engines.megatron.engine.inner import RATES
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
@@ -15,6 +16,7 @@ from megatron_ucp.reshard.execute import tensor_at
 from megatron_ucp.reshard.resume import How
 
 if TYPE_CHECKING:
+    from megatron_ucp.engines.megatron.engine.place import OwnPlace
     from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 
 NUM_STEPS = "num_steps"  # of a schedule that counts samples
@@ -27,6 +29,7 @@ class MegatronExtras:
 
     schedule: Mapping[str, Any]
     samples: int | None
+    groups: Sequence[Mapping[str, Any]]
     counters: Mapping[str, int]
     scaler: Mapping[str, Any]
     client_state: Mapping[str, Any]
@@ -37,10 +40,17 @@ class MegatronExtras:
 
     @classmethod
     def read(
-        cls, source: Checkpoint, stack: "MegatronStack", scheduler: bool, how: How, rank: int
+        cls,
+        source: Checkpoint,
+        stack: "MegatronStack",
+        scheduler: bool,
+        groups: Sequence[Mapping[str, Any]],
+        how: How,
+        rank: int,
     ) -> "MegatronExtras":
-        """Raises StateMismatchError where the scheduler's settings are others than the
-        checkpoint's, or the data position does not fit the loader."""
+        """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
+        is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
+        than the checkpoint's, or the data position does not fit the loader."""
         saved, notes = source.extras, list[str]()
 
         def own(value: Any) -> Any:
@@ -65,6 +75,7 @@ class MegatronExtras:
         return cls(
             schedule,
             samples,
+            groups if scheduler and not _keeps_own(stack.scheduler) else [],
             saved.counters,
             saved.scaler,
             rebuilt(own(dict(saved.client_state))),
@@ -74,15 +85,15 @@ class MegatronExtras:
             tuple(notes),
         )
 
-    def restore(
-        self, stack: "MegatronStack", optimizers: Sequence[Any], optimizer: bool
-    ) -> list[str]:
+    def restore(self, stack: "MegatronStack", own: "OwnPlace", optimizer: bool) -> list[str]:
         """Sets everything; the loss scale where the states of the `optimizer` were loaded. Returns
         notes."""
         notes: list[str] = []
         if optimizer:
-            for inner in optimizers:
+            for inner in own.inner:
                 _set_scaler(getattr(inner, "grad_scaler", None), self.scaler, notes)
+            for number, saved in enumerate(self.groups):
+                _set_rates(number, own.param_groups()[number][1], saved, notes)
         if self.samples is not None:
             _set_schedule(stack.scheduler, self.schedule, self.samples, optimizer, notes)
         counters = self.counters
@@ -107,7 +118,7 @@ def _changed(scheduler: Any, saved: Mapping[str, Any], file: str) -> dict[str, A
     if "weight_decay" in saved:  # a schedule that does not let it grow
         saved = {"start_wd": saved["weight_decay"], "end_wd": saved["weight_decay"], **saved}
     different = {key: saved[key] for key in own if key in saved and saved[key] != own[key]}
-    if not different or scheduler.override_opt_param_scheduler:
+    if not different or _keeps_own(scheduler):
         return {}
     if scheduler.use_checkpoint_opt_param_scheduler:
         return different
@@ -119,6 +130,21 @@ def _changed(scheduler: Any, saved: Mapping[str, Any], file: str) -> dict[str, A
         fix="--use-checkpoint-opt_param-scheduler takes the checkpoint's settings, "
         "--override-opt_param-scheduler keeps these",
     )
+
+
+def _keeps_own(scheduler: Any) -> bool:
+    """Whether changed settings of the schedule win over the checkpoint's."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+
+
+def _set_rates(
+    number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
+) -> None:
+    """The rates between which the schedule moves a group."""
+    for key in RATES:
+        if key in saved and group.get(key) != saved[key]:
+            notes.append(f"group {number}: {key} {group.get(key)} became {saved[key]}")
+            group[key] = saved[key]
 
 
 def _samples(saved: Mapping[str, Any], counters: Mapping[str, int], notes: list[str]) -> int:

@@ -13,21 +13,11 @@ from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 
-# Keys of a parameter group that say which group it is and what else megatron-core counts there;
-# they follow from the engine's configuration.
-STRUCTURE = frozenset(
-    {
-        "params",
-        "step",
-        "wd_mult",
-        "lr_mult",
-        "is_expert_parallel",
-        "is_decoupled_lr",
-        "default_config",
-        "pre_wd_mult",
-        "pre_lr_mult",
-    }
-)
+# Keys of a parameter group that are none of its optimizer's: by the first four megatron-core knows
+# a group again, the rates are those between which the schedule moves
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+RATES = ("max_lr", "min_lr")
+STRUCTURE = frozenset({"params", "step", "default_config", *IDENTITY, *RATES})
 
 
 @dataclass(frozen=True)

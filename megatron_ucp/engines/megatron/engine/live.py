@@ -14,8 +14,14 @@ from megatron_ucp.core.stages import Stage, check_replicas, join
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.megatron.engine.extras import MegatronExtras
-from megatron_ucp.engines.megatron.engine.inner import STRUCTURE, LiveBuffer, LiveValue
-from megatron_ucp.engines.megatron.engine.place import OwnPlace
+from megatron_ucp.engines.megatron.engine.inner import (
+    IDENTITY,
+    RATES,
+    STRUCTURE,
+    LiveBuffer,
+    LiveValue,
+)
+from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
 from megatron_ucp.engines.settings import scalar_state, set_group
@@ -127,7 +133,9 @@ class LiveMegatron:
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
     ) -> MegatronExtras:
-        return MegatronExtras.read(source, self.stack, scheduler, how, self.own.rank)
+        own = groups[self.first_group : self.first_group + len(self.own.param_groups())]
+        marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
+        return MegatronExtras.read(source, self.stack, scheduler, marks, how, self.own.rank)
 
     # ------------------------------------------------ writing
 
@@ -191,9 +199,10 @@ class LiveMegatron:
         return notes
 
     def restore(self, extras: MegatronExtras, optimizer: bool) -> list[str]:
-        return extras.restore(self.stack, self.own.inner, optimizer)
+        return extras.restore(self.stack, self.own, optimizer)
 
 
 def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
     """Which of megatron-core's groups it is, whatever the stage."""
-    return tuple(sorted(group.marks.items()))
+    own = group.marks[MARKS]
+    return tuple((key, own.get(key)) for key in (*IDENTITY, *RATES))

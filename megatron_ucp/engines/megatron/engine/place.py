@@ -14,6 +14,8 @@ from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
 from megatron_ucp.engines.megatron.engine.inner import (
+    IDENTITY,
+    RATES,
     STRUCTURE,
     LiveBuffer,
     LiveValue,
@@ -27,6 +29,8 @@ from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.experts import Spread, expert_name
 from megatron_ucp.formats.optimizers import name_in_table
+
+MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters
 
 
 def mesh_of(chunks: Sequence[Any]) -> Mesh:
@@ -113,7 +117,7 @@ class OwnPlace:
             ParamGroup(
                 {k: plain_number(v) for k, v in group.items() if k not in STRUCTURE},
                 name_in_table(type(inner.optimizer)),
-                {k: v for k, v in group.items() if k in STRUCTURE and k != "params"},
+                {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}},
             )
             for inner, group in self.param_groups()
         )
