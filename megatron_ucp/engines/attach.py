@@ -17,7 +17,7 @@ from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.paths import nothing_there
+from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import Report, check_options
 

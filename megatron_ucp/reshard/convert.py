@@ -29,6 +29,7 @@ from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.experts import is_stacked
+from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
@@ -129,6 +130,7 @@ def _native(
         raise _no_writer(wanted, "frozen parameters at ZeRO 2 and 3", "convert to ZeRO-1")
     manifest = target_manifest(wanted)
     settings = origin.settings(wanted, manifest, config)
+    manifest = _versioned(manifest, settings)
     return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
 
 
@@ -143,8 +145,15 @@ def _universal(
         raise no_layers(wanted.file)
     manifest = replace(manifest, names=dict(wanted.layers.names) if wanted.layers else {})
     settings = origin.settings(wanted, manifest, config)
+    manifest = _versioned(manifest, settings)
     pipe = {name: pipe for pipe, name in manifest.names.items()}
     return manifest, list(UniversalWriter(manifest, settings, pipe).outputs())
+
+
+def _versioned(manifest: Manifest, settings: RunSettings) -> Manifest:
+    """The manifest of files in the form of a version of DeepSpeed, which the source's need not
+    be."""
+    return replace(manifest, run={"ds_version": settings.version, **manifest.run})
 
 
 def _stacked(source: Manifest, *kinds: str) -> bool:

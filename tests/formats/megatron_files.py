@@ -1,0 +1,61 @@
+"""Megatron's files for tests: those that stock Megatron-LM wrote, and what torch's own reader says
+of them."""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+GOLDEN = Path(__file__).parent / "golden" / "megatron"
+TAG = "iter_0000003"
+NAMED = ("td_full_tp2dp2", "td_full_moe_ep2")
+# what the masters are called in files -> here
+STATES = {"param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def copied(case: str, folder: Path) -> Path:
+    """A golden checkpoint that a test may change; returns its tag folder."""
+    shutil.copytree(GOLDEN / case, folder)
+    return folder / TAG
+
+
+@cache
+def by_torch(folder: Path) -> Mapping[str, torch.Tensor]:
+    """Every tensor of a torch_dist folder, by its key, as torch's own reader gives it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader
+
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    out = {
+        key: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(out, checkpoint_id=folder, no_dist=True)
+    return out
+
+
+def split(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(canonical name, state or "weight", values) of all that lies under names of parameters."""
+    for key, tensor in tensors.items():
+        found = re.fullmatch(r"optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.+)", key)
+        state, rest = (STATES[found[1]], found[2]) if found else ("weight", key)
+        if not rest.startswith("decoder.layers."):
+            yield rest, state, tensor
+            continue
+        inner = rest.removeprefix("decoder.layers.")
+        for layer, values in enumerate(tensor):
+            prefix = f"decoder.layers.{layer}."
+            if inner.startswith("mlp.experts.experts."):
+                own = inner.removeprefix("mlp.experts.experts.")
+                for expert, part in enumerate(values):
+                    yield f"{prefix}mlp.experts.local_experts.{expert}.{own}", state, part
+            else:
+                yield prefix + NORMS.get(inner, inner), state, values
