@@ -3,6 +3,7 @@
 The gather knows megatron-core's own ranges and attributes, and nothing of the package's layouts.
 """
 
+import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -364,16 +365,125 @@ def losses(setup: Mcore, steps: int = 6) -> list[float]:
     return found
 
 
+def arguments(engine: Engine) -> argparse.Namespace:
+    """Those of Megatron-LM's flags that say something of the files."""
+    setup = engine.setup
+    mesh = engine.handle.mesh
+    return argparse.Namespace(
+        tensor_model_parallel_size=setup.tp,
+        pipeline_model_parallel_size=setup.pp,
+        virtual_pipeline_model_parallel_size=setup.vpp if setup.vpp > 1 else None,
+        pipeline_model_parallel_layout=setup.layout,
+        decoder_first_pipeline_num_layers=setup.first,
+        decoder_last_pipeline_num_layers=setup.last,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        expert_model_parallel_size=setup.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        context_parallel_size=1,
+        data_parallel_size=mesh.dp,
+        world_size=mesh.world,
+        use_distributed_optimizer=setup.distributed,
+        overlap_grad_reduce=setup.overlap,
+        overlap_param_gather=setup.gather,
+        ddp_bucket_size=setup.bucket,
+        ddp_pad_buckets_for_high_nccl_busbw=setup.pad,
+        accumulate_allreduce_grads_in_fp32=True,
+        num_distributed_optimizer_instances=1,
+        num_layers=setup.layers,
+        num_experts=4 if setup.family == "mixtral" else None,
+        untie_embeddings_and_output_weights=not setup.tied,
+        swiglu=setup.family != "gpt",
+        add_bias_linear=setup.family == "gpt",
+        bf16=setup.dtype == "bf16",
+        fp16=setup.dtype == "fp16",
+        decoupled_lr=setup.decoupled_lr,
+        loss_scale_window=3,
+        hysteresis=2,
+        consumed_train_samples=engine.handle.consumed_samples,
+        iteration=0,
+    )
+
+
+def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable") -> None:
+    """megatron-core's own distributed checkpoint, as Megatron-LM makes it."""
+    from megatron.core import dist_checkpointing
+
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if engine.setup.distributed:
+        content["distrib_optim_sharding_type"] = sharding
+        for chunk in engine.stack.chunks:
+            chunk.start_param_sync(force_sync=True)
+    state = sharded(engine, content, loading=False)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        {
+            **state,
+            "args": arguments(engine),
+            "iteration": engine.handle.iteration,
+            "checkpoint_version": 3.0,
+            "opt_param_scheduler": engine.scheduler.state_dict(),
+        },
+        str(folder),
+        content_metadata=content,
+    )
+
+
+def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str, Any]:
+    """The state dict of which megatron-core's checkpoints are made."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**content, "dp_cp_group": group}
+    several = len(engine.stack.bare) > 1
+    state: dict[str, Any] = {
+        f"model{n}" if several else "model": bare.sharded_state_dict(metadata=metadata)
+        for n, bare in enumerate(engine.stack.bare)
+    }
+    state["optimizer"] = engine.optimizer.sharded_state_dict(
+        state, is_loading=loading, metadata=metadata
+    )
+    return state
+
+
+def save(
+    setup: Mcore,
+    folder: str,
+    steps: int = 3,
+    more: int = 20,
+    sharding: str = "fully_reshardable",
+) -> None:
+    """Trains, saves the tag `trained`, goes on; then fills with provenance values and saves
+    `filled`. Canonical states, those of three steps later, and losses beside them."""
+    engine = make(setup)
+    train(engine, steps)
+    stock_save(engine, Path(folder) / "trained", sharding)
+    states = {"trained": canonical(engine)}
+    losses = train(engine, 3, first=steps)
+    after = canonical(engine, settled=not setup.gather)
+    losses += train(engine, more - 3, first=steps + 3)
+    fill(engine)
+    stock_save(engine, Path(folder) / "filled", sharding)
+    states["filled"] = canonical(engine)
+    close(engine)
+    if dist.get_rank() == 0:
+        oracle = {"states": states, "losses": losses, "steps": steps, "after": after}
+        torch.save(oracle, Path(folder) / "oracle.pt")
+
+
 def resume(
     setup: Mcore,
     folder: str,
     more: int = 0,
     tags: tuple[str, ...] = ("filled", "trained"),
     plant: str = "",
+    three: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Loads each tag into a fresh engine that has trained, and compares; trains on after the last
-    one."""
+    one. `three` steps on the source's mesh must end in the source's bits."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
     train(engine, 1, first=99)
@@ -390,8 +500,9 @@ def resume(
         again = train(engine, more, first=oracle["steps"])
         pairs = zip(again, oracle["losses"][:more], strict=True)
         found["loss"] = max(abs(a - b) for a, b in pairs)
-        if "after" in oracle:
-            found["after"] = compare(oracle["after"], canonical(engine))
+    if three:  # of the same mesh
+        train(engine, 3, first=oracle["steps"])
+        found["after"] = compare(oracle["after"], canonical(engine, settled=not setup.gather))
     close(engine)
     return found
 

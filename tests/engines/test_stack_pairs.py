@@ -1,0 +1,96 @@
+"""megatron-core's own files on one mesh into its stack on another, and into DeepSpeed: every
+master, moment, step and hyper-parameter, bit by bit. Stock's own writer saves."""
+
+from typing import Any
+
+import pytest
+
+from tests.engines.cross_jobs import Zero
+from tests.engines.sources import Sources
+from tests.engines.stack_jobs import Mcore
+from tests.engines.test_stack_loads import check
+
+SAVE, RESUME = "tests.engines.stack_jobs:save", "tests.engines.stack_jobs:resume"
+UNDER_DEEPSPEED = "tests.engines.cross_jobs:resume"
+BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
+MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
+CONSTANT: dict[str, Any] = {"style": "constant"}
+
+# name -> (ranks, setup); the sources have one bucket: stock's writer loses elements of several
+SOURCES = {
+    "dp2": (2, Mcore()),
+    "tp2dp2": (4, Mcore(tp=2)),
+    "pp2vpp2dp2": (4, Mcore(pp=2, vpp=2)),
+    "plain": (2, Mcore(distributed=False)),
+    "bf16": (4, Mcore(tp=2, dtype="bf16")),
+    "tied": (4, Mcore("gpt", tied=True, pp=2, vpp=2, tp=2)),
+    "ep2": (4, Mcore(ep=2, **MOE)),
+    "constant": (2, Mcore(**CONSTANT)),
+    "ep2-constant": (4, Mcore(ep=2, tp=2, **MOE, **CONSTANT)),
+}
+TARGETS = [
+    ("dp2", 4, Mcore(pp=2, vpp=2)),
+    ("dp2", 4, Mcore(**BUCKETS)),
+    ("dp2", 2, Mcore(tp=2)),
+    ("dp2", 1, Mcore(distributed=False)),
+    ("dp2", 2, Mcore(pp=2, first=3)),
+    ("tp2dp2", 2, Mcore()),
+    ("tp2dp2", 4, Mcore(pp=2, layout="Et|tttL", overlap=True, bucket=3000)),
+    ("tp2dp2", 4, Mcore(tp=2, pp=2)),
+    ("pp2vpp2dp2", 1, Mcore()),
+    ("pp2vpp2dp2", 4, Mcore(tp=2, pad=True)),
+    ("plain", 4, Mcore(**BUCKETS)),
+    ("plain", 2, Mcore(tp=2, distributed=False)),
+    ("bf16", 2, Mcore(dtype="bf16")),
+    ("bf16", 4, Mcore(dtype="bf16", pp=2, vpp=2, **BUCKETS)),
+    ("tied", 2, Mcore("gpt", tied=True)),
+    ("tied", 4, Mcore("gpt", tied=True, pp=2, **BUCKETS)),
+    ("ep2", 4, Mcore(ep=4, **MOE)),
+    ("ep2", 2, Mcore(**MOE)),
+    ("ep2", 4, Mcore(ep=2, tp=2, etp=1, overlap=True, bucket=1000, **MOE)),
+    ("ep2", 4, Mcore(ep=2, pp=2, **MOE)),
+]
+
+
+def show(value: object) -> str | None:
+    if not isinstance(value, Mcore):
+        return None
+    usual = type(value)()
+    names = [name for name in vars(value) if getattr(value, name) != getattr(usual, name)]
+    return "-".join(f"{name}{getattr(value, name)}" for name in names) or "dp"
+
+
+@pytest.mark.parametrize(("source", "world", "target"), TARGETS, ids=show)
+def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE)
+    more = 3 if setup.dtype == "fp32" else 0
+    found = sources.ranks.run(world, RESUME, target, folder, more=more)
+    check(found, 1e-5 if more else None)
+
+
+@pytest.mark.parametrize("source", ["dp2", "pp2vpp2dp2", "bf16", "ep2", "plain", "tied"])
+def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE)
+    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("trained",), three=True)
+    check(found, None)
+    assert all(rank["after"] == [] for rank in found)
+
+
+UNDER = [
+    ("constant", 2, Zero(zero=0)),
+    ("constant", 4, Zero(zero=1, tp=2)),
+    ("constant", 4, Zero(zero=2)),
+    ("constant", 2, Zero(zero=3)),
+    ("constant", 4, Zero(zero=1, pp=2)),
+    ("ep2-constant", 4, Zero(zero=1, ep=4, **MOE)),
+    ("ep2-constant", 2, Zero(zero=3, **MOE)),
+]
+
+
+@pytest.mark.parametrize(("source", "world", "target"), UNDER, ids=show)
+def test_pair_under_deepspeed(sources: Sources, source: str, world: int, target: Zero) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE)
+    check(sources.ranks.run(world, UNDER_DEEPSPEED, target, folder, more=20))
