@@ -92,6 +92,43 @@ def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(
     assert not patches._applied
 
 
+def stepped(distributed: bool) -> Any:
+    """megatron-core's own optimizer after a step."""
+    from megatron.core.distributed import DistributedDataParallel as Ddp
+    from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_ucp.engines.megatron import models
+    from tests.engines.model_jobs import GPT
+
+    model = models.build(GPT)
+    chunk = Ddp(model.config, DdpConfig(use_distributed_optimizer=distributed), model)
+    clip = float(distributed)  # clipping asks for the names of types, too
+    config = OptimizerConfig(lr=1e-3, clip_grad=clip, use_distributed_optimizer=distributed)
+    made = get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
+    made.step()
+    return made
+
+
+def waited() -> Any:
+    """Before megatron-core writes a checkpoint, and of what it gathered over gloo."""
+    import torch
+
+    torch.cuda.synchronize()
+    return torch.ones(2).cuda()
+
+
+def loaded() -> Any:
+    """Whether each parameter has its own step after a load."""
+    import torch
+
+    one = stepped(True).chained_optimizers[0]
+    one.load_state_dict(one.state_dict())
+    steps = {id(state["step"]) for state in one.optimizer.state.values()}
+    assert len(steps) == len(one.optimizer.state), "one step for all"
+    return torch.ones(1)
+
+
 def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     """For each patch that one rank needs: what a call does without it, and then with it."""
     from unittest import mock
@@ -136,42 +173,14 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
             model = models.build(with_experts(dispatcher=dispatcher))
         return models.loss(model, tokens % 32, tokens % 32)
 
-    def optimizer(distributed: bool) -> torch.Tensor:
-        """megatron-core's own, after one step; whether each parameter has its own step."""
-        return stepped(distributed).get_loss_scale()
-
-    def stepped(distributed: bool) -> Any:
-        from megatron.core.distributed import DistributedDataParallel as Ddp
-        from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        model = models.build(GPT)
-        chunk = Ddp(model.config, DdpConfig(use_distributed_optimizer=distributed), model)
-        clip = float(distributed)  # clipping asks for the names of types, too
-        config = OptimizerConfig(lr=1e-3, clip_grad=clip, use_distributed_optimizer=distributed)
-        made = get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
-        made.step()
-        return made
-
-    def waited() -> torch.Tensor:
-        torch.cuda.synchronize()  # before it writes a checkpoint
-        return torch.ones(2).cuda()  # of what was gathered over gloo
-
-    def loaded() -> torch.Tensor:
-        one = stepped(True).chained_optimizers[0]
-        one.load_state_dict(one.state_dict())
-        steps = {id(state["step"]) for state in one.optimizer.state.values()}
-        assert len(steps) == len(one.optimizer.state), "one step for all"
-        return torch.ones(1)
-
     calls = {
         "rng_tracker_on_cpu": draw,
         "current_device_is_cpu": forward,
         "no_torch_compile": compiled,
         "moe_router_gemm": lambda: routed("allgather"),
         "moe_dispatch_on_cpu": lambda: routed("alltoall"),
-        "cuda_literals_on_cpu": lambda: optimizer(distributed=False),
-        "cuda_type_names_on_cpu": lambda: optimizer(distributed=True),
+        "cuda_literals_on_cpu": lambda: stepped(distributed=False).get_loss_scale(),
+        "cuda_type_names_on_cpu": lambda: stepped(distributed=True).get_loss_scale(),
         "cuda_streams_on_cpu": waited,
         "adamw_load": loaded,
     }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline
-from tests.engines import pipeline_jobs, stack_jobs, tensor_jobs
+from tests.engines import pipeline_jobs, stack_states, tensor_jobs
 from tests.engines.canonical import canonical, fill
 from tests.engines.stack_jobs import BATCH, Mcore
 from tests.ranks import allow_fp16_on_cpu
@@ -85,8 +85,8 @@ def resume(setup: Zero, folder: str, **options: Any) -> dict[str, Any]:
     for tag in tags:
         want = oracle["states"][tag]
         found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
-        found["before"][tag] = stack_jobs.compare(want, before)
-        found["differences"][tag] = stack_jobs.compare(want, canonical(engine))
+        found["before"][tag] = stack_states.compare(want, before)
+        found["differences"][tag] = stack_states.compare(want, canonical(engine))
     if more:
         again = pipeline_jobs.train(engine, more, first=oracle["steps"])
         pairs = zip(again, oracle["losses"][:more], strict=True)

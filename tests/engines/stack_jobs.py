@@ -1,10 +1,7 @@
-"""What the ranks do in the tests of megatron-core's own stack: build, train, fill, gather.
-
-The gather knows megatron-core's own ranges and attributes, and nothing of the package's layouts.
-"""
+"""What the ranks do in the tests of megatron-core's own stack: build, train, save, load."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
-from tests.engines.canonical import agreed, bits, differences, everywhere, provenance, split
+from tests.engines.stack_states import canonical, compare, fill, plant_fault
 from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
@@ -160,199 +157,6 @@ def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
         engine.handle.iteration += 1
         engine.handle.consumed_samples += BATCH
     return losses
-
-
-# ------------------------------------------------ the canonical state, by megatron-core's own means
-
-
-def numbered(engine: Engine) -> dict[Any, str]:
-    """Parameters by the names that a model of one rank has."""
-    import re
-
-    from megatron.core import parallel_state
-
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * (4 // ranks)
-    out = {}
-    for bare in engine.stack.bare:
-        layers = [layer.layer_number - 1 for layer in bare.decoder.layers]
-        for name, param in bare.named_parameters():
-            name = re.sub(
-                r"^decoder\.layers\.(\d+)",
-                lambda m, layers=layers: f"decoder.layers.{layers[int(m[1])]}",
-                name,
-            )
-            name = re.sub(
-                r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", name
-            )
-            if name == "output_layer.weight" and getattr(param, "shared", False):
-                name = "embedding.word_embeddings.weight"
-            out[param] = name
-    return out
-
-
-def cut(param: Any, name: str) -> tuple[int, int, int, int]:
-    """(dim, stride, ranks, rank) by megatron-core's own attributes; one rank for what is whole."""
-    from megatron.core import parallel_state
-
-    if not getattr(param, "tensor_model_parallel", False):
-        return 0, 1, 1, 0
-    kind = "expert_tensor_parallel" if ".experts." in name else "tensor_model_parallel"
-    size = getattr(parallel_state, f"get_{kind}_world_size")()
-    rank = getattr(parallel_state, f"get_{kind}_rank")()
-    return param.partition_dim, param.partition_stride, size, rank
-
-
-def whole_shape(param: Any, name: str) -> torch.Size:
-    dim, _, size, _ = cut(param, name)
-    return torch.Size([n * size if d == dim else n for d, n in enumerate(param.shape)])
-
-
-def share(param: Any, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor."""
-    dim, stride, size, rank = cut(param, name)
-    if size == 1:
-        return whole
-    return torch.cat([part.chunk(size, dim)[rank] for part in split(whole, dim, stride, size)], dim)
-
-
-def held(engine: Engine) -> list[tuple[Any, int, int, torch.Tensor, dict, dict]]:
-    """(parameter, first, last, master, its state, its group) of all that this rank steps."""
-    out = []
-    for opt in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        base = opt.optimizer
-        for g, group in enumerate(base.param_groups):
-            if hasattr(opt, "gbuf_ranges"):
-                pairs = [
-                    *zip(
-                        opt.model_float16_groups[g],
-                        opt.shard_fp32_from_float16_groups[g],
-                        strict=True,
-                    )
-                ]
-                pairs += [*zip(opt.model_fp32_groups[g], opt.shard_fp32_groups[g], strict=True)]
-            elif hasattr(opt, "float16_groups"):
-                pairs = [*zip(opt.float16_groups[g], opt.fp32_from_float16_groups[g], strict=True)]
-                pairs += [(p, p) for p in opt.fp32_from_fp32_groups[g]]
-            else:
-                pairs = [(p, p) for p in group["params"]]
-            for param, master in pairs:
-                low, high = 0, param.numel()
-                if hasattr(opt, "gbuf_ranges"):
-                    own = opt._get_model_param_range_map(param)["param"]
-                    low, high = own.start, own.end
-                out.append((param, low, high, master, base.state.get(master, {}), group))
-    return out
-
-
-HYPER = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "amsgrad")
-
-
-def canonical(engine: Engine, settled: bool = True) -> dict[str, Any]:
-    """As `tests.engines.canonical.canonical` has it of a DeepSpeed engine. Collective. Not
-    `settled`: weights are on their way between the ranks, which may disagree."""
-    names = numbered(engine)
-    pieces = []
-    for param, low, high, master, state, group in held(engine):
-        name = names[param]
-        shape = whole_shape(param, name)
-        index = share(param, name, torch.arange(shape.numel()).view(shape)).reshape(-1)[low:high]
-        tensors = {"fp32": master, **{k: v for k, v in state.items() if v.dim()}}
-        flat = {k: v.detach().reshape(-1).clone() for k, v in tensors.items()}
-        scalars = {k: float(v) for k, v in state.items() if not v.dim()}
-        hyper = {k: group[k] for k in HYPER if k in group}
-        pieces.append((name, shape, index, flat, scalars, hyper))
-    weights = {
-        name: (whole_shape(p, name), cut(p, name), p.detach().clone()) for p, name in names.items()
-    }
-    full: dict[tuple[str, str], torch.Tensor] = {}
-    scalars: dict[Any, Any] = {}
-    hyper: dict[str, Any] = {}
-    trained: dict[str, torch.Tensor] = {}
-    for own, seen in everywhere((pieces, weights)):
-        for name, shape, index, flat, found, settings in own:
-            for key, value in flat.items():
-                empty = torch.full((shape.numel(),), float("nan"))
-                known = full.setdefault((name, key), empty)
-                old = known[index]
-                there = ~old.isnan()
-                if not torch.equal(bits(old[there]), bits(value[there])):
-                    raise AssertionError(f"ranks disagree on {key} of {name}")
-                known[index] = value
-            for key, value in found.items():
-                agreed(scalars, (name, key), value)
-            agreed(hyper, name, settings)
-        for name, (shape, place, value) in seen.items():
-            _place(trained, name, shape, place, value, settled)
-    shapes = {name: shape for own, _ in everywhere((pieces, weights)) for name, shape, *_ in own}
-    for (name, key), value in full.items():
-        if value.isnan().any():
-            raise AssertionError(f"nobody has all of {key} of {name}")
-        full[name, key] = value.view(shapes[name])
-    handle = engine.handle
-    counters = (handle.iteration, handle.consumed_samples, handle.skipped_iterations)
-    return {
-        "full": full,
-        "scalars": scalars,
-        "hyper": hyper,
-        "weights": trained,
-        "values": {},
-        "scheduler": engine.scheduler.state_dict(),
-        "counters": counters,
-        "scale": loss_scale(engine),
-    }
-
-
-def _place(
-    known: dict[str, torch.Tensor],
-    name: str,
-    shape: torch.Size,
-    place: tuple[int, int, int, int],
-    value: torch.Tensor,
-    settled: bool,
-) -> None:
-    """Puts a rank's part of a weight into the whole; copies must be the same."""
-    dim, stride, size, rank = place
-    index = torch.arange(shape.numel()).view(shape)
-    if size > 1:
-        parts = split(index, dim, stride, size)
-        index = torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
-    whole = known.setdefault(name, torch.full(shape, float("nan"), dtype=value.dtype))
-    flat = whole.view(-1)
-    old, new = flat[index.reshape(-1)], value.reshape(-1)
-    there = ~old.isnan()
-    if settled and not torch.equal(bits(old[there]), bits(new[there])):
-        raise AssertionError(f"ranks disagree on the weight {name}")
-    flat[index.reshape(-1)] = new
-
-
-def loss_scale(engine: Engine) -> dict[str, Any]:
-    scaler = getattr(engine.optimizer.chained_optimizers[0], "grad_scaler", None)
-    if scaler is None:
-        return {}
-    state = scaler.state_dict()
-    return {key: float(value) for key, value in state.items()}
-
-
-@torch.no_grad()
-def fill(engine: Engine) -> None:
-    """Overwrites every master and every moment of this rank with provenance values, then the
-    weights."""
-    names = numbered(engine)
-    every = sorted({name for rank in everywhere([*names.values()]) for name in rank})
-    numbers = {name: number for number, name in enumerate(every)}
-    for param, low, high, master, state, _ in held(engine):
-        name = names[param]
-        for key in ("fp32", *(k for k in state if state[k].dim())):
-            whole = provenance(numbers[name], key, whole_shape(param, name))
-            values = share(param, name, whole).reshape(-1)[low:high]
-            (master if key == "fp32" else state[key]).view(-1).copy_(values)
-    for opt in engine.optimizer.chained_optimizers:
-        if hasattr(opt, "_copy_main_params_to_model_params"):
-            opt._copy_main_params_to_model_params()
-    if engine.setup.distributed:
-        for chunk in engine.stack.chunks:
-            chunk.start_param_sync(force_sync=True)
 
 
 # ------------------------------------------------ jobs
@@ -505,42 +309,3 @@ def resume(
         found["after"] = compare(oracle["after"], canonical(engine, settled=not setup.gather))
     close(engine)
     return found
-
-
-def compare(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
-    """What differs, bitwise; hyper-parameters and schedules where both engines have them."""
-    same_schedule = want["scheduler"].keys() == have["scheduler"].keys()
-    parts = ("scheduler",) if not same_schedule else ()
-    want, have = ({k: {} if k in parts else v for k, v in one.items()} for one in (want, have))
-    dtypes = {v.dtype for v in want["weights"].values()} == {
-        v.dtype for v in have["weights"].values()
-    }
-    if want["scale"].keys() != have["scale"].keys():
-        want, have = {**want, "scale": {}}, {**have, "scale": {}}
-    return differences(want, have, same_dtype=dtypes, known_keys=True)
-
-
-@torch.no_grad()
-def plant_fault(engine: Engine, fault: str) -> None:
-    """One thing that is wrong on rank 0, after a load."""
-    if dist.get_rank():
-        return
-    names = numbered(engine)
-    param, _, _, master, state, group = next(
-        one for one in held(engine) if names[one[0]].endswith("linear_fc1.weight")
-    )
-    if fault == "one bit":
-        master.view(torch.int32).view(-1)[3] ^= 1
-    elif fault == "two elements swapped":
-        flat = state["exp_avg"].view(-1)
-        flat[:2] = flat[:2].flip(0)
-    elif fault == "one step":
-        state["step"] += 1
-    elif fault == "one group's weight decay":
-        group["weight_decay"] += 1e-9
-    elif fault == "one weight":
-        param.view(-1)[0] += 1
-
-
-def other(setup: Mcore, **changes: Any) -> Mcore:
-    return replace(setup, **changes)

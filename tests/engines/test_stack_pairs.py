@@ -93,4 +93,7 @@ UNDER = [
 def test_pair_under_deepspeed(sources: Sources, source: str, world: int, target: Zero) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE)
-    check(sources.ranks.run(world, UNDER_DEEPSPEED, target, folder, more=20))
+    found = sources.ranks.run(
+        world, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
+    )
+    check(found)

@@ -21,7 +21,7 @@ from megatron_ucp.errors import UsageError
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TRAINED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _numbers(stages: Stages) -> list[int | None]:
 
 def _transformer(config: models.ModelConfig, tp: int, stages: Stages) -> "TransformerConfig":
     """Raises UsageError for a division of the layers that megatron-core refuses."""
-    dtype = DTYPES[config.dtype]
+    dtype = TRAINED_IN[config.dtype]
     try:
         return models.transformer_config(
             config, tp, params_dtype=dtype, **stages.transformer(dtype)

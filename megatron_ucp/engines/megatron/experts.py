@@ -21,7 +21,7 @@ from megatron_ucp.engines.megatron.groups import (
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
 
 PATCHES = ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu")
-OF_DEEPSPEED = ("expert_clip", "expert_norm_bf16", "expert_norm_unfused")
+UNDER_DEEPSPEED = ("expert_clip", "expert_norm_bf16", "expert_norm_unfused")
 # an attribute of an expert's parameters: its number among all experts of the layer
 NUMBER = "ucp_expert"
 
@@ -172,7 +172,7 @@ def apply_patches() -> None:
     """What megatron-core, and DeepSpeed where it trains, need to train experts."""
     import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
 
-    for name in (*PATCHES, *(OF_DEEPSPEED if deepspeed_trains() else ())):
+    for name in (*PATCHES, *(UNDER_DEEPSPEED if deepspeed_trains() else ())):
         patches.apply(name)
 
 

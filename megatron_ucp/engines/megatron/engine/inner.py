@@ -21,7 +21,7 @@ STRUCTURE = frozenset({"params", "step", "default_config", *IDENTITY, *RATES})
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stepped:
     """Elements [first, last) of a parameter on this rank, that `inner` steps in its group number
     `group`; `master` is what torch's optimizer steps for them, one-dimensional where ranks share
     the parameter."""
@@ -74,7 +74,7 @@ def is_distributed(inner: Any) -> bool:
     return hasattr(inner, "gbuf_ranges")
 
 
-def pieces_of(inner: Any) -> Iterator[Piece]:
+def pieces_of(inner: Any) -> Iterator[Stepped]:
     """Everything that an optimizer steps on this rank.
 
     By its lists of parameters and masters side by side: `model_param_group_index_map` is wrong
@@ -97,7 +97,7 @@ def pieces_of(inner: Any) -> Iterator[Piece]:
         lists = zip(params, params, strict=True)
     for group, (params, masters) in enumerate(lists):
         for param, master in zip(_one_list(params), _one_list(masters), strict=True):
-            yield Piece(inner, group, param, master, *_range(inner, param))
+            yield Stepped(inner, group, param, master, *_range(inner, param))
 
 
 def _one_list(lists: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
@@ -111,7 +111,7 @@ def _range(inner: Any, param: torch.nn.Parameter) -> tuple[int, int]:
     return found.start, found.end
 
 
-class LiveBuffer:
+class LiveBucket:
     """This rank's part of a flat buffer of the manifest: `pieces` by the number of the member, of
     which partition `part` is made. `weights` is the memory of the partition where the weights are
     the masters.
@@ -122,7 +122,7 @@ class LiveBuffer:
     """
 
     def __init__(
-        self, flat: FlatBuffer, part: int, pieces: dict[int, Piece], weights: torch.Tensor | None
+        self, flat: FlatBuffer, part: int, pieces: dict[int, Stepped], weights: torch.Tensor | None
     ) -> None:
         self.flat, self.part, self.pieces, self.weights = flat, part, pieces, weights
         self._homes: dict[str, torch.Tensor] = {}
@@ -168,7 +168,7 @@ class LiveBuffer:
 
 
 @dataclass(frozen=True)
-class LiveValue:
+class OwnValue:
     """A frozen parameter, or a buffer of a module."""
 
     name: str

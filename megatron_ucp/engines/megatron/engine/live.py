@@ -18,8 +18,8 @@ from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
     RATES,
     STRUCTURE,
-    LiveBuffer,
-    LiveValue,
+    LiveBucket,
+    OwnValue,
 )
 from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -34,7 +34,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How
 from megatron_ucp.reshard.twin import check_config
 
-ENGINE = "megatron"  # of a manifest: the optimizer stack of megatron-core
+STACK_ENGINE = "megatron"  # of a manifest: the optimizer stack of megatron-core
 
 
 def describe(stack: MegatronStack) -> "LiveMegatron":
@@ -68,13 +68,13 @@ class LiveMegatron:
             )
         joined, here = join(stages), places.index(own.at)
         self.stack, self.own = stack, own
-        self._live: dict[int, LiveBuffer] = dict(
+        self._live: dict[int, LiveBucket] = dict(
             zip(joined.numbers[here], own.buffers, strict=True)
         )
-        self._values: dict[int, LiveValue] = dict(zip(joined.values[here], own.values, strict=True))
+        self._values: dict[int, OwnValue] = dict(zip(joined.values[here], own.values, strict=True))
         self.first_group = joined.first_group[here]
         self.manifest = Manifest(
-            ENGINE,
+            STACK_ENGINE,
             own.mesh,
             joined.params,
             joined.buffers,

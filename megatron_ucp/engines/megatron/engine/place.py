@@ -17,9 +17,9 @@ from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
     RATES,
     STRUCTURE,
-    LiveBuffer,
-    LiveValue,
-    Piece,
+    LiveBucket,
+    OwnValue,
+    Stepped,
     inner_optimizers,
     is_distributed,
     pieces_of,
@@ -136,10 +136,10 @@ class OwnPlace:
         return count
 
     @cached_property
-    def buffers(self) -> list[LiveBuffer]:
+    def buffers(self) -> list[LiveBucket]:
         """In the order of the optimizers; of a distributed one each bucket is a buffer of its own,
         of any other each parameter."""
-        out: list[LiveBuffer] = []
+        out: list[LiveBucket] = []
         for inner in self.inner:
             pieces = {piece.param: piece for piece in pieces_of(inner)}
             if is_distributed(inner):
@@ -158,13 +158,13 @@ class OwnPlace:
             for piece in pieces_of(inner)
         }
 
-    def _alone(self, piece: Piece) -> LiveBuffer:
+    def _alone(self, piece: Stepped) -> LiveBucket:
         name = self.names[piece.param]
         states, axes = _masters(piece.master), self.spread.axes(name)
         flat = alone(name, piece.param.numel(), states, self.group_of[name], axes=axes)
-        return LiveBuffer(flat, 0, {0: piece}, None)
+        return LiveBucket(flat, 0, {0: piece}, None)
 
-    def _buckets(self, buffer: Any, pieces: Mapping[Any, Piece]) -> Iterator[LiveBuffer]:
+    def _buckets(self, buffer: Any, pieces: Mapping[Any, Stepped]) -> Iterator[LiveBucket]:
         """The buckets of one of megatron-core's buffers."""
         part, ranks = buffer.data_parallel_group.rank(), buffer.data_parallel_world_size
         for bucket in buffer.buckets:
@@ -180,7 +180,7 @@ class OwnPlace:
             if buffer.param_dtype == torch.float32:
                 size = flat.partition_elems
                 weights = bucket.param_data.detach().view(-1)[part * size : (part + 1) * size]
-            yield LiveBuffer(flat, part, own, weights)
+            yield LiveBucket(flat, part, own, weights)
 
     def _axes(self, members: Sequence[Member]) -> tuple[str, ...]:
         """The axes that cut a buffer. Raises UnsupportedError where experts are among others."""
@@ -209,11 +209,11 @@ class OwnPlace:
     # ------------------------------------------------ values
 
     @cached_property
-    def values(self) -> list[LiveValue]:
+    def values(self) -> list[OwnValue]:
         """Frozen parameters and persistent buffers of modules."""
         stepped = {param for inner in self.inner for param in _params_of(inner)}
         return [
-            LiveValue(name, "frozen" if isinstance(v, torch.nn.Parameter) else "buffer", v.detach())
+            OwnValue(name, "frozen" if isinstance(v, torch.nn.Parameter) else "buffer", v.detach())
             for v, name in self.names.items()
             if v not in stepped
         ]
@@ -257,7 +257,7 @@ def _value(tensor: torch.Tensor) -> States:
     return ((VALUE, dtype_name(tensor.dtype)),)
 
 
-def _check_pieces(flat: FlatBuffer, part: int, pieces: Mapping[int, Piece]) -> None:
+def _check_pieces(flat: FlatBuffer, part: int, pieces: Mapping[int, Stepped]) -> None:
     """Compares the pieces that the optimizer has with those that the buffer's partition holds.
     Raises LayoutError."""
     want = {one.member: (one.low, one.high) for one in flat.fragments(part)}
