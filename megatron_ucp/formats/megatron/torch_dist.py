@@ -24,7 +24,7 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import Index
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
-from megatron_ucp.formats.megatron.names import extra_state_name
+from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
 from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
@@ -33,7 +33,6 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
 _HEAD = "output_layer.weight"
-_BUFFERS = (".expert_bias", ".local_tokens_per_expert", ".inv_freq")
 
 
 class TorchDistCheckpoint(MegatronFolder):
@@ -124,7 +123,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def _spec(self, weight: StoredParam) -> ParamSpec:
         """A parameter as a mesh cuts it, before it is known whether an optimizer steps it."""
         kind = "trainable" if self.groups else "frozen"
-        if weight.name.endswith(_BUFFERS):
+        if weight.name.endswith(BUFFERS):
             kind = "buffer"
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
         return self.on_mesh(spec)
