@@ -8,7 +8,8 @@ from megatron_ucp.formats.base import Checkpoint, Format, Told
 from megatron_ucp.formats.deepspeed.native import NativeFormat
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat
-from megatron_ucp.formats.megatron.torch_dist import TorchDistFormat
+from megatron_ucp.formats.megatron.formats import TorchDistFormat
+from megatron_ucp.formats.megatron.legacy import LegacyFormat
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.formats.tags import tag_folder
 
@@ -17,6 +18,7 @@ _HUGGING_FACE = HuggingFaceFormat()
 FORMATS: tuple[Format, ...] = (
     _HUGGING_FACE,
     TorchDistFormat(),
+    LegacyFormat(),
     UniversalFormat(),
     NativeFormat(),
 )

@@ -446,7 +446,7 @@ def _placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
     if layers is None:
         raise no_layers(file)
     method = target.stages
-    if method is None and source.mesh.pp == target.mesh.pp:
+    if method is None and source.mesh.pp == target.mesh.pp and source.mesh.vpp == 1:
         method = _stages_of(source, layers)
     if method is None:
         raise UsageError(

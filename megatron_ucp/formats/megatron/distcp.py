@@ -84,7 +84,7 @@ class DistcpFile(OpenFile):
                     found=repr(ref)[:200],
                 )
             found = archive.in_file(archive.record(ref.storage))
-            self._records[at] = replace(found, name=f"{tensor.key} at {chunk.start}")
+            self._records[at] = replace(found, name=chunk_name(tensor, chunk))
         return self._records[at]
 
     def all_records(self) -> list[tuple[Record, str]]:
@@ -110,3 +110,8 @@ class DistcpFile(OpenFile):
             if "/data/" not in name:
                 found = archive.in_file(archive.records[name])
                 yield replace(found, name=f"{name} at byte {place.offset_bytes}")
+
+
+def chunk_name(tensor: StoredTensor, chunk: Chunk) -> str:
+    """How messages and checks call the bytes of a chunk."""
+    return f"{tensor.key} at {chunk.start}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
@@ -140,12 +141,17 @@ class MegatronFolder:
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor of a `.pt` file of the folder. Raises
         DamagedFileError."""
+        return self.scalar_at(self._where_of(file, ref), ref)
+
+    def scalar_at(self, where: Where, ref: TensorRef) -> float:
+        """The value of a one-element tensor at a place. Raises DamagedFileError."""
         layout = SCALAR_CODES.get(ref.storage.dtype)
         if ref.numel != 1 or layout is None:
             raise DamagedFileError(
-                "a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}"
+                "a scalar state is no number",
+                file=where.file.path,
+                found=f"{ref.storage.dtype} {ref.shape}",
             )
-        where = self._where_of(file, ref)
         data = bytearray(struct.calcsize(layout))
         where.file.read_into(where.record, where.offset_bytes, memoryview(data))
         return float(struct.unpack(layout, data)[0])
@@ -183,6 +189,19 @@ class MegatronFolder:
             declared = rules.declare(spec.name, spec.shape, dict.fromkeys(self._axes, 1))
             return replace(spec, on_mesh=declared.layout, extent=declared.extent)
         return replace(spec, on_mesh=layout_of(spec.name, spec.shape, self.gated))
+
+    def cut(self, spec: ParamSpec) -> ParamSpec:
+        """A parameter as the ranks of the run that saved it held it. Raises UnsupportedError where
+        nobody says how they cut it."""
+        if spec.on_mesh is None and self.saved_on.tp > 1:
+            raise UnsupportedError(
+                "how a parameter was cut is not known",
+                file=self.main_file,
+                parameter=spec.name,
+                expected="a name of megatron-core's GPTModel",
+                fix="give --rules FILE",
+            )
+        return replace(spec, layout=spec.on_mesh or Replicate(), on_mesh=None)
 
     @property
     def _axes(self) -> Collection[str]:

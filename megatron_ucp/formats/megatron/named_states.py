@@ -24,7 +24,7 @@ class HeldStates:
     """What is held of one parameter: each state, the masters first, all in the same boxes."""
 
     by_state: Mapping[str, StoredParam]
-    stepped: bool
+    stepped: bool = False
 
     @property
     def boxes(self) -> tuple[tuple[Ints, Ints], ...]:

@@ -104,6 +104,43 @@ def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
+_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
+BUFFERS = (".expert_bias", ".local_tokens_per_expert", ".inv_freq")  # ends of names
+
+
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """The canonical name of what a rank's chunk calls `name`: it counts its layers and experts from
+    0 on."""
+    found = _LAYER.fullmatch(name)
+    if found is None or found["number"] is None:
+        return name
+    rest = found["rest"]
+    for theirs, ours in _RENAMED.items():
+        if rest.startswith(theirs):
+            rest = ours + rest.removeprefix(theirs)
+    if expert := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}"
+    return f"{LAYERS_PREFIX}{int(found['number']) + first_layer}.{rest}"
+
+
+def whole_shape(name: str, local: Ints, ranks: int) -> Ints:
+    """The shape of a parameter of which `ranks` tensor-parallel ranks have `local` each."""
+    dim = _cut_dim(name)
+    if dim is None or dim >= len(local):
+        return local
+    return (*local[:dim], local[dim] * ranks, *local[dim + 1 :])
+
+
+def _short(name: str) -> str:
+    """The name of a parameter in its layer, the first and the second matrix of any MLP alike."""
+    short = re.sub(r"^decoder\.layers\.\d+\.", "", name)
+    return re.sub(r"^mlp\..*?(linear_fc[12]\.)", r"\1", short)
+
+
+def _cut_dim(name: str) -> int | None:
+    return _CUT_DIMS.get(_short(name))
+
+
 _EXTRA_STATE = re.compile(r"(?P<key>.+\._extra_state)/shard_(?P<index>[\d.]+)_[\d.]+")
 
 
@@ -166,8 +203,7 @@ def is_expert(name: str) -> bool:
 def layout_of(name: str, shape: Ints, gated: bool) -> Layout | None:
     """How tensor parallelism cuts a parameter, None where its name is not known; `gated`: the first
     matrix of an MLP holds gate and up, one above the other, each cut for itself."""
-    short = re.sub(r"^decoder\.layers\.\d+\.", "", name)
-    short = re.sub(r"^mlp\..*?(linear_fc[12]\.)", r"\1", short)
+    short = _short(name)
     if short not in _CUT_DIMS:
         return Replicate() if _NORM.fullmatch(short) else None
     dim = _CUT_DIMS[short]

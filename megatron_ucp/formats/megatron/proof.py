@@ -45,7 +45,7 @@ def is_same(masters: Runs, weights: Runs, shape: Ints) -> bool:
     """Whether the masters of a parameter, rounded, are its weights. Raises DamagedFileError for
     files that end early."""
     if masters.keys() == weights.keys():
-        return all(_same_run(masters[box], weights[box], _elems(box)) for box in masters)
+        return all(same_run(masters[box], weights[box], _elems(box)) for box in masters)
     one, other = _assembled(masters, shape), _assembled(weights, shape)
     return _same_bits(one, other)
 
@@ -57,7 +57,8 @@ def _elems(box: Bounds) -> int:
     return count
 
 
-def _same_run(master: Run, weight: Run, elems: int) -> bool:
+def same_run(master: Run, weight: Run, elems: int) -> bool:
+    """Whether a run of masters, rounded, is a run of weights. Raises as `is_same`."""
     for low in range(0, elems, _WINDOW_ELEMS):
         count = min(_WINDOW_ELEMS, elems - low)
         if not _same_bits(_read(master, low, count), _read(weight, low, count)):

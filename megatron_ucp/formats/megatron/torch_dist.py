@@ -15,16 +15,16 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
-from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.base import Extras, Record, Told, Where
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.index import INDEX_FILE, read_index
-from megatron_ucp.formats.megatron.named_states import HeldStates, split_keys
-from megatron_ucp.formats.megatron.names import extra_state_name
+from megatron_ucp.formats.megatron.index import Index
+from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
+from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
 from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
@@ -33,7 +33,6 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
 _HEAD = "output_layer.weight"
-_BUFFERS = (".expert_bias", ".local_tokens_per_expert", ".inv_freq")
 
 
 class TorchDistCheckpoint(MegatronFolder):
@@ -44,18 +43,16 @@ class TorchDistCheckpoint(MegatronFolder):
     Tensor bytes are not read.
     """
 
-    def __init__(self, folder: Path, told: Told) -> None:
+    def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
         super().__init__(folder, told)
-        _check_backend(folder)
+        self.index, self.states = index, states
+        self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
         self._guarded(self._read)
 
     def _read(self) -> None:
-        self.index = read_index(self.folder)
         self.refuse_optimizer()
-        self.states = split_keys(self.index.tensors, str(self.folder / INDEX_FILE))
-        self.groups = self._groups()
-        self._places: list[dict[str, StoredBlock]] = []  # of each buffer, by state
-        self.manifest = self._manifest()
+        self.groups = self._read_groups()
+        self.manifest = self._build()
 
     # ------------------------------------------------ common.pt
 
@@ -88,7 +85,7 @@ class TorchDistCheckpoint(MegatronFolder):
             )
         return [tree[0], tree[1]] if chained else [tree]
 
-    def _groups(self) -> list[SavedGroup]:
+    def _read_groups(self) -> list[SavedGroup]:
         out: list[SavedGroup] = []
         for number, tree in enumerate(self._optimizers):
             inner = tree.get("optimizer", tree)
@@ -102,20 +99,17 @@ class TorchDistCheckpoint(MegatronFolder):
 
     # ------------------------------------------------ structure
 
-    def _manifest(self) -> Manifest:
+    def _build(self) -> Manifest:
         params: list[ParamSpec] = []
         buffers: list[FlatBuffer] = []
         membership = self.membership(self.groups)
         for name, weight in self.states.weights.items():
             spec = self._spec(weight)
             held = self.states.held(name) if spec.kind == "trainable" else None
-            if held is None:
-                spec = replace(spec, kind="frozen" if spec.kind == "trainable" else spec.kind)
-                held = HeldStates({VALUE: weight}, stepped=False)
+            spec, held = self.whole(spec, held or HeldStates({VALUE: weight}))
+            params.append(spec)
             group = membership.number(spec) if held.stepped else None
-            chunks = Chunks(tuple((box,) for box in held.boxes))
-            params.append(replace(spec, layout=chunks))
-            buffers += self._buffers(name, held, group)
+            buffers += self.chunk_buffers(name, held, group)
         counters = counters_of(self.iteration, self.arguments, self.groups)
         return Manifest(
             BACKEND if self.groups else WEIGHTS,
@@ -129,19 +123,25 @@ class TorchDistCheckpoint(MegatronFolder):
     def _spec(self, weight: StoredParam) -> ParamSpec:
         """A parameter as a mesh cuts it, before it is known whether an optimizer steps it."""
         kind = "trainable" if self.groups else "frozen"
-        if weight.name.endswith(_BUFFERS):
+        if weight.name.endswith(BUFFERS):
             kind = "buffer"
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
         return self.on_mesh(spec)
 
-    def _buffers(self, name: str, held: HeldStates, group: int | None) -> Iterator[FlatBuffer]:
+    def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
+        """A parameter as chunks hold it whole, on no mesh."""
+        if spec.kind == "trainable" and not held.stepped:
+            spec = replace(spec, kind="frozen")
+        return replace(spec, layout=Chunks(tuple((box,) for box in held.boxes))), held
+
+    def chunk_buffers(self, name: str, held: HeldStates, group: int | None) -> Iterator[FlatBuffer]:
         """A buffer for each chunk of a parameter."""
         step = self.groups[group].step if group is not None else None
         scalars = {} if step is None else {"step": step}
         states = tuple((state, param.dtype) for state, param in held.by_state.items())
         for number, (start, stop) in enumerate(held.boxes):
             size = math.prod(b - a for a, b in zip(start, stop, strict=True))
-            self._places.append({s: param.blocks[number] for s, param in held.by_state.items()})
+            self._chunks.append({s: param.blocks[number] for s, param in held.by_state.items()})
             yield alone(name, size, states, group, scalars, axes=(), chunk=number)
 
     # ------------------------------------------------ what the operations ask for
@@ -190,7 +190,11 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError."""
-        return self._where(self._places[slot.buffer][slot.state])
+        return self.where_in_chunk(slot.buffer, slot.state)
+
+    def where_in_chunk(self, number: int, state: str) -> Where:
+        """Place of a state of the number-th buffer of a chunk."""
+        return self._where(self._chunks[number][state])
 
     def _where(self, block: StoredBlock) -> Where:
         tensor, chunk = block.tensor, block.chunk
@@ -213,15 +217,20 @@ class TorchDistCheckpoint(MegatronFolder):
         return file.all_records() if isinstance(file, DistcpFile) else records_of(file)
 
     def read_extras(self) -> Extras:
-        scaler: dict[str, Any] = {}
-        for tree in self._optimizers:
-            saved = tree.get("grad_scaler")
-            scaler = scaler or canonical_scaler(
-                saved, self.arguments, lambda ref: self.scalar(COMMON_FILE, ref), self.iteration
-            )
+        scaler = self._scaler()
         counters = counters_of(self.iteration, self.arguments, self.groups)
         tree, said, file = self.main_tree, self.arguments, self.main_file
         return extras_of(tree, said, counters, scaler, False, self._stateless, file)
+
+    def _scaler(self) -> dict[str, Any]:
+        """The loss scale; the optimizers of a chain have the same."""
+        saved = [tree["grad_scaler"] for tree in self._optimizers if "grad_scaler" in tree]
+        return canonical_scaler(
+            saved[0] if saved else None,
+            self.arguments,
+            lambda ref: self.scalar(COMMON_FILE, ref),
+            self.iteration,
+        )
 
     @cached_property
     def _stateless(self) -> dict[str, None]:
@@ -253,7 +262,7 @@ class TorchDistCheckpoint(MegatronFolder):
         return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
 
 
-def _check_backend(folder: Path) -> None:
+def check_backend(folder: Path) -> None:
     """Raises UnsupportedError for what another program, or another format of Megatron, wrote."""
     path = folder / METADATA_FILE
     said = read_json(path).get("sharded_backend") if path.is_file() else None
@@ -265,13 +274,3 @@ def _check_backend(folder: Path) -> None:
             found=said or f"no {METADATA_FILE}: torch_dcp or fsdp_dtensor",
             fix=f"save it again with --ckpt-format {BACKEND}",
         )
-
-
-class TorchDistFormat:
-    """Folders of `--ckpt-format torch_dist`; other ones with torch's index are refused by name."""
-
-    def recognises(self, folder: Path) -> bool:
-        return (folder / INDEX_FILE).is_file()
-
-    def open(self, folder: Path, told: Told) -> Checkpoint:
-        return TorchDistCheckpoint(folder, told)
