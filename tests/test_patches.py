@@ -129,14 +129,40 @@ def loaded() -> Any:
     return torch.ones(1)
 
 
+def draw() -> Any:
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    outside = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        drawn = torch.rand(3)
+    with get_cuda_rng_tracker().fork():
+        drawn = torch.cat([drawn, torch.rand(3)])
+    # Megatron's seed of tensor-parallel rank 0
+    generator = torch.Generator().manual_seed(7 + 2718)
+    alone = [torch.rand(3, generator=generator) for _ in range(2)]
+    assert torch.equal(outside, torch.get_rng_state())
+    assert torch.equal(drawn, torch.cat(alone))
+    return drawn
+
+
+def compiled() -> Any:
+    import torch
+    from megatron.core import activations
+
+    # raises where a compiler would be started
+    with torch.compiler.set_stance("fail_on_recompile"):
+        return activations.squared_relu(torch.tensor([-1.0, 2.0]))
+
+
 def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     """For each patch that one rank needs: what a call does without it, and then with it."""
     from unittest import mock
 
     import torch
     import torch.distributed as dist
-    from megatron.core import activations, parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core import parallel_state
 
     from megatron_ucp.engines.megatron import experts, models
     from tests.engines.expert_jobs import with_experts
@@ -145,25 +171,6 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tokens = batch(0)[:, :16].contiguous()
-
-    def draw() -> torch.Tensor:
-        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-        outside = torch.get_rng_state()
-        with get_cuda_rng_tracker().fork():
-            drawn = torch.rand(3)
-        with get_cuda_rng_tracker().fork():
-            drawn = torch.cat([drawn, torch.rand(3)])
-        # Megatron's seed of tensor-parallel rank 0
-        generator = torch.Generator().manual_seed(7 + 2718)
-        alone = [torch.rand(3, generator=generator) for _ in range(2)]
-        assert torch.equal(outside, torch.get_rng_state())
-        assert torch.equal(drawn, torch.cat(alone))
-        return drawn
-
-    def compiled() -> torch.Tensor:
-        # raises where a compiler would be started
-        with torch.compiler.set_stance("fail_on_recompile"):
-            return activations.squared_relu(torch.tensor([-1.0, 2.0]))
 
     def forward() -> torch.Tensor:
         return models.loss(models.build(GPT), tokens, tokens)
