@@ -26,7 +26,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--output-folder", help=argparse.SUPPRESS)
     verb.add_argument(
         "--to",
-        choices=("native", "universal"),
+        choices=("native", "universal", "torch_dist"),
         help="what to write (default: native with --mesh, else universal)",
     )
     add_target(verb)

@@ -20,6 +20,12 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of_name(name: str) -> int | None:
+    """The iteration of a tag folder that Megatron named; None for another name."""
+    found = re.fullmatch(r"iter_(\d{7,18})", name, re.ASCII)
+    return int(found[1]) if found else None
+
+
 def tag_folder(path: str | Path, tag: str | None = None) -> Path:
     """The tag folder for a path that is a tag folder or the folder above it. `latest` is always
     followed.

@@ -38,6 +38,13 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 from megatron_ucp.formats.pt.values import StorageRef
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.tags import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    MEGATRON_LATEST,
+    iteration_name,
+    iteration_of_name,
+)
 from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
@@ -51,6 +58,7 @@ from megatron_ucp.reshard.output_folder import (
     written_aside,
 )
 from megatron_ucp.reshard.target import Wanted, no_layers, target_manifest, universal_manifest
+from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
@@ -102,16 +110,24 @@ def convert(
             source.check(name, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
-        manifest, outputs = _WRITERS[to](origin, wanted, config)
-        job = ConversionJob(source, manifest, frozenset(allow), progress)
-        job.prove(outputs)
-        write_tag(job, outputs, folder)
+        if to == TORCH_DIST:
+            out = written(wanted, source, target.mesh, origin.notes)
+            job = TorchDistJob(source, out, frozenset(allow), progress)
+            job.prove()
+            job.write(folder)
+            files = len(out.plan.sizes) + 1
+        else:
+            manifest, outputs = _WRITERS[to](origin, wanted, config)
+            job = ConversionJob(source, manifest, frozenset(allow), progress)
+            job.prove(outputs)
+            write_tag(job, outputs, folder)
+            files = len(outputs)
     notes = [*source.notes, *origin.notes, *point_at(folder, to)]
     return Converted(
         str(folder),
         str(source.manifest.mesh),
-        str(target.mesh) if to == "native" else "universal",
-        len(outputs),
+        str(target.mesh) if to == "native" else to,
+        files,
         job.reader.read_bytes,
         job.done,
         time.perf_counter() - started,
@@ -172,6 +188,7 @@ def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
 
 
 _WRITERS = {"native": _native, "universal": _universal}
+TORCH_DIST = "torch_dist"
 
 
 def _check_arguments(
@@ -183,9 +200,10 @@ def _check_arguments(
             expected=" ".join(sorted(ALLOWED)),
             found=" ".join(sorted(allow)),
         )
-    if to not in _WRITERS:
+    known = (*_WRITERS, TORCH_DIST)
+    if to not in known:
         raise UsageError(
-            "there is no such format to convert to", expected=" or ".join(_WRITERS), found=to
+            "there is no such format to convert to", expected=" or ".join(known), found=to
         )
     if target is None and to == "native":
         raise UsageError(
@@ -348,12 +366,19 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     return replace(manifest, files=files, save_id=save_id, run=run)
 
 
+_POINTERS = {"native": LATEST, "universal": LATEST_UNIVERSAL, TORCH_DIST: MEGATRON_LATEST}
+
+
 def point_at(folder: Path, to: str) -> list[str]:
     """Names the new folder where nothing would load it otherwise, and never takes a native pointer
     from its owner."""
     parent, name = folder.absolute().parent, folder.absolute().name
-    pointer = parent / ("latest" if to == "native" else "latest_universal")
-    if to == "native" and pointer.exists():
+    if to == TORCH_DIST:
+        if (iteration := iteration_of_name(name)) is None:
+            return [f"Megatron looks for folders such as {iteration_name(100)}: rename {name}"]
+        name = str(iteration)
+    pointer = parent / _POINTERS[to]
+    if to != "universal" and pointer.exists():
         return [
             f"{pointer} still names {pointer.read_text(errors='replace').strip()}: load with "
             f"tag={name}"

@@ -86,7 +86,7 @@ def test_counters_scheduler_and_arguments() -> None:
     assert extras.counters == {"global_steps": 3, "global_samples": 12, "skipped_steps": 0}
     assert extras.scheduler is not None
     assert (extras.scheduler["num_steps"], extras.scheduler["lr_decay_style"]) == (12, "cosine")
-    args = extras.client_state["megatron"]["args"]
+    args = extras.client_state["args"]
     assert len(args) == 658 and args["iteration"] == 0, "the one that counts is beside them"
     assert args["model_type"] == 1 and args["params_dtype"] == "torch.float32", "plain values"
     assert extras.clip_grad == 1.0

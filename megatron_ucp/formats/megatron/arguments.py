@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed.plain_values import number
-from megatron_ucp.formats.pt.values import DtypeName, Stand
+from megatron_ucp.formats.pt.values import ITEMSIZE, DtypeName, Stand
 
 # the arguments that say the sizes of a mesh, by the names of its axes
 _SIZES = (
@@ -60,3 +61,92 @@ def mesh_of(arguments: Mapping[str, Any]) -> Mesh:
         return Mesh(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp, dp=dp, order=order)
     except UsageError:
         return Mesh()
+
+
+# ------------------------------------------------ written
+
+_ENUMS = ("model_type", "attention_backend", "exit_signal", "cuda_graph_scope")
+# what a manifest says of a model (see `families/architecture`), by the names of arguments
+_OF_SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_query_groups": "groups",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn",
+    "padded_vocab_size": "vocab",
+    "swiglu": "gated",
+    "add_bias_linear": "biases",
+    "add_qkv_bias": "qkv_biases",
+    "qk_layernorm": "qk_norms",
+    "num_experts": "experts",
+}
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def written_arguments(
+    known: Mapping[str, Any], manifest: Manifest, mesh: Mesh, samples: int
+) -> dict[str, Any]:
+    """The arguments that a folder for Megatron-LM says: those of the source's run, the sizes that
+    its manifest says, and what the files are. Empty where nobody knows the model's sizes."""
+    out = {name: _restored(value) for name, value in known.items() if name not in _ENUMS}
+    said: Any = manifest.run.get("model")
+    sizes: Any = said.get("sizes") if isinstance(said, dict) else None
+    if isinstance(sizes, dict):
+        out |= {name: sizes[key] for name, key in _OF_SIZES.items() if key in sizes}
+        out |= _of_model(sizes, said.get("architecture") or {})
+    if any(type(out.get(name)) is not int for name in _NEEDED):
+        return {}
+    embedding = manifest.by_name.get("embedding.word_embeddings.weight")
+    if embedding is not None:
+        out["padded_vocab_size"] = embedding.shape[0]
+    usual = {
+        "add_position_embedding": True,
+        "max_position_embeddings": 0,
+        "make_vocab_size_divisible_by": 1,
+        "tokenizer_type": None,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    return {
+        **usual,
+        **out,
+        **dict(zip(_SIZES, _sizes_of(mesh), strict=True)),
+        "world_size": mesh.world,
+        "consumed_train_samples": samples,
+        "no_save_rng": True,
+        "use_distributed_optimizer": True,
+        "ckpt_format": "torch_dist",
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
+
+
+def _restored(value: Any) -> Any:
+    """A plain value as Megatron's flags have it: names of dtypes as dtypes."""
+    is_dtype = isinstance(value, str) and value.removeprefix("torch.") in ITEMSIZE
+    return DtypeName(value) if is_dtype and str(value).startswith("torch.") else value
+
+
+def _of_model(sizes: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from sizes and architecture."""
+    out: dict[str, Any] = {
+        "untie_embeddings_and_output_weights": not sizes.get("tied"),
+        "group_query_attention": sizes.get("groups") != sizes.get("heads"),
+        "normalization": "LayerNorm" if sizes.get("norm_biases") else "RMSNorm",
+        "position_embedding_type": "learned_absolute" if sizes.get("positions") else "rope",
+    }
+    kept = {
+        "positions": "max_position_embeddings",
+        "norm_epsilon": "layernorm_epsilon",
+        "rotary_base": "rotary_base",
+        "topk": "moe_router_topk",
+    }
+    out |= {name: architecture[key] for key, name in kept.items() if architecture.get(key)}
+    if not sizes.get("experts"):
+        out["num_experts"] = None
+    return out
+
+
+def _sizes_of(mesh: Mesh) -> tuple[int | None, ...]:
+    chunks = mesh.vpp if mesh.vpp > 1 else None
+    return mesh.tp, mesh.pp, chunks, mesh.ep, mesh.etp, mesh.cp, mesh.dp

@@ -14,7 +14,7 @@ from megatron_ucp.formats.megatron.arguments import rate
 from megatron_ucp.formats.megatron.groups import SavedGroup
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
-CLIENT = "megatron"  # of the client state: what else a run of Megatron-LM keeps
+ARGUMENTS_KEY = "args"  # of the client state, as `pretrain_gpt.py` keeps its flags there too
 SCHEDULER = "opt_param_scheduler"
 _SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
 
@@ -55,16 +55,19 @@ def extras_of(
         raise DamagedFileError(
             "the scheduler's state is no dictionary", file=file, found=type(scheduler).__name__
         )
-    kept = {"args": dict(arguments)} if arguments else {}
-    for key in ("num_floating_point_operations_so_far", "checkpoint_version"):
+    client: dict[str, Any] = {ARGUMENTS_KEY: dict(arguments)} if arguments else {}
+    client["iteration"] = counters["global_steps"]
+    if "global_samples" in counters:
+        client["consumed_train_samples"] = counters["global_samples"]
+    for key in ("checkpoint_version", "num_floating_point_operations_so_far"):
         if tree.get(key) is not None:
-            kept[key] = number(tree[key])
+            client[key] = number(tree[key])
     return Extras(
         counters,
         None if scheduler is None else {str(k): number(v) for k, v in scheduler.items()},
         scaler,
         None,
-        {CLIENT: kept} if kept else {},
+        client,
         clip_grad=rate(arguments, "clip_grad"),
         int_steps=int_steps,
         stateless=stateless,

@@ -23,6 +23,7 @@ _EMBEDDING_OR_OUTPUT = (
     "output_layer.bias",
 )
 _TORCH_ONLY = "capturable"  # a hyper-parameter of torch's own Adam
+_TE_ONLY = "bias_correction"  # one of Transformer Engine's
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def saved_groups(
     for tree in trees:
         own = {key: _own(tree, key) for key in MEGATRON_KEYS if _own(tree, key) is not None}
         rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
+        if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
+            del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
         (plain,) = param_groups([rest], scalar, file)
         step = _step(tree.get("step"), common_step, scalar, file)
         group = ParamGroup(plain.settings, _class_name(plain.settings), {MEGATRON: own})
@@ -103,7 +106,8 @@ class Membership:
         elif self.decoupled_lr is not None:
             others = [n for n in left if self.groups[n].own.get("max_lr") != self.decoupled_lr]
             left = others or left
-        left = self._narrowed(left, "wd_mult", 0.0 if self._is_not_decayed(spec) else 1.0)
+        free = is_not_decayed(spec, self.decays_qk_norms)
+        left = self._narrowed(left, "wd_mult", 0.0 if free else 1.0)
         alike = {repr(_values(self.groups[n])) for n in left}
         if len(alike) != 1:
             raise StateMismatchError(
@@ -123,11 +127,13 @@ class Membership:
     def _has_own_rate(self, spec: ParamSpec) -> bool:
         return self.decoupled_lr is not None and spec.name in _EMBEDDING_OR_OUTPUT
 
-    def _is_not_decayed(self, spec: ParamSpec) -> bool:
-        """Vectors and biases are not; norms of queries and keys may be."""
-        if self.decays_qk_norms and ("q_layernorm." in spec.name or "k_layernorm." in spec.name):
-            return False
-        return len(spec.shape) == 1 or spec.name.endswith(".bias")
+
+def is_not_decayed(spec: ParamSpec, decays_qk_norms: bool = False) -> bool:
+    """Whether Megatron gives a parameter no weight decay: vectors and biases have none; norms of
+    queries and keys may have it."""
+    if decays_qk_norms and ("q_layernorm." in spec.name or "k_layernorm." in spec.name):
+        return False
+    return len(spec.shape) == 1 or spec.name.endswith(".bias")
 
 
 EXPERT_MARK = "is_expert_parallel"

@@ -7,6 +7,7 @@ block, layers, MLP and experts.
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ucp.core.box import Ints
@@ -152,6 +153,33 @@ def extra_state_name(key: str) -> str | None:
         return None
     read, index = read_key(found["key"]), tuple(map(int, found["index"].split(".")))
     return read.canonical(index)[0] if len(index) == len(read.stacked) else read.name
+
+
+_WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_CORE_ATTENTION = "self_attention.core_attention"  # of Transformer Engine's layers
+
+
+def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
+    """The keys of the extra states that some model with these parameters asks for when it loads;
+    models that don't have them pass them over."""
+    modules: dict[str, None] = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        layer = number_of_layer(name)
+        if layer is None or kind != "weight":
+            continue
+        if module.rpartition(".")[2] in _WITH_EXTRA_STATE:
+            modules[module] = None
+        modules[f"{LAYERS_PREFIX}{layer}.{_CORE_ATTENTION}"] = None
+    places = {module: key_of(f"{module}.", stacked) for module in modules}
+    counts: dict[str, Ints] = {}
+    for at in places.values():
+        size = tuple(n + 1 for n in at.index)
+        counts[at.key] = tuple(map(max, counts.get(at.key, size), size))
+    for at in places.values():
+        index, size = at.index or (0,), counts[at.key] or (1,)
+        shard = ".".join(map(str, index)), ".".join(map(str, size))
+        yield f"{at.key}_extra_state/shard_{shard[0]}_{shard[1]}"
 
 
 @dataclass(frozen=True, slots=True)
