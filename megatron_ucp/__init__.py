@@ -26,6 +26,7 @@ __all__ = [
     "newest_whole",
     "register_family",
     "register_optimizer",
+    "save",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOMES = {
     "newest_whole": "reshard.newest",
     "load": "engines.load",
     "register_family": "families",
+    "save": "engines.megatron.engine.save",
     "register_optimizer": "formats.optimizers",
     "convert": "reshard.convert",
     "describe": "reshard.describe",

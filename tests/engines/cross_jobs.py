@@ -12,7 +12,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline
 from tests.engines import pipeline_jobs, stack_states, tensor_jobs
 from tests.engines.canonical import canonical, fill
-from tests.engines.stack_jobs import BATCH, Mcore
+from tests.engines.stack_jobs import BATCH, Mcore, place
 from tests.ranks import allow_fp16_on_cpu
 
 
@@ -84,7 +84,8 @@ def resume(setup: Zero, folder: str, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
     for tag in tags:
         want = oracle["states"][tag]
-        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
+        path, name = place(folder, tag)
+        found["notes"][tag] = ucp.load(engine, path, tag=name, **options).notes
         found["before"][tag] = stack_states.compare(want, before)
         found["differences"][tag] = stack_states.compare(want, canonical(engine))
     if more:

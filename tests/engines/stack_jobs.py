@@ -16,6 +16,11 @@ from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
 SAMPLES = 10_000  # of the schedule's decay
+CONTENT = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+}
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,10 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
     """megatron-core's own distributed checkpoint, as Megatron-LM makes it."""
     from megatron.core import dist_checkpointing
 
-    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if engine.setup.distributed:
+    content: dict[str, Any] = dict(CONTENT)
+    if not engine.setup.distributed:
+        del content["distrib_optim_sharding_type"]
+    else:
         content["distrib_optim_sharding_type"] = sharding
         for chunk in engine.stack.chunks:
             chunk.start_param_sync(force_sync=True)
@@ -252,24 +259,35 @@ def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str,
     return state
 
 
+def write(engine: Engine, folder: Path, kind: str) -> None:
+    """By this package ("ours"), or by stock in one of its kinds."""
+    if kind == "ours":
+        ucp.save(engine.handle, folder, arguments=arguments(engine))
+    else:
+        stock_save(engine, folder, kind)
+
+
+def place(folder: str, tag: str) -> tuple[str, str | None]:
+    """What to load: stock's writer makes the tag's folder, ours one in it."""
+    inside = Path(folder) / tag
+    ours = (inside / "latest_checkpointed_iteration.txt").is_file()
+    return (str(inside), None) if ours else (folder, tag)
+
+
 def save(
-    setup: Mcore,
-    folder: str,
-    steps: int = 3,
-    more: int = 20,
-    sharding: str = "fully_reshardable",
+    setup: Mcore, folder: str, steps: int = 3, more: int = 20, kind: str = "fully_reshardable"
 ) -> None:
     """Trains, saves the tag `trained`, goes on; then fills with provenance values and saves
     `filled`. Canonical states, those of three steps later, and losses beside them."""
     engine = make(setup)
     train(engine, steps)
-    stock_save(engine, Path(folder) / "trained", sharding)
+    write(engine, Path(folder) / "trained", kind)
     states = {"trained": canonical(engine)}
     losses = train(engine, 3, first=steps)
     after = canonical(engine, settled=not setup.gather)
     losses += train(engine, more - 3, first=steps + 3)
     fill(engine)
-    stock_save(engine, Path(folder) / "filled", sharding)
+    write(engine, Path(folder) / "filled", kind)
     states["filled"] = canonical(engine)
     close(engine)
     if dist.get_rank() == 0:
@@ -295,7 +313,8 @@ def resume(
     found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
     for tag in tags:
         want = oracle["states"][tag]
-        found["notes"][tag] = ucp.load(engine.handle, folder, tag=tag, **options).notes
+        path, name = place(folder, tag)
+        found["notes"][tag] = ucp.load(engine.handle, path, tag=name, **options).notes
         if plant:
             plant_fault(engine, plant)
         found["before"][tag] = compare(want, before)
@@ -307,5 +326,32 @@ def resume(
     if three:  # of the same mesh
         train(engine, 3, first=oracle["steps"])
         found["after"] = compare(oracle["after"], canonical(engine, settled=not setup.gather))
+    close(engine)
+    return found
+
+
+def stock_load(setup: Mcore, folder: str, tags: tuple[str, ...]) -> dict[str, Any]:
+    """What ucp.save wrote, by megatron-core's own load into an engine that has trained."""
+    from megatron.core import dist_checkpointing
+
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    engine = make(setup)
+    train(engine, 1, first=99)
+    before = canonical(engine, settled=not setup.gather)
+    found: dict[str, Any] = {"differences": {}, "before": {}}
+    for tag in tags:
+        want = oracle["states"][tag]
+        iteration = next(Path(folder, tag).glob("iter_*"))
+        state = sharded(engine, dict(CONTENT), loading=True)
+        loaded = dist_checkpointing.load(state, str(iteration))
+        several = len(engine.stack.bare) > 1
+        for number, bare in enumerate(engine.stack.bare):
+            bare.load_state_dict(loaded[f"model{number}" if several else "model"])
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+        for part in ("scheduler", "counters"):  # of the training program
+            want = {**want, part: None}
+        found["before"][tag] = compare({**want, "scheduler": {}}, before)
+        have = {**canonical(engine), "scheduler": {}, "counters": None}
+        found["differences"][tag] = compare({**want, "scheduler": {}}, have)
     close(engine)
     return found

@@ -23,6 +23,7 @@ from megatron_ucp.formats.megatron.names import layout_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import storages_of
+from megatron_ucp.formats.recorded import Recorded
 
 ARGUMENTS = "arguments"  # of a manifest's run: what Megatron-LM's flags were, as plain values
 SAVED_ON = "saved_on"  # the mesh of the run, where the files don't depend on it
@@ -103,9 +104,15 @@ class MegatronFolder:
         """Whether an MLP's first matrix holds a gate above the up."""
         return bool(self.arguments.get("swiglu"))
 
+    @cached_property
+    def _beside(self) -> Recorded:
+        found = Recorded(self.folder, ())
+        self._closing.callback(found.close)
+        return found
+
     @property
     def recorded(self) -> Manifest | None:
-        return None
+        return self._beside.manifest
 
     @property
     def extras(self) -> Extras:
@@ -113,7 +120,8 @@ class MegatronFolder:
 
     @cached_property
     def _extras(self) -> Extras:
-        return self._guarded(self.read_extras)
+        found, kept = self._guarded(self.read_extras), self.recorded
+        return found if kept is None else replace(found, data_position=kept.run.get("data"))
 
     @abstractmethod
     def read_extras(self) -> Extras:
@@ -127,8 +135,7 @@ class MegatronFolder:
         """No manifest says anything of files beside the states."""
 
     def beside(self, name: str) -> bytes | None:
-        """No manifest lists any."""
-        return None
+        return self._beside.read(name)
 
     def layers(self) -> Layers | None:
         return None

@@ -43,6 +43,10 @@ class Stepped:
         """The parameter group."""
         return self.inner.optimizer.param_groups[self.group]
 
+    def tensor(self, state: str) -> torch.Tensor:
+        """The elements of a state that the optimizer has now, or of the masters."""
+        return self.master if state == MASTER else self.held[state]
+
     def forget(self) -> None:
         """As before the first step."""
         self.inner.optimizer.state.pop(self.master, None)
@@ -128,7 +132,7 @@ class LiveBucket:
         self._homes: dict[str, torch.Tensor] = {}
 
     def tensor(self, state: str) -> torch.Tensor:
-        """The memory of a state, flat."""
+        """The memory of a state, flat, to be filled: its values are not kept."""
         if state == MASTER and self.weights is not None:
             return self.weights
         if state not in self._homes:
@@ -138,8 +142,7 @@ class LiveBucket:
     def _home(self, state: str) -> torch.Tensor:
         if self.flat.partitions == 1 and len(self.flat.members) == 1:
             (piece,) = self.pieces.values()
-            kept = piece.master if state == MASTER else piece.held[state]
-            return flat_view(kept.detach())
+            return flat_view(piece.tensor(state).detach())
         device = next((p.master.device for p in self.pieces.values()), torch.device("cpu"))
         home = torch.empty(self.flat.partition_elems, dtype=torch.float32, device=device)
         for number, piece in self.pieces.items():

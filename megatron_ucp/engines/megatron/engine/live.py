@@ -20,6 +20,7 @@ from megatron_ucp.engines.megatron.engine.inner import (
     STRUCTURE,
     LiveBucket,
     OwnValue,
+    Stepped,
 )
 from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -100,6 +101,10 @@ class LiveMegatron:
             return flat_view(self._values[slot.buffer].tensor)
         return self._live[slot.buffer].tensor(slot.state)
 
+    def piece(self, buffer: int, member: int) -> Stepped:
+        """What this rank steps of a member of a buffer."""
+        return self._live[buffer].pieces[member]
+
     def state_dtype(self, buffer: int) -> str:
         """megatron-core keeps all states in fp32."""
         return "float32"
@@ -143,12 +148,13 @@ class LiveMegatron:
         """And waits for gathers of weights that are under way: they would undo what is written, and
         the refresh would take them for its own."""
         mark_unusable(self.stack.optimizer)
-        self._gather_weights()
+        self.gather_weights()
 
     def mark_usable(self) -> None:
         mark_usable(self.stack.optimizer)
 
-    def _gather_weights(self) -> None:
+    def gather_weights(self) -> None:
+        """Every rank gets the weights that others stepped; waits for gathers under way."""
         if self.own.mesh.zero:
             for chunk in self.own.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -169,7 +175,7 @@ class LiveMegatron:
         for inner in self.own.inner:
             if hasattr(inner, "_copy_main_params_to_model_params"):
                 inner._copy_main_params_to_model_params()
-        self._gather_weights()
+        self.gather_weights()
 
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         for number, piece in self._live[buffer].pieces.items():

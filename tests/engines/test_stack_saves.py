@@ -1,0 +1,70 @@
+"""`ucp.save` of megatron-core's own stack: loaded by megatron-core's own reader, and by this
+package into both engines."""
+
+from typing import Any
+
+import pytest
+
+from tests.engines.cross_jobs import Zero
+from tests.engines.sources import Sources
+from tests.engines.stack_jobs import Mcore
+from tests.engines.test_stack_loads import check
+from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
+
+RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
+# several buckets, and overlaps: of such runs stock's own writer loses elements
+SOURCES: dict[str, tuple[int, Any]] = {
+    "dp4": (4, Mcore(**BUCKETS, **CONSTANT)),
+    "tp2pp2vpp2": (4, Mcore("gpt", tied=True, tp=2, pp=2, vpp=2, dtype="bf16")),
+    "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "target"),
+    [
+        ("dp4", 4, Mcore(tp=2, pp=2, vpp=1, **CONSTANT)),
+        ("dp4", 4, Mcore(pp=2, vpp=2, **CONSTANT)),
+        ("tp2pp2vpp2", 2, Mcore("gpt", tied=True, dtype="bf16")),
+        ("moe", 4, Mcore(ep=4, **MOE)),
+    ],
+    ids=show,
+)
+def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    check(sources.ranks.run(world, STOCK, target, folder, ("filled", "trained")), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "target"),
+    [
+        ("dp4", 2, Mcore(tp=2, **CONSTANT)),
+        ("tp2pp2vpp2", 4, Mcore("gpt", tied=True, dtype="bf16", **BUCKETS)),
+        ("moe", 4, Mcore(tp=2, ep=2, **MOE)),
+        ("moe", 1, Mcore(distributed=False, **MOE)),
+    ],
+    ids=show,
+)
+def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    check(sources.ranks.run(world, RESUME, target, folder), None)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("trained",), three=True)
+    check(found, None)
+    assert all(rank["after"] == [] for rank in found)
+
+
+@pytest.mark.parametrize("target", [Zero(zero=1), Zero(zero=3)], ids=show)
+def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
+    folder = sources.get(*SOURCES["dp4"], SAVE, kind="ours")
+    found = sources.ranks.run(
+        2, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
+    )
+    check(found)
