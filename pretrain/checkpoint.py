@@ -367,7 +367,10 @@ def prepare_folder(args: argparse.Namespace) -> None:
 
 
 def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
-    """One tag, whole when `latest` names it. Collective."""
+    """One tag, whole when it is named as the newest. Collective."""
+    if args.engine == MEGATRON:
+        _save_stack(engine.handle, args, position)
+        return
     tag = f"global_step{position.iteration}"
     plain = {name: value for name, value in vars(args).items() if name != "ds_config"}
     engine.save_checkpoint(
@@ -382,6 +385,21 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     )
     say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
     for note in agree.gather(engine.ucp_save_report.notes)[0]:
+        say(f"  {note}")
+
+
+def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> None:
+    handle.iteration, handle.consumed_samples = position.iteration, position.consumed
+    flags = {name: value for name, value in vars(args).items() if name != "ds_config"}
+    report = ucp.save(
+        handle,
+        args.save,
+        arguments=flags,
+        durable_files=not args.no_durable,
+        rng=not args.no_save_rng,
+    )
+    say(f"saved {report.path} at iteration {position.iteration}")
+    for note in report.notes:
         say(f"  {note}")
 
 

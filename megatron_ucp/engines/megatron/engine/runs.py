@@ -10,17 +10,17 @@ from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 
-Place = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
+HeldAt = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OwnedBox:
     """The box [start, stop) of a parameter, member number `member` of the buffer at `place`: the
     elements from `local` on of the parameter on a rank there, contiguous and row-major."""
 
     start: Ints
     stop: Ints
-    place: Place
+    place: HeldAt
     member: int
     local: int
 
@@ -29,14 +29,14 @@ class Run:
         return math.prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
 
-def runs_of(manifest: Manifest, param: str) -> list[Run]:
+def runs_of(manifest: Manifest, param: str) -> list[OwnedBox]:
     """All runs of a parameter, of its first holder, copies along tensor-parallel ranks once. Empty
     where nothing holds it."""
     if param not in manifest.holders:
         return []
     number, index = manifest.holders[param][0]
     buffer, member = manifest.buffers[number], manifest.member(number, index)
-    out: list[Run] = []
+    out: list[OwnedBox] = []
     seen: set[tuple[Box, ...]] = set()
     for cut in manifest.cuts_of(buffer):
         pieces = manifest.pieces(member, cut)
@@ -50,7 +50,7 @@ def runs_of(manifest: Manifest, param: str) -> list[Run]:
                 place = number, cut, part
                 for piece in _contiguous(pieces, low, high):
                     full = piece.full
-                    out.append(Run(full.start, full.stop, place, index, piece.flat_start))
+                    out.append(OwnedBox(full.start, full.stop, place, index, piece.flat_start))
     return out
 
 

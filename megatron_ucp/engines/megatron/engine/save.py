@@ -27,7 +27,7 @@ from megatron_ucp.engines import random_states
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
-from megatron_ucp.engines.megatron.engine.runs import Run, runs_of
+from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import as_save_error, publish
@@ -38,6 +38,7 @@ from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
+from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     PlannedChunk,
@@ -83,17 +84,11 @@ def save(
     position. `durable_files` False leaves fsync out. Raises a UcpError on every rank: SaveError
     where a file can't be written (older tags are as they were), UsageError before the first step.
     """
-    if not isinstance(stack, MegatronStack):
-        raise UsageError(
-            "ucp.save is for megatron-core's own stack",
-            expected="what ucp.attach_megatron returned",
-            found=type(stack).__name__,
-            fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
-        )
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
     aside, sync = durable.aside_of(folder, tag), durable.Syncs(durable_files)
     rank, _ = agree.world()
+    _refuse_other(stack)
     with ExitStack() as left:
         live, manifest = _described(stack)
         job = _Job(stack, live, manifest)
@@ -108,17 +103,23 @@ def save(
             job.write(aside, rng, rank, sync)
         with as_save_error(), agree.together():
             if rank == 0:
-                common = job.common(arguments, str(folder / tag))
-                finish_files(aside, job.plan, common.output())
-                for path in [*sorted(aside.iterdir()), aside]:
-                    sync(path)
-                whole = _recorded(stack, manifest, _entries(aside), loader)
+                job.finish(aside, arguments, sync)
+                whole = _recorded(manifest, _entries(aside), loader)
                 pointer = MEGATRON_LATEST, str(stack.iteration)
                 publish(aside, folder, tag, to_json(whole), pointer, sync)
-                job.notes += common.notes
     notes = agree.gather(job.notes)[0]
     seconds = time.perf_counter() - started
     return StackSaved(str(folder / tag), seconds, sync.seconds, tuple(notes))
+
+
+def _refuse_other(stack: Any) -> None:
+    if not isinstance(stack, MegatronStack):
+        raise UsageError(
+            "ucp.save is for megatron-core's own stack",
+            expected="what ucp.attach_megatron returned",
+            found=type(stack).__name__,
+            fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
+        )
 
 
 def _check_one_folder(said: list[tuple[str, str]]) -> None:
@@ -176,11 +177,11 @@ class _Job:
 
     def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
         self.stack, self.live, self.manifest = stack, live, manifest
+        self._params = {name: tensor for tensor, name in live.own.names.items()}
         self.notes: list[str] = []
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
         files = max(1, min(agree.world()[1], 64))
         self.plan: TorchDistPlan = plan_torch_dist(manifest.by_name, list(self._wishes()), files)
-        self._params = {name: tensor for tensor, name in live.own.names.items()}
 
     def _wishes(self) -> Iterator[Wish]:
         for spec in self.manifest.params:
@@ -190,7 +191,15 @@ class _Job:
                 if state != VALUE:
                     yield Wish(spec.name, state, dtype, boxes)
 
-    def common(self, arguments: Any, file: str) -> CommonFile:
+    def finish(self, aside: Path, arguments: Any, sync: durable.Syncs) -> None:
+        """Writes what is no element; all files are on disk after it. Raises OSError."""
+        common = self._common(arguments, str(aside))
+        finish_files(aside, self.plan, common.output())
+        for path in [*sorted(aside.iterdir()), aside]:
+            sync(path)
+        self.notes += common.notes
+
+    def _common(self, arguments: Any, file: str) -> CommonFile:
         """What stands in `common.pt`."""
         stack = self.stack
         said = vars(arguments) if hasattr(arguments, "__dict__") else dict(arguments or {})
@@ -240,13 +249,13 @@ class _Job:
         for name in sorted(touched):
             sync(aside / name)
 
-    def _writes(self, run: Run, rank: int) -> bool:
+    def _writes(self, run: OwnedBox, rank: int) -> bool:
         """Whether this rank is the first one that has the elements."""
         number, cut, part = run.place
         buffer = self.manifest.buffers[number]
         return rank == self.manifest.mesh.rank_of((*buffer.at, *cut), part)
 
-    def _elements(self, chunk: PlannedChunk, run: Run) -> torch.Tensor:
+    def _elements(self, chunk: PlannedChunk, run: OwnedBox) -> torch.Tensor:
         """The elements of a chunk, flat."""
         if chunk.wish.state == WEIGHT:
             whole, first = flat_view(self._params[chunk.wish.param].detach()), 0
@@ -271,21 +280,19 @@ def _write(handle: int, elements: torch.Tensor, chunk: PlannedChunk, aside: Path
 
 
 def _entries(aside: Path) -> list[FileEntry]:
-    """Lines about all files. Of the large ones the size alone: the index says their places, and
-    each chunk has its CRC-32."""
+    """Lines about the files, but the index, whose name is none that a manifest may list. Of the
+    large ones the size alone: the index says their places, and each chunk has its CRC-32."""
     return [
         FileEntry(path.name, path.stat().st_size)
         if path.suffix == _DATA
         else durable.entry_of(path)
         for path in sorted(aside.iterdir())
+        if path.name != INDEX_FILE
     ]
 
 
 def _recorded(
-    stack: MegatronStack,
-    manifest: Manifest,
-    entries: list[FileEntry],
-    loader: ResumableLoader | None,
+    manifest: Manifest, entries: list[FileEntry], loader: ResumableLoader | None
 ) -> Manifest:
     """The manifest beside the files: mesh, random states and position of the data. Where an element
     lies is said by the files' own index."""
