@@ -65,17 +65,20 @@ def save(setup: Zero, folder: str, steps: int = 3, more: int = 20) -> None:
     pipeline_jobs.train(engine, steps)
     engine.save_checkpoint(folder, tag="trained")
     states = {"trained": canonical(engine)}
-    losses = pipeline_jobs.train(engine, more, first=steps)
+    losses = pipeline_jobs.train(engine, 3, first=steps)
+    after = canonical(engine)
+    losses += pipeline_jobs.train(engine, more - 3, first=steps + 3)
     fill(engine)
     engine.save_checkpoint(folder, tag="filled")
     states["filled"] = canonical(engine)
     tensor_jobs.close(engine)
     if dist.get_rank() == 0:
-        torch.save({"states": states, "losses": losses, "steps": steps}, Path(folder) / "oracle.pt")
+        oracle = {"states": states, "losses": losses, "steps": steps, "after": after}
+        torch.save(oracle, Path(folder) / "oracle.pt")
 
 
-def resume(setup: Zero, folder: str, **options: Any) -> dict[str, Any]:
-    """As `tensor_jobs.resume`, of what either engine saved."""
+def resume(setup: Zero, folder: str, three: bool = False, **options: Any) -> dict[str, Any]:
+    """As `stack_jobs.resume`, of what either engine saved."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
     more, tags = options.pop("more", 0), options.pop("tags", ("filled", "trained"))
@@ -92,5 +95,8 @@ def resume(setup: Zero, folder: str, **options: Any) -> dict[str, Any]:
         again = pipeline_jobs.train(engine, more, first=oracle["steps"])
         pairs = zip(again, oracle["losses"][:more], strict=True)
         found["loss"] = max(abs(a - b) for a, b in pairs)
+    if three:
+        pipeline_jobs.train(engine, 3, first=oracle["steps"])
+        found["after"] = stack_states.compare(oracle["after"], canonical(engine))
     tensor_jobs.close(engine)
     return found

@@ -51,6 +51,7 @@ class Mcore:
     eps: float = 1e-4
     seed: int = 1
     style: str = "linear"
+    micro: int = 1  # samples in a micro batch
 
     @property
     def model(self) -> models.ModelConfig:
@@ -140,8 +141,7 @@ def close(engine: Engine) -> None:
 
 
 def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
-    """Steps on batches that depend on the step number alone, one sample in a micro batch; the mean
-    loss over all ranks."""
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank()
@@ -152,7 +152,10 @@ def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
             40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
         )
         mine = drawn.chunk(world)[rank]
-        batch = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in mine.split(1)]
+        batch = [
+            (one[:, :-1].contiguous(), one[:, 1:].contiguous())
+            for one in mine.split(engine.setup.micro)
+        ]
         losses.append(run_batch(engine.stack, batch, engine.optimizer))
         stepped, *_ = engine.optimizer.step()
         if stepped:

@@ -9,6 +9,7 @@ from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.layout import Piece
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
+from megatron_ucp.errors import PlanError
 
 HeldAt = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
 
@@ -30,10 +31,8 @@ class OwnedBox:
 
 
 def runs_of(manifest: Manifest, param: str) -> list[OwnedBox]:
-    """All runs of a parameter, of its first holder, copies along tensor-parallel ranks once. Empty
-    where nothing holds it."""
-    if param not in manifest.holders:
-        return []
+    """All elements of a parameter, of its first holder, copies along tensor-parallel ranks once.
+    Raises PlanError where that is not the whole of it."""
     number, index = manifest.holders[param][0]
     buffer, member = manifest.buffers[number], manifest.member(number, index)
     out: list[OwnedBox] = []
@@ -51,6 +50,14 @@ def runs_of(manifest: Manifest, param: str) -> list[OwnedBox]:
                 for piece in _contiguous(pieces, low, high):
                     full = piece.full
                     out.append(OwnedBox(full.start, full.stop, place, index, piece.flat_start))
+    shape = manifest.by_name[param].shape
+    if sum(one.elems for one in out) != math.prod(shape):
+        raise PlanError(
+            "the ranks do not hold a parameter once",
+            parameter=param,
+            expected=f"{math.prod(shape)} elements",
+            found=sum(one.elems for one in out),
+        )
     return out
 
 

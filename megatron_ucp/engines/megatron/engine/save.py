@@ -84,11 +84,11 @@ def save(
     position. `durable_files` False leaves fsync out. Raises a UcpError on every rank: SaveError
     where a file can't be written (older tags are as they were), UsageError before the first step.
     """
+    _refuse_other(stack)
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
     aside, sync = durable.aside_of(folder, tag), durable.Syncs(durable_files)
     rank, _ = agree.world()
-    _refuse_other(stack)
     with ExitStack() as left:
         live, manifest = _described(stack)
         job = _Job(stack, live, manifest)
