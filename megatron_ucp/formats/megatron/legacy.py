@@ -32,7 +32,7 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
 from megatron_ucp.formats.megatron.proof import Run, same_run
-from megatron_ucp.formats.megatron.stages import Part, parts_of
+from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
@@ -181,7 +181,7 @@ class LegacyCheckpoint(MegatronFolder):
         """A number that the main file keeps as a tensor."""
         return self.scalar(f"{self._first}/{_MODEL_FILE}", ref)
 
-    def _local(self, part: Part, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
+    def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
         experts = self.arguments.get("num_experts") or 0
         first_expert = expert * (experts // self.saved_on.ep)
@@ -196,7 +196,7 @@ class LegacyCheckpoint(MegatronFolder):
     def _is_tied(self) -> bool:
         return not self.arguments.get("untie_embeddings_and_output_weights", True)
 
-    def _registered(self, part: Part, expert: int) -> Sequence[str]:
+    def _registered(self, part: PipelinePart, expert: int) -> Sequence[str]:
         return [n for n, _ in self._local(part, 0, expert) if not n.endswith(BUFFERS)]
 
     def _specs(self) -> Iterator[tuple[str, ParamSpec]]:
