@@ -64,7 +64,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     match_ties(source.manifest, True, wanted.file)
     _check_states(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}
-    states = _states(params, source.manifest)
+    states = _states(params, wanted.source)
     plan = plan_torch_dist(wanted.params, list(_wishes(params, states)), _files())
     extras = source.extras
     common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
