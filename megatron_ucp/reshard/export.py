@@ -19,7 +19,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import SaveError, UsageError
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -49,7 +49,7 @@ from megatron_ucp.reshard.output_folder import (
 from megatron_ucp.reshard.twin import Twin, twin_of
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
-_ALLOWED = frozenset({"mean", "stale"})
+_ALLOWED = frozenset({"mean", "stale", "weights"})
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def export_hf(
     check_output(folder, dtype, allow)
     max_bytes = parse_size(max_shard_size)
     given = None if config is None else read_json(Path(config) / CONFIG_FILE)
-    with open_checkpoint(src, tag, rules) as source:
+    told = Told(weights="weights" in allow)
+    with open_checkpoint(src, tag, rules, told) as source:
         require_outside(folder, source.folder)
         for name in source.file_names:
             source.check(name, allow)

@@ -1,6 +1,7 @@
 """A checkpoint as a folder that Megatron loads on any mesh: planned and proved as a whole, then
 written window by window."""
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32
 
-from megatron_ucp.core.flat import FlatBuffer, States, alone
+from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
@@ -20,6 +21,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.common_file import CommonFile
+from megatron_ucp.formats.megatron.torch_dist import BACKEND
 from megatron_ucp.formats.megatron.writer import (
     STATE_NAMES,
     WEIGHT,
@@ -41,7 +43,7 @@ from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all,
 from megatron_ucp.reshard.target import Wanted
 from megatron_ucp.reshard.windows import MOST_THREADS, WINDOW_BYTES, Memory, WindowReader
 
-NARROW = frozenset({"narrow"})  # training copies are casts of the masters
+_NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
 
 @dataclass(frozen=True)
@@ -62,28 +64,37 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     match_ties(source.manifest, True, wanted.file)
     _check_states(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}
-    states, weights = list[FlatBuffer](), list[FlatBuffer]()
-    for spec in params.values():
-        held = _held(source.manifest, spec)
-        number = source.manifest.group_number(spec.name)
-        scalars = source.manifest.scalars_of(spec.name) if spec.kind == "trainable" else {}
-        elems = _elems(spec)
-        if spec.kind == "trainable":
-            states.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
-        training = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
-        weights.append(alone(spec.name, elems, training, axes=(), chunk=0))
-    groups, run = source.manifest.groups, source.manifest.run
-    listed = tuple(params.values())
-    manifest = Manifest("torch_dist", Mesh(), listed, tuple(states), groups, run=run)
-    plan = plan_torch_dist(wanted.params, list(_wishes(params, manifest)), _files())
-    common = CommonFile(
-        replace(manifest, mesh=Mesh()), source.extras, mesh, source.extras.scaler, wanted.file
-    )
-    out = Written(
-        manifest, Manifest(WEIGHTS, Mesh(), listed, tuple(weights)), plan, common.output()
-    )
+    states = _states(params, wanted.source)
+    plan = plan_torch_dist(wanted.params, list(_wishes(params, states)), _files())
+    extras = source.extras
+    common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
+    out = Written(states, _weights(params), plan, common.output())
     notes += common.notes
     return out
+
+
+def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
+    """The target without its training copies: each trainable parameter whole."""
+    buffers: list[FlatBuffer] = []
+    for spec in params.values():
+        if spec.kind == "trainable":
+            found, number = source.states_of(spec.name), source.group_number(spec.name)
+            held = tuple((state, found[state]) for state in STATE_NAMES)
+            scalars = source.scalars_of(spec.name)
+            elems = math.prod(spec.shape)
+            buffers.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
+    listed = tuple(params.values())
+    return Manifest(BACKEND, Mesh(), listed, tuple(buffers), source.groups, run=source.run)
+
+
+def _weights(params: Mapping[str, ParamSpec]) -> Manifest:
+    """The training copies: the masters in the dtype of the training, and what no optimizer
+    steps."""
+    buffers: list[FlatBuffer] = []
+    for spec in params.values():
+        states = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
+        buffers.append(alone(spec.name, math.prod(spec.shape), states, axes=(), chunk=0))
+    return Manifest(WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
 
 
 def _files() -> int:
@@ -93,18 +104,6 @@ def _files() -> int:
 def _chunked(spec: ParamSpec) -> ParamSpec:
     whole = ((0,) * len(spec.shape), spec.shape)
     return replace(spec, layout=Chunks(((whole,),)), on_mesh=spec.layout, order=None)
-
-
-def _elems(spec: ParamSpec) -> int:
-    count = 1
-    for size in spec.shape:
-        count *= size
-    return count
-
-
-def _held(source: Manifest, spec: ParamSpec) -> States:
-    found = source.states_of(spec.name)
-    return tuple((state, found[state]) for state in STATE_NAMES if state in found)
 
 
 def _check_states(source: Manifest, file: str) -> None:
@@ -177,7 +176,7 @@ class TorchDistJob:
             for number, buffer in enumerate(weights.buffers)
             for state, _ in buffer.states
         ]
-        self.reader.prove(weights, [(slot, slot.state) for slot in copies], NARROW)
+        self.reader.prove(weights, [(slot, slot.state) for slot in copies], _NARROW)
 
     def write(self, folder: Path) -> None:
         """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError."""

@@ -24,7 +24,7 @@ from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of
 from megatron_ucp.formats.megatron.flat import (
-    ORDERS,
+    KNOWN_ORDERS,
     PlacedBuffer,
     RunLayout,
     in_order,
@@ -149,7 +149,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         StateMismatchError where none of the known orders fits them."""
         mesh, said = self.saved_on, self.arguments
         parts, why = parts_of(said, mesh, self.main_file), "a name without a place in any order"
-        for order in range(ORDERS):
+        for order in range(KNOWN_ORDERS):
             names = {
                 (part, rank): in_order(names_of(part, rank, params, mesh), order)
                 for part in parts

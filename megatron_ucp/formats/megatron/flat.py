@@ -20,7 +20,7 @@ from megatron_ucp.core.mesh import (
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buckets import GradBuffer, Registered, bucket_cap, grad_buffer
 from megatron_ucp.formats.megatron.names import is_expert, number_of_layer
-from megatron_ucp.formats.megatron.stages import Part
+from megatron_ucp.formats.megatron.stages import PipelinePart
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -49,9 +49,9 @@ class RunLayout:
 
     arguments: Mapping[str, Any]
     mesh: Mesh
-    parts: Sequence[Part]
+    parts: Sequence[PipelinePart]
     params: Mapping[str, ParamSpec]
-    registered: Callable[[Part, int], Sequence[str]]
+    registered: Callable[[PipelinePart, int], Sequence[str]]
 
     def buffers(self) -> Iterator[PlacedBuffer]:
         """Every buffer once: those of experts for each expert-parallel rank."""
@@ -62,7 +62,7 @@ class RunLayout:
                 yield from self._of_stage(parts, 1, rank)
 
     def _of_stage(
-        self, parts: Sequence[Part], optimizer: int, expert_rank: int
+        self, parts: Sequence[PipelinePart], optimizer: int, expert_rank: int
     ) -> Iterator[PlacedBuffer]:
         number = 0
         for part in parts:
@@ -81,7 +81,7 @@ class RunLayout:
                 yield PlacedBuffer(at, axes, *place, dtype, layout)
                 number += 1
 
-    def _layout(self, part: Part, names: Sequence[str], optimizer: int) -> GradBuffer:
+    def _layout(self, part: PipelinePart, names: Sequence[str], optimizer: int) -> GradBuffer:
         said, mesh = self.arguments, self.mesh
         ranks = mesh.expert_partitions if optimizer else mesh.partitions
         cap = bucket_cap(
@@ -128,7 +128,7 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.\w+)"
 _MATRICES = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
 
 
-ORDERS = 4
+KNOWN_ORDERS = 4
 
 
 def in_order(names: Sequence[str], number: int) -> list[str] | None:
@@ -147,7 +147,9 @@ _TIED_HEAD = "output_layer.weight (tied)"
 _TIED = {_TIED_HEAD: EMBEDDING}
 
 
-def names_of(part: Part, rank: int, params: Mapping[str, ParamSpec], mesh: Mesh) -> list[str]:
+def names_of(
+    part: PipelinePart, rank: int, params: Mapping[str, ParamSpec], mesh: Mesh
+) -> list[str]:
     """The parameters of a part at an expert-parallel rank, as `in_order` takes them."""
     out: list[str] = []
     for name, spec in params.items():

@@ -238,6 +238,7 @@ class MegatronFolder:
 _REFUSED = {
     "use_precision_aware_optimizer": "the precision-aware optimizer",
     "optimizer_cpu_offload": "an optimizer that is offloaded to the CPU",
+    "fp8_param_gather": "weights in fp8, of which no copy is stored that masters could show",
     "use_megatron_fsdp": "Megatron-FSDP",
     "use_torch_fsdp2": "torch's FSDP2",
 }
@@ -262,6 +263,7 @@ _MODEL = (
     *("moe_router_group_topk", "moe_router_force_load_balancing", "moe_expert_capacity_factor"),
     *("moe_apply_probs_on_input", "moe_latent_size", "multi_latent_attention", "softmax_type"),
     *("experimental_attention_variant", "activation_func_clamp_value", "glu_linear_offset"),
+    *("layernorm_zero_centered_gamma", "softmax_scale"),
     *("window_size", "no_rope_freq", "mtp_num_layers", "attention_output_gate"),
     *("apply_residual_connection_post_layernorm", "seed"),
 )
@@ -291,7 +293,7 @@ def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> Sta
         parameter=wrong[0],
         expected="masters that, rounded, are the weights bit for bit",
         found=", ".join(wrong[:_NAMED]) + more,
-        fix="load another tag, or the weights alone",
+        fix='load another tag, or the weights alone with allow={"weights"} (--allow weights)',
     )
 
 

@@ -19,5 +19,6 @@ class TorchDistFormat:
         check_backend(folder)
         index = read_index(folder)
         states = split_keys(index.tensors, str(folder / INDEX_FILE))
-        kind = DpReshardableCheckpoint if states.flat else TorchDistCheckpoint
+        flat = states.flat and not told.weights
+        kind = DpReshardableCheckpoint if flat else TorchDistCheckpoint
         return kind(folder, told, index, states)

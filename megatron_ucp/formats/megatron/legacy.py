@@ -7,16 +7,24 @@ each one lies in the buffers; every master is compared with its weight.
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer, Member, alone
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.mesh import (
+    CHUNK_OF_STAGE,
+    DENSE_CUT,
+    EXPERT_CUT,
+    EXPERT_RANK,
+    Coords,
+    on_stage,
+)
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -32,7 +40,7 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
 from megatron_ucp.formats.megatron.proof import Run, same_run
-from megatron_ucp.formats.megatron.stages import Part, parts_of
+from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
@@ -50,6 +58,15 @@ class RankFolder:
     expert: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedWeight:
+    """A weight of a part of the pipeline, at an expert-parallel rank."""
+
+    name: str
+    part: PipelinePart
+    expert_rank: int
+
+
 class LegacyCheckpoint(MegatronFolder):
     """One opened tag folder. Raises a UcpError for anything that directories and pickles show;
     tensor bytes are not read."""
@@ -60,17 +77,24 @@ class LegacyCheckpoint(MegatronFolder):
         self._guarded(self._read)
 
     def _read(self) -> None:
-        self.refuse_optimizer()
+        if self._has_optimizer:
+            self.refuse_optimizer()
         self._folders = self._scan()
         self._compare_files()
-        self.groups = self._read_groups()
+        self.groups = self._read_groups() if self._has_optimizer else []
         self._parts = parts_of(self.arguments, self.saved_on, self.main_file)
         self._params = dict(self._specs())
         layout = RunLayout(
             self.arguments, self.saved_on, self._parts, self._params, self._registered
         )
-        self._buffers = list(layout.buffers())
-        self.manifest = self._build()
+        self._buffers = list(layout.buffers()) if self._has_optimizer else []
+        self._weights: list[PlacedWeight] = []
+        self.manifest = self._build() if self._has_optimizer else self._build_weights()
+
+    @property
+    def _has_optimizer(self) -> bool:
+        """Whether the optimizer's states are there, and wanted."""
+        return bool(self.main_tree.get("optimizer")) and not self.told.weights
 
     # ------------------------------------------------ files
 
@@ -135,12 +159,8 @@ class LegacyCheckpoint(MegatronFolder):
         return out
 
     def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
-        kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._is_distributed else [])]
+        kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]
         return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
-
-    @property
-    def _is_distributed(self) -> bool:
-        return bool(self.arguments.get("use_distributed_optimizer"))
 
     @property
     def file_names(self) -> list[str]:
@@ -158,7 +178,8 @@ class LegacyCheckpoint(MegatronFolder):
                     expected=self.main_tree.get("iteration"),
                     found=found,
                 )
-        if self.main_tree.get("optimizer") and not self._is_distributed:
+        distributed = self.arguments.get("use_distributed_optimizer")
+        if self._has_optimizer and not distributed:
             raise UnsupportedError(
                 "these files hold the states of an optimizer that is not distributed, by position",
                 file=self.main_file,
@@ -181,7 +202,7 @@ class LegacyCheckpoint(MegatronFolder):
         """A number that the main file keeps as a tensor."""
         return self.scalar(f"{self._first}/{_MODEL_FILE}", ref)
 
-    def _local(self, part: Part, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
+    def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
         experts = self.arguments.get("num_experts") or 0
         first_expert = expert * (experts // self.saved_on.ep)
@@ -196,7 +217,7 @@ class LegacyCheckpoint(MegatronFolder):
     def _is_tied(self) -> bool:
         return not self.arguments.get("untie_embeddings_and_output_weights", True)
 
-    def _registered(self, part: Part, expert: int) -> Sequence[str]:
+    def _registered(self, part: PipelinePart, expert: int) -> Sequence[str]:
         return [n for n, _ in self._local(part, 0, expert) if not n.endswith(BUFFERS)]
 
     def _specs(self) -> Iterator[tuple[str, ParamSpec]]:
@@ -226,6 +247,46 @@ class LegacyCheckpoint(MegatronFolder):
                 for state in _STATES.values():
                     self._check_size(self._ref(number, cut, state), buffer, number, cut)
         return manifest
+
+    def _build_weights(self) -> Manifest:
+        """The weights alone, each rank's for itself."""
+        buffers: list[FlatBuffer] = []
+        for part in self._parts:
+            for rank in range(self.saved_on.ep):
+                for name, ref in self._local(part, 0, rank):
+                    spec = self._params.get(name)
+                    if spec is None or (rank and spec.expert is None):
+                        continue
+                    at = (*on_stage(part.stage), (CHUNK_OF_STAGE, part.chunk))
+                    at = at if spec.expert is None else (*at, (EXPERT_RANK, rank))
+                    axes = DENSE_CUT if spec.expert is None else EXPERT_CUT
+                    states = ((VALUE, spec.dtype),)
+                    buffers.append(alone(name, ref.numel, states, at=at, axes=axes))
+                    self._weights.append(PlacedWeight(name, part, rank))
+        params = tuple(replace(spec, kind="frozen") for spec in self._params.values())
+        run = self.described(counters_of(self.iteration, self.arguments, ()))
+        return Manifest(WEIGHTS, self.saved_on, params, tuple(buffers), run=run)
+
+    def _where_weight(self, slot: Slot) -> Where:
+        one = self._weights[slot.buffer]
+        ((_, tp),) = slot.cut
+        weights = dict(self._local(one.part, tp, one.expert_rank))
+        rank = RankFolder(tp, one.part.stage, one.expert_rank)
+        buffer, ref = self.manifest.buffers[slot.buffer], weights.get(one.name)
+        if ref is None or not ref.is_contiguous or ref.numel != buffer.length:
+            raise self._odd_weight(rank, one.name, buffer.length, ref)
+        return self._where_of(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
+
+    def _odd_weight(
+        self, rank: RankFolder, name: str, elems: int, ref: TensorRef | None
+    ) -> DamagedFileError:
+        return DamagedFileError(
+            "a rank's weights are not those of the others",
+            file=self.folder / self._folders[rank] / _MODEL_FILE,
+            parameter=name,
+            expected=f"{elems} elements",
+            found="none" if ref is None else ref.shape,
+        )
 
     def _flat_buffer(self, one: PlacedBuffer, groups: Mapping[str, int]) -> FlatBuffer:
         members: list[Member] = []
@@ -275,8 +336,8 @@ class LegacyCheckpoint(MegatronFolder):
 
     @property
     def notes(self) -> list[str]:
-        """There is nothing to say."""
-        return []
+        """What a reader should know of how the checkpoint was understood."""
+        return ["weights alone: no states of an optimizer"] if self._weights else []
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
@@ -304,13 +365,7 @@ class LegacyCheckpoint(MegatronFolder):
         for member in self.manifest.buffers[number].members:
             ref = weights.get(member.param)
             if ref is None or not ref.is_contiguous or ref.numel != member.size:
-                raise DamagedFileError(
-                    "a rank's weights are not those of the others",
-                    file=self.folder / file,
-                    parameter=member.param,
-                    expected=f"{member.size} elements",
-                    found=getattr(ref, "shape", "none"),
-                )
+                raise self._odd_weight(rank, member.param, member.size, ref)
             weight = Run(self._where_of(file, ref), 0)
             if not same_run(Run(master, member.start), weight, member.size):
                 out.append(member.param)
@@ -318,6 +373,8 @@ class LegacyCheckpoint(MegatronFolder):
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError."""
+        if self._weights:
+            return self._where_weight(slot)
         one = self._buffers[slot.buffer]
         ref = self._ref(slot.buffer, slot.cut, slot.state)
         file = self.file(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}")

@@ -18,7 +18,7 @@ _EMBEDDING, _HEAD, _LAYER = "E", "L", "t"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PipelinePart:
     """One chunk of a pipeline rank: its stage, its number there, its layers [first, last), and
     whether it has the embedding and the head."""
 
@@ -30,7 +30,7 @@ class Part:
     has_head: bool
 
 
-def parts_of(arguments: Mapping[str, Any], mesh: Mesh, file: str) -> list[Part]:
+def parts_of(arguments: Mapping[str, Any], mesh: Mesh, file: str) -> list[PipelinePart]:
     """The parts of the model, in their order. Raises UnsupportedError for a division that the
     arguments don't say, or that holds what is no layer of a decoder."""
     stages, chunks = mesh.pp, mesh.vpp
@@ -47,11 +47,11 @@ def parts_of(arguments: Mapping[str, Any], mesh: Mesh, file: str) -> list[Part]:
         ends = [at == 0 for at in range(count)], [at == count - 1 for at in range(count)]
     if sum(sizes) != size(arguments, "num_layers", 0):
         raise _unknown(file, f"{arguments.get('num_layers')} layers", sizes)
-    out: list[Part] = []
+    out: list[PipelinePart] = []
     first = 0
     for at, layers in enumerate(sizes):
         chunk, stage = divmod(at, stages)
-        out.append(Part(stage, chunk, first, first + layers, ends[0][at], ends[1][at]))
+        out.append(PipelinePart(stage, chunk, first, first + layers, ends[0][at], ends[1][at]))
         first += layers
     return out
 

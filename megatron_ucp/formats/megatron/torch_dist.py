@@ -50,8 +50,10 @@ class TorchDistCheckpoint(MegatronFolder):
         self._guarded(self._read)
 
     def _read(self) -> None:
-        self.refuse_optimizer()
-        self.groups = self._read_groups()
+        self.groups: list[SavedGroup] = []
+        if not self.told.weights:
+            self.refuse_optimizer()
+            self.groups = self._read_groups()
         self.manifest = self._build()
 
     # ------------------------------------------------ common.pt
@@ -150,7 +152,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
         if self.manifest.engine == WEIGHTS:
-            return ["a Megatron folder without an optimizer: weights alone"]
+            return ["weights alone: no states of an optimizer"]
         return []
 
     @property

@@ -102,14 +102,10 @@ def plan_torch_dist(
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
     by canonical name."""
     stacked = layers_are_alike(params)
+    room = _Room(files)
+    objects = {key: room.object(data) for key, data in extra_states(params, stacked).items()}
     shapes: dict[str, Ints] = {}
     placed: list[PlannedChunk] = []
-    ends = {f"__{number}_0.distcp": 0 for number in range(max(1, files))}
-    objects: dict[str, tuple[str, int, bytes]] = {}
-    first = next(iter(ends))
-    for key, archive in extra_states(params, stacked).items():
-        objects[key] = first, ends[first], archive
-        ends[first] += len(archive)
     for wish in wishes:
         at = key_of(wish.param, stacked)
         key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish)}.{at.key}"
@@ -117,12 +113,33 @@ def plan_torch_dist(
         shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
         for number, (start, stop) in enumerate(wish.boxes):
             shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-            archive = tensor_archive(wish.dtype, ((1,) * len(at.index) + shape))
-            file = min(ends, key=ends.__getitem__)
-            placed.append(PlannedChunk(wish, number, key, at.index, file, ends[file], archive))
-            ends[file] += archive.archive_bytes
-    sizes = {name: size for name, size in ends.items() if size}
-    return TorchDistPlan(tuple(placed), shapes, objects, sizes)
+            archive = tensor_archive(wish.dtype, (1,) * len(at.index) + shape)
+            file, offset = room.take(archive.archive_bytes)
+            placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
+    return TorchDistPlan(tuple(placed), shapes, objects, room.sizes)
+
+
+class _Room:
+    """The files of a plan as they fill: what comes next goes into the smallest."""
+
+    def __init__(self, files: int) -> None:
+        self._ends = {f"__{number}_0.distcp": 0 for number in range(max(1, files))}
+
+    def take(self, size_bytes: int) -> tuple[str, int]:
+        """A file and the first byte of a free place in it."""
+        file = min(self._ends, key=self._ends.__getitem__)
+        offset = self._ends[file]
+        self._ends[file] += size_bytes
+        return file, offset
+
+    def object(self, data: bytes) -> tuple[str, int, bytes]:
+        """The place of an object that is no tensor."""
+        return (*self.take(len(data)), data)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file that holds anything."""
+        return {name: size for name, size in self._ends.items() if size}
 
 
 def _name(wish: Wish) -> str:
