@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "attach": "engines.attach",
-    "attach_megatron": "engines.megatron.engine.stack",
+    "attach_megatron": "engines.megatron.engine.attach",
     "initialize": "engines.attach",
     "install": "engines.attach",
     "ResumableLoader": "engines.loader",

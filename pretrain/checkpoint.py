@@ -315,7 +315,8 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         load_lr_scheduler_states=keep and (saved.has_schedule or args.engine == MEGATRON),
         family=args.model_family,
         rng=not args.no_load_rng,
-        allow={"vocab"} if args.allow_vocab_resize else (),
+        # a schedule that counts samples is this program's or Megatron's, which says the same
+        allow={*(["vocab"] if args.allow_vocab_resize else []), "scheduler"},
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")

@@ -11,7 +11,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.errors import PlanError
 
-HeldAt = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
+BufferPart = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class OwnedBox:
 
     start: Ints
     stop: Ints
-    place: HeldAt
+    place: BufferPart
     member: int
     local: int
 
