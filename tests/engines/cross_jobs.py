@@ -91,6 +91,8 @@ def resume(setup: Zero, folder: str, three: bool = False, **options: Any) -> dic
         found["notes"][tag] = ucp.load(engine, path, tag=name, **options).notes
         found["before"][tag] = stack_states.compare(want, before)
         found["differences"][tag] = stack_states.compare(want, canonical(engine))
+    found["scale"] = canonical(engine)["scale"].get("cur_scale")
+    found["saved_scale"] = oracle["states"][tags[-1]]["scale"].get("scale")
     if more:
         again = pipeline_jobs.train(engine, more, first=oracle["steps"])
         pairs = zip(again, oracle["losses"][:more], strict=True)

@@ -52,6 +52,7 @@ class Mcore:
     seed: int = 1
     style: str = "linear"
     micro: int = 1  # samples in a micro batch
+    dropout: float = 0.0
 
     @property
     def model(self) -> models.ModelConfig:
@@ -73,6 +74,8 @@ class Mcore:
             init_std=0.15,
             dtype=self.dtype,
             seed=self.seed,
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
             sequence_parallel=moe and self.tp > 1,
             experts=Experts(4, 8, 2) if moe else None,
         )

@@ -18,6 +18,8 @@ SOURCES: dict[str, tuple[int, Any]] = {
     "tp2pp2vpp2": (4, Mcore("gpt", tied=True, tp=2, pp=2, vpp=2, dtype="bf16")),
     # three ranks of four have nothing, which stock's own writer does not take
     "padded": (4, Mcore(pad=True, layers=2)),
+    "dropout": (4, Mcore(tp=2, dropout=0.2)),
+    "fp16": (2, Mcore(dtype="fp16", layers=2, **CONSTANT)),
     "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
 }
 
@@ -46,6 +48,7 @@ def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore
         ("moe", 4, Mcore(tp=2, ep=2, **MOE)),
         ("moe", 1, Mcore(distributed=False, **MOE)),
         ("padded", 2, Mcore(layers=2)),
+        ("fp16", 4, Mcore(dtype="fp16", layers=2, tp=2, **CONSTANT)),
     ],
     ids=show,
 )
@@ -55,7 +58,8 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     check(sources.ranks.run(world, RESUME, target, folder), None)
 
 
-@pytest.mark.parametrize("source", ["dp4", "tp2pp2vpp2", "moe"])
+# with dropout: the generators of every rank come back, those of tensor-parallel regions too
+@pytest.mark.parametrize("source", ["dp4", "dropout", "fp16", "tp2pp2vpp2", "moe"])
 def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE, kind="ours")
@@ -71,3 +75,17 @@ def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
         2, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
     )
     check(found)
+
+
+def test_the_loss_scale_crosses_engines(sources: Sources) -> None:
+    """With it all bits of the masters: both scale by a power of two."""
+    folder = sources.get(*SOURCES["fp16"], SAVE, kind="ours")
+    found = sources.ranks.run(
+        2,
+        UNDER_DEEPSPEED,
+        Zero(zero=2, dtype="fp16", layers=2),
+        folder,
+        load_lr_scheduler_states=False,
+    )
+    check(found, None)
+    assert {rank["scale"] for rank in found} == {rank["saved_scale"] for rank in found}
