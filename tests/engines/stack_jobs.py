@@ -94,15 +94,22 @@ class Engine:
 
 def make(setup: Mcore) -> Engine:
     """With megatron-core's own schedule, attached."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
     stack = build(setup.model, stages, buffers)
+    optimizer, scheduler = make_optimizer(setup, stack)
+    handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler, family=setup.family)
+    return Engine(setup, stack, optimizer, scheduler, handle)
+
+
+def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tuple[Any, Any]:
+    """megatron-core's own optimizer and schedule; `use_checkpoint`: its settings win."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     config = OptimizerConfig(
         optimizer="adam",
         lr=3e-3,
@@ -133,10 +140,9 @@ def make(setup: Mcore) -> Engine:
         end_wd=0.1,
         wd_incr_steps=SAMPLES,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
+        use_checkpoint_opt_param_scheduler=use_checkpoint,
     )
-    handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler, family=setup.family)
-    return Engine(setup, stack, optimizer, scheduler, handle)
+    return optimizer, scheduler
 
 
 def close(engine: Engine) -> None:

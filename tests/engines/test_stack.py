@@ -56,3 +56,13 @@ def test_in_bf16(ranks: RankPool) -> None:
         for distributed in (False, True)
     )
     assert plain == shared
+
+
+def test_in_fp16(ranks: RankPool) -> None:
+    """The loss is scaled, and the gradients are what they would be: without, epsilon would weigh
+    256 times as much."""
+    whole, half = (
+        ranks.run(2, "tests.engines.stack_jobs:losses", Mcore(dtype=dtype, clip=0.0))[0]
+        for dtype in ("fp32", "fp16")
+    )
+    assert max(abs(a - b) for a, b in zip(whole, half, strict=True)) <= 2e-2

@@ -194,6 +194,7 @@ def run_batch(
     if optimizer is not None:
         for chunk in stack.chunks:
             chunk.zero_grad_buffer()
+        stack.transformer.grad_scale_func = optimizer.scale_loss
         optimizer.zero_grad()  # else a plain one's gradients, which alias the buffers, count twice
     several = len(stack.chunks) > 1
     data = [iter(batch) for _ in stack.chunks]
