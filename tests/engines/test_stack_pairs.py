@@ -134,3 +134,48 @@ def test_one_rank_goes_on_from_deepspeed_with_identical_bits(sources: Sources) -
     (found,) = sources.ranks.run(1, RESUME, PLAIN, folder, tags=("trained",), three=True)
     check([found], None)
     assert found["after"] == []
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"family": "gpt", "tied": True},
+    "experts": MOE,
+}
+DENSE: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (4, BUCKETS),
+    (4, {"tp": 2}),
+    (4, {"pp": 2, "vpp": 2}),
+    (4, {"tp": 2, "pp": 2, "overlap": True, "bucket": 1500}),
+]
+EXPERTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (4, {"ep": 2, "overlap": True, "bucket": 1000}),
+    (4, {"ep": 4}),
+    (4, {"ep": 2, "tp": 2}),
+]
+EVERY = [
+    (name, source, target)
+    for name in FAMILIES
+    for source in (EXPERTS if name == "experts" else DENSE)
+    for target in (EXPERTS if name == "experts" else DENSE)
+]
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    ranks, sizes = value
+    return f"{ranks}-" + "-".join(f"{key}{size}" for key, size in sizes.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "source", "target"), EVERY, ids=shown)
+def test_every_pair(sources: Sources, name: str, source: Any, target: Any) -> None:
+    """Through ucp.save, which takes every mesh."""
+    (ranks, sizes), (world, others) = source, target
+    folder = sources.get(ranks, Mcore(**FAMILIES[name], **sizes), SAVE, more=3, kind="ours")
+    found = sources.ranks.run(
+        world, RESUME, Mcore(**FAMILIES[name], **others), folder, tags=("filled",)
+    )
+    check(found, None)

@@ -1,15 +1,19 @@
 """`ucp.save` of megatron-core's own stack: loaded by megatron-core's own reader, and by this
 package into both engines."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import megatron_ucp as ucp
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
+from tests.formats.megatron_files import by_torch, split
 
 RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
 # several buckets, and overlaps: of such runs stock's own writer loses elements
@@ -89,3 +93,17 @@ def test_the_loss_scale_crosses_engines(sources: Sources) -> None:
     )
     check(found, None)
     assert {rank["scale"] for rank in found} == {rank["saved_scale"] for rank in found}
+
+
+def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
+    folder = Path(sources.get(*SOURCES["moe"], SAVE, kind="ours"))
+    (tag,) = (folder / "trained").glob("iter_*")
+    want = torch.load(folder / "oracle.pt", weights_only=False)["states"]["trained"]
+    compared = 0
+    for name, state, values in split(by_torch(tag)):
+        known = want["weights"][name] if state == "weight" else want["full"][name, state]
+        assert torch.equal(values, known), (name, state)
+        compared += 1
+    assert compared == len(want["weights"]) + len(want["full"])
+    assert not ucp.verify(folder / "trained", deep=True).findings
+    assert ucp.describe(folder / "trained").run["global_steps"] == 3
