@@ -18,6 +18,7 @@ from megatron_ucp.formats.pt.writer import write_pt
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron"
 TAG = "iter_0000003"
+LEGACY = "legacy_tp2pp2"
 NAMED = ("td_full_tp2dp2", "td_full_moe_ep2", "plain_bf16_tp2")
 # what the masters are called in files -> here
 STATES = {"param": "fp32", "fp32_param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -66,6 +67,44 @@ def split(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch
                     yield f"{prefix}mlp.experts.local_experts.{expert}.{own}", state, part
             else:
                 yield prefix + NORMS.get(inner, inner), state, values
+
+
+def stored_weights(case: str) -> dict[str, torch.Tensor]:
+    """Weights by name, as torch reads them; those of tensor-parallel ranks put together here."""
+    if case != LEGACY:
+        tensors = {k: v for k, v in by_torch(GOLDEN / case / TAG).items() if "optimizer" not in k}
+        return {name: values for name, _, values in split(tensors)}
+    out: dict[str, torch.Tensor] = {}
+    for stage in range(2):
+        ranks = [
+            torch.load(
+                GOLDEN / case / TAG / f"mp_rank_0{tp}_00{stage}" / "model_optim_rng.pt",
+                weights_only=False,
+            )["model"]
+            for tp in range(2)
+        ]
+        for name, one in ranks[0].items():
+            if torch.is_tensor(one):
+                out[_global(name, stage)] = _together(name, one, ranks[1][name])
+    return out
+
+
+def _global(name: str, stage: int) -> str:
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(int(words[2]) + 2 * stage)
+    return ".".join(words)
+
+
+def _together(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if name.endswith(("norm.weight", "layernorm.weight")):
+        return one
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return torch.cat([one, other], 1)
+    if name.endswith("linear_fc1.weight"):  # gate above up, on each rank
+        halves = [half for pair in zip(one.chunk(2), other.chunk(2), strict=True) for half in pair]
+        return torch.cat(halves)
+    return torch.cat([one, other])
 
 
 # ------------------------------------------------ changes
