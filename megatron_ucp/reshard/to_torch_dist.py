@@ -109,9 +109,16 @@ def _chunked(spec: ParamSpec) -> ParamSpec:
 def _check_states(source: Manifest, file: str) -> None:
     """Raises StateMismatchError for a source without Adam's states, UnsupportedError for one with
     other states, which Megatron does not load."""
-    for spec in source.params:
-        if spec.kind != "trainable":
-            continue
+    trained = [spec for spec in source.params if spec.kind == "trainable"]
+    if not trained or not source.groups:
+        raise StateMismatchError(
+            "the checkpoint holds no optimizer",
+            file=file,
+            expected="parameter groups",
+            found="none",
+            fix="convert a checkpoint that was saved with its optimizer",
+        )
+    for spec in trained:
         found = source.states_of(spec.name)
         if {*found} - {*STATE_NAMES} - {VALUE}:
             raise UnsupportedError(

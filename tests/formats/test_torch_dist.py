@@ -2,12 +2,15 @@
 each must hold comes from torch's own reader."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ucp.core.layout import Chunks
+from megatron_ucp.families import families, find_family
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.canonical import read_state
 from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split
@@ -96,3 +99,31 @@ def test_counters_scheduler_and_arguments() -> None:
 def test_a_tag_is_found_as_megatron_names_it(tmp_path: Path) -> None:
     with open_checkpoint(GOLDEN / "td_full_tp2dp2", tag=TAG) as checkpoint:
         assert checkpoint.folder == GOLDEN / "td_full_tp2dp2" / TAG
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_megatrons_own_cuts_are_those_of_the_families(family: str) -> None:
+    """The table of names in formats/megatron and the families' tables say the same."""
+    sizes = find_family(family).sizes(**SIZES[family])
+    for name, row in find_family(family).table(sizes).items():
+        assert layout_of(name, row.shape, sizes.gated) == row.layout, name
+
+
+_PLAIN = dict(layers=2, hidden=8, heads=4, groups=2, head_dim=2, ffn=12, vocab=16, true_vocab=16)
+_LLAMA = {**_PLAIN, "gated": True, "biases": False, "norm_biases": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt": {**_PLAIN, "positions": 8},
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": {**_LLAMA, "qkv_biases": True},
+    "qwen3": {**_LLAMA, "qk_norms": True},
+    "mixtral": {**_LLAMA, "experts": 4, "shared_ffn": 12, "every": 2},
+}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_keys_and_names_are_inverse(stacked: bool) -> None:
+    for family, sizes in SIZES.items():
+        for name in find_family(family).table(find_family(family).sizes(**sizes)):
+            at = key_of(name, stacked)
+            assert read_key(at.key).canonical(at.index)[0] == name
