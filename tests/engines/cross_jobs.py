@@ -34,7 +34,7 @@ def make(setup: Zero, attach: bool = True) -> Any:
     config = setup.model
     model: Any = pipeline.build_pipeline(config, setup.pp) if setup.pp > 1 else models.build(config)
     optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1), eps=setup.eps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     dp = dist.get_world_size() // setup.tp // setup.pp
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH // dp,

@@ -364,7 +364,7 @@ def stock_load(setup: Mcore, folder: str, tags: tuple[str, ...]) -> dict[str, An
         want = oracle["states"][tag]
         iteration = next(Path(folder, tag).glob("iter_*"))
         state = sharded(engine, dict(CONTENT), loading=True)
-        loaded = dist_checkpointing.load(state, str(iteration))
+        loaded: Any = dist_checkpointing.load(state, str(iteration))
         several = len(engine.stack.bare) > 1
         for number, bare in enumerate(engine.stack.bare):
             bare.load_state_dict(loaded[f"model{number}" if several else "model"])

@@ -34,6 +34,7 @@ TARGETS = [
     ("dp2", 4, Mcore(**BUCKETS)),
     ("dp2", 2, Mcore(tp=2)),
     ("dp2", 1, Mcore(distributed=False)),
+    ("dp2", 1, Mcore(overlap=True, bucket=1)),  # a padded bucket for each parameter
     ("dp2", 2, Mcore(pp=2, first=3)),
     ("tp2dp2", 2, Mcore()),
     ("tp2dp2", 4, Mcore(pp=2, layout="Et|tttL", overlap=True, bucket=3000)),

@@ -131,6 +131,12 @@ class LiveBucket:
         self.flat, self.part, self.pieces, self.weights = flat, part, pieces, weights
         self._homes: dict[str, torch.Tensor] = {}
 
+    @property
+    def _is_piece(self) -> bool:
+        """Whether the partition is one piece, without padding: its tensors can stay."""
+        lengths = [piece.last - piece.first for piece in self.pieces.values()]
+        return lengths == [self.flat.partition_elems]
+
     def tensor(self, state: str) -> torch.Tensor:
         """The memory of a state, flat, to be filled: its values are not kept."""
         if state == MASTER and self.weights is not None:
@@ -140,7 +146,7 @@ class LiveBucket:
         return self._homes[state]
 
     def _home(self, state: str) -> torch.Tensor:
-        if self.flat.partitions == 1 and len(self.flat.members) == 1:
+        if self._is_piece:
             (piece,) = self.pieces.values()
             return flat_view(piece.tensor(state).detach())
         device = next((p.master.device for p in self.pieces.values()), torch.device("cpu"))
@@ -156,16 +162,15 @@ class LiveBucket:
 
     def allocate(self, states: Sequence[str], dtype: str) -> None:
         """Makes room for exactly these states."""
-        alone = self.flat.partitions == 1 and len(self.flat.members) == 1
         for piece in self.pieces.values():
             held = piece.held
             for key in [key for key in held if key not in states]:
                 del held[key]
-            for key in states if alone else ():
+            for key in states if self._is_piece else ():
                 old = held.get(key)
                 if not isinstance(old, torch.Tensor) or old.shape != piece.master.shape:
                     held[key] = fresh(piece.master.detach(), TORCH_DTYPES[dtype])
-        if not alone:
+        if not self._is_piece:
             for key in states:
                 self.tensor(key)
 

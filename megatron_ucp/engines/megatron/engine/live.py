@@ -30,7 +30,7 @@ from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.optimizers import kept_by
+from megatron_ucp.formats.optimizers import kept_by, name_in_table
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How
 from megatron_ucp.reshard.twin import check_config
@@ -179,14 +179,11 @@ class LiveMegatron:
 
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         for number, piece in self._live[buffer].pieces.items():
-            keeps = kept_by(self._optimizer_name(piece.group), piece.settings)
+            keeps = kept_by(name_in_table(type(piece.inner.optimizer)), piece.settings)
             for key, value in members[number].items():
                 piece.held[key] = scalar_state(value, keeps, piece.settings, piece.master)
             if not piece.held:
                 piece.forget()
-
-    def _optimizer_name(self, group: int) -> str:
-        return self.own.groups()[group].optimizer
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """A group that has no parameter at this stage gets what the same group has at another
