@@ -396,7 +396,7 @@ def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> No
         handle,
         args.save,
         arguments=flags,
-        durable_files=not args.no_durable,
+        durable=not args.no_durable,
         rng=not args.no_save_rng,
     )
     say(f"saved {report.path} at iteration {position.iteration}")

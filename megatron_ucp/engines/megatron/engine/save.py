@@ -34,8 +34,8 @@ from megatron_ucp.engines.saves import as_save_error, publish
 from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.errors import EngineUnusableError, UsageError
 from megatron_ucp.families.architecture import RECORDED, recorded
-from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
 from megatron_ucp.formats.megatron.index import INDEX_FILE
@@ -72,7 +72,7 @@ def save(
     save_dir: str | Path,
     *,
     arguments: Mapping[str, Any] | Any = None,
-    durable_files: bool = True,
+    durable: bool = True,
     rng: bool = True,
     loader: ResumableLoader | None = None,
 ) -> StackSaved:
@@ -81,13 +81,13 @@ def save(
 
     `arguments` are Megatron-LM's flags (a Namespace or a mapping), which its own load asks for;
     without them those that the model shows are written. `rng` keeps random states, `loader` its
-    position. `durable_files` False leaves fsync out. Raises a UcpError on every rank: SaveError
+    position. `durable` False leaves fsync out. Raises a UcpError on every rank: SaveError
     where a file can't be written (older tags are as they were), UsageError before the first step.
     """
     _refuse_other(stack)
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
-    aside, sync = durable.aside_of(folder, tag), durable.Syncs(durable_files)
+    aside, sync = aside_of(folder, tag), Syncs(durable)
     rank, _ = agree.world()
     with ExitStack() as left:
         live, manifest = _described(stack)
@@ -95,7 +95,7 @@ def save(
         with as_save_error(), agree.together() as block:
             block.value = str(folder), tag
             if rank == 0:
-                durable.begin(folder, tag)
+                begin(folder, tag)
                 left.callback(shutil.rmtree, aside, ignore_errors=True)
                 make_files(aside, job.plan)
         _check_one_folder(block.values)
@@ -191,7 +191,7 @@ class _Job:
                 if state != VALUE:
                     yield Wish(spec.name, state, dtype, boxes)
 
-    def finish(self, aside: Path, arguments: Any, sync: durable.Syncs) -> None:
+    def finish(self, aside: Path, arguments: Any, sync: Syncs) -> None:
         """Writes what is no element; all files are on disk after it. Raises OSError."""
         common = self._common(arguments, str(aside))
         finish_files(aside, self.plan, common.output())
@@ -229,7 +229,7 @@ class _Job:
 
     # ------------------------------------------------ this rank's part
 
-    def write(self, aside: Path, rng: bool, rank: int, sync: durable.Syncs) -> None:
+    def write(self, aside: Path, rng: bool, rank: int, sync: Syncs) -> None:
         """Writes what this rank has. Raises OSError."""
         own = set(self.live.parts())
         touched: set[str] = set()
@@ -283,9 +283,7 @@ def _entries(aside: Path) -> list[FileEntry]:
     """Lines about the files, but the index, whose name is none that a manifest may list. Of the
     large ones the size alone: the index says their places, and each chunk has its CRC-32."""
     return [
-        FileEntry(path.name, path.stat().st_size)
-        if path.suffix == _DATA
-        else durable.entry_of(path)
+        FileEntry(path.name, path.stat().st_size) if path.suffix == _DATA else entry_of(path)
         for path in sorted(aside.iterdir())
         if path.name != INDEX_FILE
     ]
