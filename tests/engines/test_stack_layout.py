@@ -1,6 +1,7 @@
 """Where megatron-core's live buffers have their parameters: as the formulas for files say. And what
 of a stack is refused, before anything is touched."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -193,3 +194,35 @@ def steps_apart() -> str:
 def test_steps_that_differ_are_refused(ranks: RankPool) -> None:
     (said,) = ranks.run(1, "tests.engines.test_stack_layout:steps_apart")
     assert "a and b" in said and "3, 4" in said
+
+
+def failing_save(folder: str) -> tuple[str, list[str], str]:
+    """A save in which one rank's disk is full: what is raised, and what lies there after it."""
+    import torch.distributed as dist
+
+    import megatron_ucp as ucp
+
+    engine = make(Mcore(layers=2))
+    train(engine, 1)
+    ucp.save(engine.handle, folder)
+    train(engine, 1)
+    found: dict[str, str] = {}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "no space left on device", "x.distcp")
+
+    place = "megatron_ucp.engines.megatron.engine.save._write"
+    with mock.patch(place, full) if dist.get_rank() else mock.MagicMock():
+        attempting(found)("save", lambda: ucp.save(engine.handle, folder))
+    dist.barrier()  # rank 0 takes the folder aside away
+    close(engine)
+    pointer = Path(folder, "latest_checkpointed_iteration.txt").read_text()
+    return found["save"], sorted(path.name for path in Path(folder).iterdir()), pointer
+
+
+def test_a_save_that_fails_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    job = "tests.engines.test_stack_layout:failing_save"
+    for said, there, pointer in ranks.run(2, job, str(tmp_path)):
+        assert said.startswith("SaveError: the checkpoint was not saved")
+        assert there == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert pointer == "1"
