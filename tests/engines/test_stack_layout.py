@@ -226,3 +226,22 @@ def test_a_save_that_fails_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
         assert said.startswith("SaveError: the checkpoint was not saved")
         assert there == ["iter_0000001", "latest_checkpointed_iteration.txt"]
         assert pointer == "1"
+
+
+def families_of(setups: list[Mcore]) -> list[str]:
+    """What attach_megatron takes each model for, without being told."""
+    import megatron_ucp as ucp
+
+    out = []
+    for setup in setups:
+        engine = make(setup)
+        stack = ucp.attach_megatron(engine.stack.chunks, engine.optimizer)
+        out.append(stack.model.family.name)
+        close(engine)
+    return out
+
+
+def test_the_family_is_found(ranks: RankPool) -> None:
+    setups = [Mcore("gpt", tied=True), Mcore(), Mcore(**MOE)]
+    (found,) = ranks.run(1, "tests.engines.test_stack_layout:families_of", setups)
+    assert found == ["gpt", "llama", "mixtral"]

@@ -11,8 +11,8 @@ from megatron_ucp.families.measure import measured
 
 def model_of(module: Any, names: Collection[str], tp: int, family: str | Family | None) -> Model:
     """The family at the sizes of the bare model `module`, whose parameters have the canonical
-    `names`. Without one, the first registered family whose table has all of them and a builder: of
-    families with the same parameters the layouts are the same.
+    `names`. Without one, the first registered family that is built as the model is (norms, biases,
+    gates, positions, experts) and whose table has all of them.
 
     Raises UsageError for a family that does not fit, UnsupportedError where none does, LayoutError
     where the tensor-parallel size does not divide the model.
@@ -28,14 +28,12 @@ def model_of(module: Any, names: Collection[str], tp: int, family: str | Family 
 
 def _fitting(module: Any, names: Collection[str]) -> Model:
     for family in families().values():
-        if family.builder is None:
-            continue
         try:
             model = Model(family, (family.measure or measured)(module))
-            lacking = set(names) - model.table.keys()
+            fits = _is_built_so(model) and set(names) <= model.table.keys()
         except (UsageError, LayoutError):
             continue
-        if not lacking:
+        if fits:
             return model
     raise UnsupportedError(
         "no family has the parameters of this model",
@@ -43,3 +41,12 @@ def _fitting(module: Any, names: Collection[str]) -> Model:
         found=", ".join(sorted(names)[:3]),
         fix="register a family with megatron_ucp.register_family, and name it: family=",
     )
+
+
+def _is_built_so(model: Model) -> bool:
+    """Whether the family's builder makes models of these sizes."""
+    built, sizes = model.family.builder, model.sizes
+    if built is None or built.experts != hasattr(sizes, "experts"):
+        return False
+    flags = {**built.flags, "positions": sizes.positions if built.learned_positions else 0}
+    return all(getattr(sizes, name) == value for name, value in flags.items())
