@@ -93,8 +93,9 @@ def convert(
     progress: Progress | None = None,
 ) -> Converted:
     """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load
-    takes on the target's mesh (`to="native"`), or a universal folder, which needs no target
-    (`to="universal"`).
+    takes on the target's mesh (`to="native"`), a universal folder, which needs no target
+    (`to="universal"`), or a folder for Megatron (`to="torch_dist"`), for which the target's mesh
+    says whether experts have an optimizer of their own.
 
     What the target does not say is as in the DeepSpeed config `config`, or in the source. `rules`
     is a file of rules, `allow` as in `load`; `progress(done, total)` counts bytes. The source is

@@ -97,13 +97,18 @@ class TorchDistPlan:
 
 
 def plan_torch_dist(
-    params: Mapping[str, ParamSpec], wishes: Sequence[Wish], files: int = 1
+    params: Mapping[str, ParamSpec],
+    wishes: Sequence[Wish],
+    files: int = 1,
+    objects: Mapping[str, Any] | None = None,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
-    by canonical name."""
+    by canonical name; `objects` are what else is stored by key, such as random states."""
     stacked = layers_are_alike(params)
     room = _Room(files)
-    objects = {key: room.object(data) for key, data in extra_states(params, stacked).items()}
+    saved = {key: _saved([value]) for key, value in (objects or {}).items()}
+    saved = {**extra_states(params, stacked), **saved}
+    places = {key: room.object(data) for key, data in saved.items()}
     shapes: dict[str, Ints] = {}
     placed: list[PlannedChunk] = []
     for wish in wishes:
@@ -116,7 +121,7 @@ def plan_torch_dist(
             archive = tensor_archive(wish.dtype, (1,) * len(at.index) + shape)
             file, offset = room.take(archive.archive_bytes)
             placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
-    return TorchDistPlan(tuple(placed), shapes, objects, room.sizes)
+    return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
 
 
 class _Room:
