@@ -93,10 +93,7 @@ def resume(setup: Zero, folder: str, three: bool = False, **options: Any) -> dic
         found["differences"][tag] = stack_states.compare(want, canonical(engine))
     found["scale"] = canonical(engine)["scale"].get("cur_scale")
     found["saved_scale"] = oracle["states"][tags[-1]]["scale"].get("scale")
-    if more:
-        again = pipeline_jobs.train(engine, more, first=oracle["steps"])
-        pairs = zip(again, oracle["losses"][:more], strict=True)
-        found["loss"] = max(abs(a - b) for a, b in pairs)
+    stack_states.go_on(found, oracle, lambda n, s: pipeline_jobs.train(engine, n, first=s), more)
     if three:
         pipeline_jobs.train(engine, 3, first=oracle["steps"])
         found["after"] = stack_states.compare(oracle["after"], canonical(engine))
