@@ -14,6 +14,7 @@ __all__ = [
     "Target",
     "UcpError",
     "attach",
+    "attach_megatron",
     "convert",
     "describe",
     "diff",
@@ -25,18 +26,21 @@ __all__ = [
     "newest_whole",
     "register_family",
     "register_optimizer",
+    "save",
     "verify",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
     "attach": "engines.attach",
+    "attach_megatron": "engines.megatron.engine.attach",
     "initialize": "engines.attach",
     "install": "engines.attach",
     "ResumableLoader": "engines.loader",
     "newest_whole": "reshard.newest",
-    "load": "engines.deepspeed.load",
+    "load": "engines.load",
     "register_family": "families",
+    "save": "engines.megatron.engine.save",
     "register_optimizer": "formats.optimizers",
     "convert": "reshard.convert",
     "describe": "reshard.describe",

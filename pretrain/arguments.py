@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
-from pretrain import experts
+from pretrain import engine, experts
 from pretrain.config_file import merge_config
 from pretrain.family import USUAL, check_fixed, fixed_by
 from pretrain.flags import FLAGS, IGNORED, MODEL, REFUSED, Flag
@@ -66,9 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="pretrain_gpt.py",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Train megatron-core's GPTModel under DeepSpeed; resume on any tensor-parallel "
-        "size, pipeline, "
-        "number of ranks and ZeRO stage.",
+        description="Train megatron-core's GPTModel under DeepSpeed or by megatron-core's own "
+        "optimizer; resume on any tensor-parallel size, pipeline, number of ranks and ZeRO stage.",
     )
     for flag in FLAGS:
         _add(parser, flag)
@@ -315,9 +314,9 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
             found=args.seq_length,
         )
     args.data_parallel_size = world // tp // pp
-    args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
+    engine.check_engine(args)
     experts.check_expert_zero(args)
-    if pp > 1:
+    if pp > 1 and args.engine == engine.DEEPSPEED:
         _pipeline(args)
     args.clip_grad = 1.0 if args.clip_grad is None else args.clip_grad
     once = args.micro_batch_size * args.data_parallel_size
@@ -330,6 +329,7 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
             found=args.global_batch_size,
         )
     args.gradient_accumulation = args.global_batch_size // once
+    engine.check_interleaved(args)
     said = args.ds_config.pop("gradient_accumulation_steps", args.gradient_accumulation)
     if said != args.gradient_accumulation:
         raise UsageError(

@@ -16,26 +16,27 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.deepspeed.load import Report
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.paths import (
-    TagFiles,
-    has_state_files,
-    nothing_there,
-    scan,
-    tag_folder,
-)
+from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, open_checkpoint
+from megatron_ucp.formats.tags import (
+    has_state_files,
+    iteration_name,
+    nothing_there,
+    tag_folder,
+)
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.output_folder import require_plain
+from megatron_ucp.reshard.resume import Report
 from pretrain import hugging_face
 from pretrain.arguments import MODEL_ARGUMENTS
+from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -81,7 +82,7 @@ def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | Non
 def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
     if args.load is None:
         return None
-    tag = args.load_tag if args.ckpt_step is None else f"global_step{args.ckpt_step}"
+    tag = args.load_tag if args.ckpt_step is None else _tag_of(args)
     if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
         return _weights(args.load, tag)
     if tag is None and nothing_there(args.load):
@@ -119,6 +120,12 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
+
+
+def _tag_of(args: argparse.Namespace) -> str:
+    """The tag of an iteration: Megatron's where there is one."""
+    megatron = iteration_name(args.ckpt_step)
+    return megatron if (Path(args.load) / megatron).is_dir() else f"global_step{args.ckpt_step}"
 
 
 def _weights(folder: str, tag: str | None) -> Saved:
@@ -301,14 +308,15 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     weights_only = args.finetune
     keep = not (args.finetune or args.no_load_optim)
     report = ucp.load(
-        engine,
+        getattr(engine, "handle", engine),  # of megatron-core's own stack
         saved.path,
         load_module_only=weights_only,
         load_optimizer_states=keep,
-        load_lr_scheduler_states=keep and saved.has_schedule,
+        load_lr_scheduler_states=keep and (saved.has_schedule or args.engine == MEGATRON),
         family=args.model_family,
         rng=not args.no_load_rng,
-        allow={"vocab"} if args.allow_vocab_resize else (),
+        # a schedule that counts samples is this program's or Megatron's, which says the same
+        allow={*(["vocab"] if args.allow_vocab_resize else []), "scheduler"},
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")
@@ -322,26 +330,30 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         say("  neither optimizer states nor schedule were loaded, as asked")
     if weights_only:
         return Position(), report
-    for name in _DATA_ARGUMENTS:
-        if name in saved.args and saved.args[name] != getattr(args, name):
-            say(
-                f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: "
-                "other samples follow"
-            )
+    _say_other_data(saved, args)
     position = Position(saved.iteration, saved.consumed)
     if not saved.args:
         say(
             f"  the checkpoint is of another program: iteration {position.iteration} and "
             f"{position.consumed} consumed samples are "
-            "DeepSpeed's own counts"
+            "its own counts"
         )
-    if keep and not saved.has_schedule:
+    if keep and not saved.has_schedule and args.engine == DEEPSPEED:
         engine.lr_scheduler.step(position.consumed)
         say(
             "  the checkpoint holds no schedule that counts samples: the flags' schedule goes on "
             "from the consumed samples"
         )
     return position, report
+
+
+def _say_other_data(saved: Saved, args: argparse.Namespace) -> None:
+    for name in _DATA_ARGUMENTS:
+        if name in saved.args and saved.args[name] != getattr(args, name):
+            say(
+                f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: "
+                "other samples follow"
+            )
 
 
 def prepare_folder(args: argparse.Namespace) -> None:
@@ -356,7 +368,10 @@ def prepare_folder(args: argparse.Namespace) -> None:
 
 
 def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
-    """One tag, whole when `latest` names it. Collective."""
+    """One tag, whole when it is named as the newest. Collective."""
+    if args.engine == MEGATRON:
+        _save_stack(engine.handle, args, position)
+        return
     tag = f"global_step{position.iteration}"
     plain = {name: value for name, value in vars(args).items() if name != "ds_config"}
     engine.save_checkpoint(
@@ -371,6 +386,21 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
     )
     say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
     for note in agree.gather(engine.ucp_save_report.notes)[0]:
+        say(f"  {note}")
+
+
+def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> None:
+    handle.iteration, handle.consumed_samples = position.iteration, position.consumed
+    flags = {name: value for name, value in vars(args).items() if name != "ds_config"}
+    report = ucp.save(
+        handle,
+        args.save,
+        arguments=flags,
+        durable=not args.no_durable,
+        rng=not args.no_save_rng,
+    )
+    say(f"saved {report.path} at iteration {position.iteration}")
+    for note in report.notes:
         say(f"  {note}")
 
 

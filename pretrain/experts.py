@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
+from pretrain.engine import DEEPSPEED
 from pretrain.family import trained_families
 from pretrain.flags import FLAGS
 
@@ -100,7 +101,7 @@ def check_expert_mesh(args: argparse.Namespace) -> None:
                 f"{flag} does not divide {name}", expected=f"a divisor of {size}", found=cut
             )
     apart = (ep, etp) != (1, tp)
-    if apart and not etp <= tp <= etp * ep:
+    if args.engine == DEEPSPEED and apart and not etp <= tp <= etp * ep:
         raise UsageError(
             "DeepSpeed would not save all parts of a model whose experts are cut like that",
             expected="--expert-tensor-parallel-size <= --tensor-model-parallel-size <= "

@@ -129,6 +129,43 @@ EXPERTS = (
     Flag("--moe-z-loss-coeff", float, 0.0),
     Flag("--moe-token-dispatcher-type", choices=("allgather", "alltoall"), default="allgather"),
 )
+STACK = (
+    Flag(
+        "--engine",
+        choices=("deepspeed", "megatron"),
+        default="deepspeed",
+        help="megatron: megatron-core's own gradient buffers, optimizer and pipeline",
+    ),
+    Flag(
+        "--use-distributed-optimizer",
+        bool,
+        False,
+        "data-parallel ranks share masters and moments",
+    ),
+    Flag(
+        "--overlap-grad-reduce",
+        bool,
+        False,
+        "gradients are reduced in buckets while the backward pass runs",
+    ),
+    Flag(
+        "--overlap-param-gather",
+        bool,
+        False,
+        "weights are gathered while the forward pass runs; needs --use-distributed-optimizer and "
+        "--overlap-grad-reduce",
+    ),
+    Flag("--ddp-bucket-size", int, help="elements of a bucket; default megatron-core's"),
+    Flag(
+        "--num-layers-per-virtual-pipeline-stage",
+        int,
+        help="interleaved stages of so many layers each",
+    ),
+    Flag(
+        "--pipeline-model-parallel-layout",
+        help='layers of the stages in Megatron\'s words, as "Et|t*2|tL"',
+    ),
+)
 MESH = (
     Flag("--tensor-model-parallel-size", int, 1),
     Flag(
@@ -290,6 +327,7 @@ GROUPS = {
     "Model": MODEL,
     "Experts": EXPERTS,
     "Mesh": MESH,
+    "Megatron's own engine": STACK,
     "Data": DATA,
     "Training": TRAINING,
     "Checkpoint": CHECKPOINT,
@@ -325,11 +363,6 @@ NO_DROPPING = "no token is dropped, whatever the load of an expert"
 # Known elsewhere, refused here by name: the number of values (None: any), those that are the same
 # as leaving it out, why.
 REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
-    "--num-layers-per-virtual-pipeline-stage": (
-        1,
-        (),
-        "DeepSpeed's pipeline has no interleaved schedule",
-    ),
     "--num-virtual-stages-per-pipeline-rank": (
         1,
         ("1",),
@@ -341,11 +374,6 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
         "--pipeline-partition-method says which layers a stage holds",
     ),
     "--decoder-last-pipeline-num-layers": (
-        1,
-        (),
-        "--pipeline-partition-method says which layers a stage holds",
-    ),
-    "--pipeline-model-parallel-layout": (
         1,
         (),
         "--pipeline-partition-method says which layers a stage holds",
@@ -410,11 +438,6 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--recompute-granularity": (1, (), "recomputation is not supported"),
     "--recompute-activations": (0, (), "recomputation is not supported"),
     "--rampup-batch-size": (None, (), "a global batch that grows is not supported"),
-    "--use-distributed-optimizer": (
-        0,
-        (),
-        "Megatron's own optimizer is not used under DeepSpeed; its counterpart is --zero-stage 1",
-    ),
     "--no-save-optim": (0, (), "DeepSpeed always writes its optimizer's files"),
     "--vocab-file": (
         1,

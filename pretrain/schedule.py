@@ -159,6 +159,8 @@ class Scheduler:
     def merged(self, state: Mapping[str, Any]) -> Settings:
         """The settings to go on with; raises without touching anything."""
         saved = {key: state[key] for key in asdict(self.settings) if key in state}
+        if "start_wd" in state:  # of megatron-core's own scheduler
+            saved["weight_decay"] = _constant_decay(state)
         changed = {
             key: value for key, value in saved.items() if getattr(self.settings, key) != value
         }
@@ -175,3 +177,16 @@ class Scheduler:
             "--use-checkpoint-opt_param-scheduler with the "
             "checkpoint's",
         )
+
+
+def _constant_decay(state: Mapping[str, Any]) -> float:
+    """The weight decay of megatron-core's own scheduler. Raises StateMismatchError where it
+    grows."""
+    if state["start_wd"] != state["end_wd"]:
+        raise StateMismatchError(
+            "the checkpoint's schedule lets the weight decay grow",
+            expected="one weight decay",
+            found=f"{state['start_wd']} to {state['end_wd']}",
+            fix="resume with --engine megatron",
+        )
+    return float(state["end_wd"])

@@ -13,17 +13,17 @@ from torch._C._distributed_c10d import HashStore
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline
 from megatron_ucp.errors import UsageError
+from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
 from pretrain.schedule import Scheduler, Settings
+from pretrain.stack import StackEngine
 
 NEVER = 10**9  # DeepSpeed prints lines of its own every so many steps
 
 
-def start_distributed(minutes: int) -> None:
+def start_distributed(minutes: int, engine: str = DEEPSPEED) -> None:
     """torch.distributed from the launcher's environment; without a launcher, one rank. Does nothing
     where it runs already."""
-    import deepspeed
-
     if dist.is_initialized():
         return
     alone = {
@@ -35,6 +35,11 @@ def start_distributed(minutes: int) -> None:
     }
     if "RANK" not in os.environ:
         os.environ.update(alone)
+    if engine == MEGATRON:
+        _start_plainly(timedelta(minutes=minutes))
+        return
+    import deepspeed
+
     deepspeed.utils.logger.setLevel("WARNING")
     accelerator = _accelerator()
     if accelerator.device_name() != "cpu":
@@ -51,14 +56,40 @@ def start_distributed(minutes: int) -> None:
     )
 
 
+def _start_plainly(timeout: timedelta) -> None:
+    """Without DeepSpeed."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store = HashStore() if os.environ["WORLD_SIZE"] == "1" else None
+    place = {"store": store, "rank": 0, "world_size": 1} if store else {}
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, **place)
+
+
 def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
 
 
-def device() -> torch.device:
+def device(engine: str = DEEPSPEED) -> torch.device:
+    if engine == MEGATRON:
+        gpu = torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return torch.device(_accelerator().current_device_name())
+
+
+def start_groups(args: argparse.Namespace) -> None:
+    """megatron-core's process groups for the run's mesh."""
+    models.start(
+        args.tensor_model_parallel_size,
+        args.seed,
+        args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size,
+        vpp=chunks_of(args),
+        deepspeed=args.engine == DEEPSPEED,
+    )
 
 
 def model_config(args: argparse.Namespace, vocab: int, padded: int) -> models.ModelConfig:
@@ -139,7 +170,10 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
-    """A DeepSpeed engine whose saves carry a manifest. Collective; `models.start` came before."""
+    """A DeepSpeed engine whose saves carry a manifest, or megatron-core's own stack. Collective;
+    `models.start` came before."""
+    if args.engine == MEGATRON:
+        return StackEngine(args, model_config(args, vocab, padded), schedule(args))
     if args.fp16 and not _accelerator().is_fp16_supported():
         raise UsageError(
             "--fp16 does not run on this device",

@@ -1,16 +1,32 @@
 """One global batch through an engine: trained, or evaluated. With and without pipeline stages."""
 
 import argparse
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.megatron.chunks import run_batch
 from pretrain.data import Batches
+from pretrain.engine import MEGATRON
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # inputs and labels, (micro, sequence) each
+
+
+@dataclass(frozen=True)
+class Last:
+    """Of a step: the rate for the next one, the loss scale, the norm of the gradients before
+    clipping (None where nobody computes it), and whether it was applied: an overflow is a skipped
+    iteration."""
+
+    lr: float
+    scale: float
+    norm: float | None
+    applied: bool
 
 
 class Steps(Protocol):
@@ -21,8 +37,14 @@ class Steps(Protocol):
 
     def evaluate(self, batches: Batches, consumed: int) -> float: ...
 
+    def last(self) -> Last:
+        """Of the last step."""
+        ...
+
 
 def make_steps(engine: Any, args: argparse.Namespace, device: torch.device) -> Steps:
+    if args.engine == MEGATRON:
+        return Chunked(engine, args, device)
     return (Staged if args.pipeline_model_parallel_size > 1 else Whole)(engine, args, device)
 
 
@@ -34,7 +56,26 @@ def pairs(batches: Batches, consumed: int, count: int, device: torch.device) -> 
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-class Whole:
+class OfDeepSpeed:
+    """What DeepSpeed says of its last step."""
+
+    _engine: Any
+    _args: argparse.Namespace
+
+    def last(self) -> Last:
+        engine, fp16 = self._engine, self._args.fp16
+        norm = engine.get_global_grad_norm()
+        optimizer = engine.optimizer
+        scale = getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", 1.0)
+        return Last(
+            engine.lr_scheduler.get_last_lr()[0],
+            float(scale) if fp16 else 1.0,
+            None if norm is None or math.isnan(norm) else float(norm),
+            not (fp16 and bool(getattr(optimizer, "overflow", False))),
+        )
+
+
+class Whole(OfDeepSpeed):
     """Every rank runs all layers: forward, backward and step for each micro batch."""
 
     def __init__(self, engine: Any, args: argparse.Namespace, device: torch.device) -> None:
@@ -71,16 +112,53 @@ class Whole:
         return float(total) / (self._args.gradient_accumulation * self._args.data_parallel_size)
 
 
-class Staged:
+class Staged(OfDeepSpeed):
     """DeepSpeed's pipeline runs the micro batches through the stages. Only the first and the last
     stage ask for data. The schedule counts samples there too: DeepSpeed hands it the global
     batch's."""
 
     def __init__(self, engine: Any, args: argparse.Namespace, device: torch.device) -> None:
-        self._engine, self._count, self._device = engine, args.gradient_accumulation, device
+        self._engine, self._args, self._device = engine, args, device
+        self._count = args.gradient_accumulation
 
     def train(self, batches: Batches, consumed: int) -> float:
         return float(self._engine.train_batch(pairs(batches, consumed, self._count, self._device)))
 
     def evaluate(self, batches: Batches, consumed: int) -> float:
         return float(self._engine.eval_batch(pairs(batches, consumed, self._count, self._device)))
+
+
+class Chunked:
+    """megatron-core's own schedules run the micro batches through the chunks of its pipeline."""
+
+    def __init__(self, engine: Any, args: argparse.Namespace, device: torch.device) -> None:
+        self._engine, self._args, self._device = engine, args, device
+        self._norm: float | None = None
+        self._applied = True
+
+    def train(self, batches: Batches, consumed: int) -> float:
+        engine = self._engine
+        for chunk in engine.stack.chunks:
+            chunk.train()
+        loss = run_batch(engine.stack, self._batch(batches, consumed), engine.optimizer)
+        self._applied, norm, _ = engine.optimizer.step()
+        self._norm = None if norm is None else float(norm)
+        if self._applied:
+            engine.lr_scheduler.step(self._args.global_batch_size)
+        else:
+            engine.handle.skipped_iterations += 1
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches, consumed: int) -> float:
+        for chunk in self._engine.stack.chunks:
+            chunk.eval()
+        return run_batch(self._engine.stack, self._batch(batches, consumed))
+
+    def last(self) -> Last:
+        scale = float(self._engine.optimizer.get_loss_scale())
+        lr = self._engine.optimizer.param_groups[0]["lr"]
+        return Last(lr, scale, self._norm, self._applied)
+
+    def _batch(self, batches: Batches, consumed: int) -> list[Pair]:
+        return list(pairs(batches, consumed, self._args.gradient_accumulation, self._device))

@@ -1,7 +1,6 @@
 """The run: set up, load, train, evaluate, save, stop."""
 
 import argparse
-import math
 import signal
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pretrain import checkpoint, setup
 from pretrain.arguments import complete, parse
 from pretrain.checkpoint import Position
 from pretrain.data import Batches, make_samples
+from pretrain.engine import DEEPSPEED
 from pretrain.flags import FLAGS
 from pretrain.log import Progress, say
 from pretrain.steps import make_steps
@@ -59,7 +59,9 @@ class Run:
     def __init__(self, argv: Sequence[str]) -> None:
         given = parse(argv)
         self.started = time.monotonic()
-        setup.start_distributed(given.get("distributed_timeout_minutes", 30))
+        setup.start_distributed(
+            given.get("distributed_timeout_minutes", 30), given.get("engine", DEEPSPEED)
+        )
         saved = self._find(given)
         with agree.together():
             if saved is not None:
@@ -69,19 +71,13 @@ class Run:
             checkpoint.prepare_folder(self.args)
             setup.schedule(self.args)  # refuses impossible settings before the model is built
         args = self.args
-        models.start(
-            args.tensor_model_parallel_size,
-            args.seed,
-            args.pipeline_model_parallel_size,
-            args.expert_model_parallel_size,
-            args.expert_tensor_parallel_size,
-        )
+        setup.start_groups(args)
         self._mesh = models.mpu()
         checkpoint.seed_random(args.seed)
         with agree.together():
             self._data = [self._batches(tokenizer, split) for split in (0, 1)]
         self.engine = setup.make_engine(args, tokenizer.vocab_size, padded)
-        self._device = setup.device()
+        self._device = setup.device(args.engine)
         self._steps = make_steps(self.engine, args, self._device)
         position = Position()
         if saved is not None:
@@ -149,7 +145,8 @@ class Run:
         if self.args.num_experts is None:
             return {}
         model: Any = self.engine.module
-        experts.update_expert_bias(model, model.config)
+        if self.args.engine == DEEPSPEED:  # megatron-core does it with the gradients
+            experts.update_expert_bias(model, model.config)
         return experts.auxiliary_losses(model.config, self.args.gradient_accumulation)
 
     def evaluate(self) -> float:
@@ -215,24 +212,15 @@ class Run:
         )
 
     def _report(self, progress: Progress, loss: float) -> None:
-        engine, position = self.engine, self.result.position
-        norm = engine.get_global_grad_norm()
-        scale = (
-            getattr(engine.optimizer, "cur_scale", None)
-            or getattr(engine.optimizer, "loss_scale", 1.0)
-            if self.args.fp16
-            else 1.0
-        )
-        # an overflow is a skipped iteration: fp16 steps over it
-        applied = not (self.args.fp16 and bool(getattr(engine.optimizer, "overflow", False)))
+        position, last = self.result.position, self._steps.last()
         progress.iteration(
             position.iteration,
             position.consumed,
             loss,
-            engine.lr_scheduler.get_last_lr()[0],
-            float(scale),
-            None if norm is None or math.isnan(norm) else float(norm),
-            applied,
+            last.lr,
+            last.scale,
+            last.norm,
+            last.applied,
             self._auxiliary,
         )
 

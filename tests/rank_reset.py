@@ -85,6 +85,9 @@ def take_down() -> None:
             else:
                 setattr(module, name, value)
     reset_zero3()
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if moe_utils:  # DeepSpeed's loss left a scalar there; megatron-core would copy one element
+        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     clear_caches()
     gc.collect()
     freeze_imports()

@@ -1,5 +1,5 @@
-"""One checkpoint as another one on disk: native files for another mesh, or DeepSpeed's universal
-folder.
+"""One checkpoint as another one on disk: native files for another mesh, DeepSpeed's universal
+folder, or a folder for Megatron.
 
 OUTPUT is the new tag folder; it must not exist, appears whole or not at all, and the source is
 never touched. Not needed to resume: an attached engine loads any checkpoint as it is.
@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
 from megatron_ucp.errors import UsageError
 
-HELP = "write native files for another mesh, or a universal folder"
+HELP = "write native files for another mesh, a universal folder, or one for Megatron"
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--output-folder", help=argparse.SUPPRESS)
     verb.add_argument(
         "--to",
-        choices=("native", "universal"),
+        choices=("native", "universal", "torch_dist"),
         help="what to write (default: native with --mesh, else universal)",
     )
     add_target(verb)

@@ -51,7 +51,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--allow",
         default="",
-        help="what may happen besides exact copies and rounding: mean, stale (comma-separated)",
+        help="what may happen besides exact copies and rounding: mean, stale, weights "
+        "(comma-separated)",
     )
 
 

@@ -18,9 +18,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
+    from megatron_ucp.families.arguments import with_model
     from megatron_ucp.reshard.describe import experts, look, sizes
 
-    manifest = look(args.path, args.tag, args.rules)
+    manifest = with_model(look(args.path, args.tag, args.rules))
     rows = _rows(manifest)
     head = {
         "engine": manifest.engine,

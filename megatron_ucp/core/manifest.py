@@ -2,7 +2,7 @@
 no authority."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,8 @@ class ParamSpec:
     """One logical parameter, free of topology. `shape` is the whole tensor's, with vocabulary
     padding; `dtype` that of the training copy; `order` the dims as the memory stores them (None: as
     they are); `expert` says of which expert it is a part: its number in the whole model's layer,
-    and how many the layer has (None: of none)."""
+    and how many the layer has (None: of none). Where `layout` are the explicit chunks of another
+    program's files, `on_mesh` is how a mesh cuts it (None: nobody says)."""
 
     name: str
     shape: Ints
@@ -30,6 +31,13 @@ class ParamSpec:
     extent: Extent | None = None
     order: Ints | None = None
     expert: tuple[int, int] | None = None
+    on_mesh: Layout | None = None
+
+    def without_chunks(self) -> "ParamSpec":
+        """The parameter as a mesh cuts it, whatever chunks files hold it in."""
+        if not isinstance(self.layout, Chunks):
+            return self
+        return replace(self, layout=self.on_mesh or Replicate(), on_mesh=None)
 
     def pieces(self, place: Place) -> tuple[Piece, ...]:
         """What the rank at `place` holds; see Layout.pieces."""

@@ -14,7 +14,8 @@ ORDERS = {"dp-pp": ("tp", "cp", "sp", "dp", "pp"), "pp-dp": ("tp", "cp", "sp", "
 # Experts re-divide the same ranks; "edp" counts the copies of an expert.
 EXPERT_ORDERS = {"dp-pp": ("etp", "ep", "edp", "pp"), "pp-dp": ("etp", "ep", "pp", "edp")}
 STAGE = "pp"
-PLACEMENT = (STAGE, "vpp", "ep")  # axes that decide who holds a parameter
+CHUNK_OF_STAGE = "vpp"  # the chunks that a stage has, where stages are interleaved
+PLACEMENT = (STAGE, CHUNK_OF_STAGE, "ep")  # axes that decide who holds a parameter
 CUTTING = ("tp", "ep", "etp", "cp", "sp")  # axes along which layouts cut
 DENSE_CUT = ("tp",)  # the axes that cut what is no expert's
 EXPERT_CUT = ("etp",)  # those that cut experts

@@ -8,16 +8,16 @@ from typing import Any
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.export import export
 from megatron_ucp.engines.deepspeed.family import model_of
-from megatron_ucp.engines.deepspeed.load import load
 from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Saving, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
+from megatron_ucp.engines.load import load
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.paths import nothing_there
+from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import Report, check_options
 

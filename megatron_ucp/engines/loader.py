@@ -133,6 +133,18 @@ class ResumableLoader:
         self._start = self.samples = min(int(state["samples"]), len(self.sampler.dataset))
 
 
+def restore_position(
+    loader: ResumableLoader | None, position: Mapping[str, Any] | None
+) -> list[str]:
+    """Gives a loader the position of a checkpoint; notes where there is only one of them."""
+    if loader is not None and position is not None:
+        loader.load_state_dict(position)
+    elif loader is not None or position is not None:
+        why = "no loader was given" if loader is None else "the checkpoint has none"
+        return [f"the data position was not restored: {why}"]
+    return []
+
+
 class _Rest:
     """What the batch sampler draws from: the sampler, less what was handed out before."""
 

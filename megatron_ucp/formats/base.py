@@ -186,13 +186,15 @@ class Told:
     """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
-    Hugging Face folder holds of the parameters in `specs`."""
+    Hugging Face folder holds of the parameters in `specs`; `weights`: the optimizer's states are
+    not wanted, and may be damaged."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None
     names: Mapping[str, str] | None = None
     rules: RuleSet | None = None
     shares: Mapping[str, Share] | None = None
+    weights: bool = False
 
 
 class Format(Protocol):

@@ -22,11 +22,10 @@ from pathlib import Path
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import UcpError, UsageError
-from megatron_ucp.formats.deepspeed.paths import is_unfinished, read_pointer
 from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.tags import LATEST, is_unfinished, read_pointer
 
-LATEST = "latest"
-_OURS = re.compile(r".*_states\.pt|ucp_.*")
+_OURS = re.compile(r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 

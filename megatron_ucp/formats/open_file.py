@@ -3,11 +3,14 @@ against the run of bytes that it is of."""
 
 import os
 import stat
+import zlib
 from types import TracebackType
 from typing import NoReturn, Self
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
 from megatron_ucp.formats.base import Record
+
+_CHUNK_BYTES = 2**20
 
 
 def damaged(
@@ -106,6 +109,30 @@ class OpenFile:
                 count = 0
             if count != size_bytes:  # says what is wrong, or reads the rest
                 self._read_at(base + start + count, row[count:])
+
+    def check(self, record: Record) -> None:
+        """Compares the record's bytes with its CRC-32, 1 MiB at a time; nothing is read without
+        checksums.
+
+        Raises DamagedFileError when they differ.
+        """
+        if not self.has_checksums:
+            return
+        found, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, record.size_bytes)))
+        for start in range(0, record.size_bytes, _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, record.size_bytes - start)]
+            self._read_at(record.offset_bytes + start, chunk)
+            found = zlib.crc32(chunk, found)
+        self._compare_crc(record, found)
+
+    def _compare_crc(self, record: Record, found: int) -> None:
+        if self.has_checksums and found != record.crc32:
+            damaged(
+                self.path,
+                f"record {record.name} has a wrong checksum",
+                f"CRC-32 {record.crc32:08x}",
+                f"{found:08x}",
+            )
 
     def _read_at(self, offset_bytes: int, view: memoryview) -> None:
         done = 0

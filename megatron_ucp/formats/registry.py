@@ -6,14 +6,22 @@ from pathlib import Path
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.formats.base import Checkpoint, Format, Told
 from megatron_ucp.formats.deepspeed.native import NativeFormat
-from megatron_ucp.formats.deepspeed.paths import tag_folder
 from megatron_ucp.formats.deepspeed.universal import UniversalFormat
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat
+from megatron_ucp.formats.megatron.formats import TorchDistFormat
+from megatron_ucp.formats.megatron.legacy import LegacyFormat
 from megatron_ucp.formats.rule_file import read_rules
+from megatron_ucp.formats.tags import tag_folder
 
 # the first one that recognises a folder opens it
 _HUGGING_FACE = HuggingFaceFormat()
-FORMATS: tuple[Format, ...] = (_HUGGING_FACE, UniversalFormat(), NativeFormat())
+FORMATS: tuple[Format, ...] = (
+    _HUGGING_FACE,
+    TorchDistFormat(),
+    LegacyFormat(),
+    UniversalFormat(),
+    NativeFormat(),
+)
 
 
 def open_checkpoint(

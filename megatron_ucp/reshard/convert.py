@@ -29,6 +29,7 @@ from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.experts import is_stacked
+from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
@@ -37,6 +38,13 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 from megatron_ucp.formats.pt.values import StorageRef
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.tags import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    MEGATRON_LATEST,
+    iteration_name,
+    iteration_of_name,
+)
 from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
@@ -50,6 +58,7 @@ from megatron_ucp.reshard.output_folder import (
     written_aside,
 )
 from megatron_ucp.reshard.target import Wanted, no_layers, target_manifest, universal_manifest
+from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
@@ -84,8 +93,9 @@ def convert(
     progress: Progress | None = None,
 ) -> Converted:
     """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load
-    takes on the target's mesh (`to="native"`), or a universal folder, which needs no target
-    (`to="universal"`).
+    takes on the target's mesh (`to="native"`), a universal folder, which needs no target
+    (`to="universal"`), or a folder for Megatron (`to="torch_dist"`), for which the target's mesh
+    says whether experts have an optimizer of their own.
 
     What the target does not say is as in the DeepSpeed config `config`, or in the source. `rules`
     is a file of rules, `allow` as in `load`; `progress(done, total)` counts bytes. The source is
@@ -101,16 +111,24 @@ def convert(
             source.check(name, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
-        manifest, outputs = _WRITERS[to](origin, wanted, config)
-        job = ConversionJob(source, manifest, frozenset(allow), progress)
-        job.prove(outputs)
-        write_tag(job, outputs, folder)
+        if to == TORCH_DIST:
+            out = written(wanted, source, target.mesh, origin.notes)
+            job = TorchDistJob(source, out, frozenset(allow), progress)
+            job.prove()
+            job.write(folder)
+            files = len(out.plan.sizes) + 1
+        else:
+            manifest, outputs = _WRITERS[to](origin, wanted, config)
+            job = ConversionJob(source, manifest, frozenset(allow), progress)
+            job.prove(outputs)
+            write_tag(job, outputs, folder)
+            files = len(outputs)
     notes = [*source.notes, *origin.notes, *point_at(folder, to)]
     return Converted(
         str(folder),
         str(source.manifest.mesh),
-        str(target.mesh) if to == "native" else "universal",
-        len(outputs),
+        str(target.mesh) if to == "native" else to,
+        files,
         job.reader.read_bytes,
         job.done,
         time.perf_counter() - started,
@@ -129,6 +147,7 @@ def _native(
         raise _no_writer(wanted, "frozen parameters at ZeRO 2 and 3", "convert to ZeRO-1")
     manifest = target_manifest(wanted)
     settings = origin.settings(wanted, manifest, config)
+    manifest = _versioned(manifest, settings)
     return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
 
 
@@ -143,8 +162,15 @@ def _universal(
         raise no_layers(wanted.file)
     manifest = replace(manifest, names=dict(wanted.layers.names) if wanted.layers else {})
     settings = origin.settings(wanted, manifest, config)
+    manifest = _versioned(manifest, settings)
     pipe = {name: pipe for pipe, name in manifest.names.items()}
     return manifest, list(UniversalWriter(manifest, settings, pipe).outputs())
+
+
+def _versioned(manifest: Manifest, settings: RunSettings) -> Manifest:
+    """The manifest of files in the form of a version of DeepSpeed, which the source's need not
+    be."""
+    return replace(manifest, run={"ds_version": settings.version, **manifest.run})
 
 
 def _stacked(source: Manifest, *kinds: str) -> bool:
@@ -163,6 +189,7 @@ def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
 
 
 _WRITERS = {"native": _native, "universal": _universal}
+TORCH_DIST = "torch_dist"
 
 
 def _check_arguments(
@@ -174,9 +201,10 @@ def _check_arguments(
             expected=" ".join(sorted(ALLOWED)),
             found=" ".join(sorted(allow)),
         )
-    if to not in _WRITERS:
+    known = (*_WRITERS, TORCH_DIST)
+    if to not in known:
         raise UsageError(
-            "there is no such format to convert to", expected=" or ".join(_WRITERS), found=to
+            "there is no such format to convert to", expected=" or ".join(known), found=to
         )
     if target is None and to == "native":
         raise UsageError(
@@ -339,12 +367,19 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     return replace(manifest, files=files, save_id=save_id, run=run)
 
 
+_POINTERS = {"native": LATEST, "universal": LATEST_UNIVERSAL, TORCH_DIST: MEGATRON_LATEST}
+
+
 def point_at(folder: Path, to: str) -> list[str]:
     """Names the new folder where nothing would load it otherwise, and never takes a native pointer
     from its owner."""
     parent, name = folder.absolute().parent, folder.absolute().name
-    pointer = parent / ("latest" if to == "native" else "latest_universal")
-    if to == "native" and pointer.exists():
+    if to == TORCH_DIST:
+        if (iteration := iteration_of_name(name)) is None:
+            return [f"Megatron looks for folders such as {iteration_name(100)}: rename {name}"]
+        name = str(iteration)
+    pointer = parent / _POINTERS[to]
+    if to != "universal" and pointer.exists():
         return [
             f"{pointer} still names {pointer.read_text(errors='replace').strip()}: load with "
             f"tag={name}"

@@ -20,7 +20,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import SaveError, UsageError
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -51,7 +51,7 @@ from megatron_ucp.reshard.output_folder import (
 from megatron_ucp.reshard.twin import given_config, twin_of
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
-_ALLOWED = frozenset({"mean", "stale"})
+_ALLOWED = frozenset({"mean", "stale", "weights"})
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ def export_hf(
     started, folder = time.perf_counter(), Path(dst)
     check_output(folder, dtype, allow)
     max_bytes = parse_size(max_shard_size)
+    told = Told(weights="weights" in allow)
     with ExitStack() as opened:
-        source = opened.enter_context(open_checkpoint(src, tag, rules))
+        source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         require_outside(folder, source.folder)
         for name in source.file_names:
             source.check(name, allow)

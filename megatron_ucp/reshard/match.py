@@ -23,6 +23,7 @@ ALLOWANCES = {
     "stale": "masters may differ from the weights beside them; the masters are loaded",
     "positions": "states in stage-0 files without a manifest are taken in the order of the groups",
     "scheduler": "the engine's scheduler may get the state of one of another class",
+    "weights": "the optimizer's states may be damaged; the weights beside them are loaded",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
     "unfreeze": "parameters that were frozen are trained from here on, with fresh states",
     "freeze": "parameters that were trained are frozen from here on; their states are dropped",

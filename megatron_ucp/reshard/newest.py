@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import NotFoundError, UcpError
 from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.deepspeed.paths import has_state_files, is_unfinished, read_pointer
-from megatron_ucp.formats.durable import LATEST, manifest_of
+from megatron_ucp.formats.durable import manifest_of
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.tags import has_state_files, is_unfinished, newest_named, state_files
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,10 @@ def newest_whole(
     """
     path = Path(path)
     passed: list[str] = []
-    named = ""
-    if (path / LATEST).is_file():
-        named = read_pointer(path / LATEST)
+    pointer, named = newest_named(path) or ("", "")
     tags = {p.name: _saved_at(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
     if named and named not in tags:
-        passed.append(f"{named}: `latest` names it, and it is not there")
+        passed.append(f"{named}: `{pointer}` names it, and it is not there")
     for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
         try:
             check_whole(path / tag, specs(path / tag), names)
@@ -50,7 +48,7 @@ def newest_whole(
             )
             continue
         newer = [
-            f"{other}: newer, but `latest` names {tag}"
+            f"{other}: newer, but `{pointer}` names {tag}"
             for other in tags
             if tag == named and tags[other] > tags[tag]
         ]
@@ -87,6 +85,4 @@ def _saved_at(folder: Path) -> float:
     newest state file."""
     with contextlib.suppress(UcpError, OSError, KeyError):
         return float(manifest_of(folder).run["saved_at"])
-    return max(
-        path.stat().st_mtime for path in folder.iterdir() if path.name.endswith("_states.pt")
-    )
+    return max(path.stat().st_mtime for path in state_files(folder))

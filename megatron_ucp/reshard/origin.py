@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.families import families
+from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.model_file import training_dtype
@@ -27,7 +28,8 @@ class Origin:
     be assumed."""
 
     def __init__(self, source: Checkpoint, ruled: bool) -> None:
-        self.source, self.manifest, self.extras = source, source.manifest, source.extras
+        self.source, self.extras = source, source.extras
+        self.manifest = with_model(source.manifest)
         self.config: Mapping[str, Any] = self.extras.config or {}
         self.notes: list[str] = []
         self._declared = ruled or says_layouts(self.manifest)

@@ -106,7 +106,8 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     started = time.perf_counter()
     with ExitStack() as opened:
         with agree.together():
-            source = opened.enter_context(open_checkpoint(path, tag, told=engine.told()))
+            told = replace(engine.told(), weights="weights" in how.allow)
+            source = opened.enter_context(open_checkpoint(path, tag, told=told))
             job = _Job.prepare(engine, source, how)
         filled = agree.collect(job.fill)
         sums = _checksums(filled, source)

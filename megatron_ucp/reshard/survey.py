@@ -16,9 +16,9 @@ from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.core.rules import Rename, Rule, RuleSet
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
-from megatron_ucp.formats.deepspeed.paths import tag_folder
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.formats.tags import tag_folder
 from megatron_ucp.reshard.canonical import HeldAt, read_copy
 from megatron_ucp.reshard.findings import Progress
 

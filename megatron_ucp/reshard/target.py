@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.stages import Stage, join
@@ -58,9 +59,10 @@ class Wanted:
     @property
     def params(self) -> dict[str, ParamSpec]:
         """Parameters as the target trains them: in one dtype; module buffers keep theirs."""
+        on_mesh = [spec.without_chunks() for spec in self.source.params]
         return {
             spec.name: spec if spec.kind == "buffer" else replace(spec, dtype=self.dtype)
-            for spec in self.source.params
+            for spec in on_mesh
         }
 
     def named_groups(self) -> list[NamedGroup]:
@@ -80,21 +82,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     """What the target holds, buffer by buffer, without files. Raises a UcpError that names what is
     not known."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
-    if mesh.tp > 1 and source.mesh.tp == 1 and not wanted.declared:
-        raise RuleError(
-            "nobody declared how the parameters are cut",
-            file=file,
-            expected=f"layouts for tp={mesh.tp}",
-            found="a checkpoint without tensor parallelism and without a family",
-            fix="give --rules FILE (megatron-ucp rules writes a draft)",
-        )
-    if mesh.ep > 1 and not any(spec.expert for spec in source.params):
-        raise UsageError(
-            "this axis is not converted: the model has no experts",
-            file=file,
-            expected=f"{EXPERT_RANK}=1",
-            found=mesh,
-        )
+    _check_cuts(wanted)
     if mesh.zero == 3 and mesh.experts_apart:
         _check_zero3(source, mesh, file)
     match_ties(source, True, file)
@@ -102,7 +90,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     shares = mesh.shares()
     local = {
         spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, shares))
-        for spec in source.params
+        for spec in wanted.params.values()
     }
     by_stage = _placed(wanted, local)
     stages = [
@@ -122,6 +110,43 @@ def target_manifest(wanted: Wanted) -> Manifest:
         run=source.run,
         names=dict(layers.names) if layers else {},
     )
+
+
+def _check_cuts(wanted: Wanted) -> None:
+    """Raises RuleError where the target's mesh cuts what nobody declared how to cut, UsageError
+    for experts that the model does not have."""
+    source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
+    if mesh.tp > 1 and source.mesh.tp == 1 and not wanted.declared:
+        raise RuleError(
+            "nobody declared how the parameters are cut",
+            file=file,
+            expected=f"layouts for tp={mesh.tp}",
+            found="a checkpoint without tensor parallelism and without a family",
+            fix="give --rules FILE (megatron-ucp rules writes a draft)",
+        )
+    unknown = [spec for spec in source.params if _is_unknown(spec)] if mesh.tp > 1 else []
+    if unknown:
+        raise RuleError(
+            "nobody declared how a parameter is cut",
+            file=file,
+            parameter=unknown[0].name,
+            expected=f"a layout for tp={mesh.tp}",
+            found=f"{len(unknown)} such parameters",
+            fix="give --rules FILE",
+        )
+    if mesh.ep > 1 and not any(spec.expert for spec in source.params):
+        raise UsageError(
+            "this axis is not converted: the model has no experts",
+            file=file,
+            expected=f"{EXPERT_RANK}=1",
+            found=mesh,
+        )
+
+
+def _is_unknown(spec: ParamSpec) -> bool:
+    """Whether files hold a parameter in chunks that say nothing of how a mesh cuts it."""
+    chunked = isinstance(spec.layout, Chunks) and spec.kind != "buffer"
+    return chunked and spec.on_mesh is None and len(spec.shape) > 0
 
 
 def _check_zero3(source: Manifest, mesh: Mesh, file: str) -> None:
@@ -421,7 +446,7 @@ def _placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
     if layers is None:
         raise no_layers(file)
     method = target.stages
-    if method is None and source.mesh.pp == target.mesh.pp:
+    if method is None and source.mesh.pp == target.mesh.pp and source.mesh.vpp == 1:
         method = _stages_of(source, layers)
     if method is None:
         raise UsageError(

@@ -10,6 +10,7 @@ from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.architecture import Architecture, described
+from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.base import Family, Model, Sizes
 from megatron_ucp.families.hugging_face import HuggingFace
 from megatron_ucp.formats.base import Told
@@ -59,6 +60,7 @@ def twin_of(
     Raises UnsupportedError for what Hugging Face's class can't represent, ModelMismatchError that
     lists every parameter which is not the model's, UsageError where nobody says what the model is.
     """
+    manifest = with_model(manifest)
     name = family or manifest.family
     if not name:
         adapter = adapter_of(manifest, file)
@@ -116,7 +118,8 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
 def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
-    return read_twin(folder, like.family)[0].told if like.family else Told()
+    family = with_model(like).family
+    return read_twin(folder, family)[0].told if family else Told()
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:

@@ -147,6 +147,25 @@ def test_aliases(theirs: str, name: str | None, value: object) -> None:
         ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", "a multiple of 4"),
         ("--no-save-optim", "DeepSpeed always writes"),
         ("--use-distributed-optimizer", "--zero-stage 1"),
+        ("--pipeline-model-parallel-layout Et|tL", "--pipeline-partition-method"),
+        ("--overlap-grad-reduce", "does not go with --engine deepspeed"),
+        ("--engine megatron --zero-stage 1", "--use-distributed-optimizer"),
+        ("--engine megatron --pipeline-partition-method uniform", "of DeepSpeed's pipeline"),
+        ("--engine megatron --overlap-param-gather", "--use-distributed-optimizer --overlap-grad"),
+        (
+            "--engine megatron --pipeline-model-parallel-size 4",
+            "the layers do not divide into the stages",
+        ),
+        (
+            "--engine megatron --pipeline-model-parallel-size 2 "
+            "--pipeline-model-parallel-layout E|t|tL",
+            "a multiple of 2 stages",
+        ),
+        (
+            "--engine megatron --pipeline-model-parallel-size 2 --global-batch-size 4 "
+            "--pipeline-model-parallel-layout E|t|t|L",
+            "an interleaved pipeline does not run these batches",
+        ),
     ],
 )
 def test_refusals(flags: str, says: str) -> None:

@@ -12,32 +12,27 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import (
     OwnStage,
     Part,
-    flat_view,
     one_order,
 )
-from megatron_ucp.engines.deepspeed.unusable import mark_unusable, mark_usable
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer
+from megatron_ucp.engines.settings import scalar_state, set_group
+from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.optimizers import Kept, kept_by
+from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
 from megatron_ucp.reshard.twin import check_config
-
-# How an optimizer is run on some hardware, and what its class says already (AdamW is Adam with
-# `decoupled_weight_decay`); not what a run sets.
-IMPLEMENTATION = frozenset(
-    {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
-)
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
@@ -173,7 +168,7 @@ class LiveEngine:
         keeps = kept_by(self.own.optimizer_name(), group)
         held = base.state[live.master]
         for key, value in (members[0] if members else {}).items():
-            held[key] = _scalar(value, keeps, group, live.master)
+            held[key] = scalar_state(value, keeps, group, live.master)
         if not held:
             del base.state[live.master]  # as before the first step
 
@@ -181,7 +176,7 @@ class LiveEngine:
         notes: list[str] = []
         own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
         for number, (group, saved) in enumerate(zip(self.own.param_groups, own, strict=True)):
-            _set_group(number, group, saved, notes)
+            set_group(number, group, saved, notes)
         return notes
 
     def restore(self, extras: DeepSpeedExtras, optimizer: bool) -> list[str]:
@@ -202,39 +197,3 @@ def _manifest(own: OwnStage, joined: Joined, parts: Sequence[Part]) -> Manifest:
     )
     check_replicas(found, PipeNames(names).tied)
     return found
-
-
-def _scalar(value: float, keeps: Kept, group: Mapping[str, Any], master: torch.Tensor) -> Any:
-    """A scalar state as the optimizer keeps it. A tensor of its own for every master: optimizers
-    step it in place."""
-    if keeps.step == "int":
-        return int(value)
-    on_device = group.get("capturable") or group.get("fused")
-    device = master.device if on_device else torch.device("cpu")
-    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-    return torch.tensor(value, dtype=torch.float64 if wide else torch.float32, device=device)
-
-
-def _set_group(
-    number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
-) -> None:
-    for key, value in saved.items():
-        if key in IMPLEMENTATION:
-            continue
-        if key not in group and key != "initial_lr":
-            notes.append(f"group {number}: {key}={value} is not known to this optimizer")
-            continue
-        old = group.get(key)
-        if isinstance(old, torch.Tensor):
-            old.fill_(value)
-            continue
-        if key in group and old != value and _listed(old) != _listed(value):
-            notes.append(
-                f"group {number}: {key} {old} of the engine's configuration became {value} of the "
-                "checkpoint"
-            )
-        group[key] = list(value) if isinstance(old, list) else value
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.client_state import rebuilt
 from megatron_ucp.engines.deepspeed.schedulers import check_class
-from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
@@ -104,12 +104,7 @@ class DeepSpeedExtras:
         self.randoms.apply()
         if self.randoms.note:
             notes.append(self.randoms.note)
-        if self.loader is not None and self.position is not None:
-            self.loader.load_state_dict(self.position)
-        elif self.loader is not None or self.position is not None:
-            why = "no loader was given" if self.loader is None else "the checkpoint has none"
-            notes.append(f"the data position was not restored: {why}")
-        return notes
+        return notes + restore_position(self.loader, self.position)
 
     def _restore_scheduler(self, engine: Any, notes: list[str]) -> None:
         if engine.lr_scheduler is not None and self.scheduler is not None:

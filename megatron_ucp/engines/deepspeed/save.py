@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest import FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.client_state import check_client_state
@@ -31,7 +31,8 @@ from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UsageError
+from megatron_ucp.engines.saves import as_save_error, publish
+from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import RECORDED, recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
@@ -131,16 +132,17 @@ def _save(
         written, stock_seconds = _stock(
             engine, stock_save, folder, aside, client_state, exclude_frozen
         )
-        with _as_save_error(), agree.together() as block:
+        with as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
         said = _said(engine, model, waiting if middle else None)
-        with _as_save_error(), agree.together():
+        with as_save_error(), agree.together():
             if rank == 0:
+                pointer = (durable.LATEST, tag) if save_latest else None
                 whole = _complete(
                     live.manifest, entries, engine, how, save_latest, exclude_frozen, said
                 )
-                _publish(aside, folder, tag, to_json(whole), save_latest, sync)
+                publish(aside, folder, tag, to_json(whole), pointer, sync)
     notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
     if rank == 0 and save_latest:
         notes += _prune(folder, how.keep_latest)
@@ -193,7 +195,7 @@ def _stock(
 def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> None:
     """Everything that can refuse a save before a file is written, and the folder aside, which
     `left` removes. Collective. Raises SaveError, UsageError."""
-    with _as_save_error(), agree.together() as block:
+    with as_save_error(), agree.together() as block:
         block.value = (str(folder), tag)
         if not wrapper_of(engine).is_saved:
             raise SaveError(
@@ -215,35 +217,6 @@ def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitSta
         )
 
 
-def _publish(
-    aside: Path, folder: Path, tag: str, text: str, save_latest: bool, sync: durable.Syncs
-) -> None:
-    """Gives the files their names. Raises SaveError, which says what is there, where that stopped
-    half-way; OSError where nothing has a name yet."""
-    try:
-        durable.commit(aside, text, sync)
-        if save_latest:
-            durable.replace_text(folder / durable.LATEST, tag, sync)
-    except OSError as error:
-        written = folder / tag / FILE_NAME
-        if not written.is_file() or written.read_text(encoding="utf-8") != text:
-            raise
-        named = durable.read_pointer(folder / durable.LATEST)
-        if named == tag or not save_latest:
-            what = "the tag is there and whole, but it may not be on disk yet"
-        else:
-            what = (
-                f"the tag is there and whole, but `latest` could not be replaced: it names {named}"
-            )
-        raise SaveError(
-            what,
-            file=error.filename or folder / durable.LATEST,
-            expected=f"`latest` names {tag}" if save_latest else None,
-            found=f"{type(error).__name__}: {error.strerror or error}",
-            fix=f'mend the folder and save again; until then load this tag by name: tag="{tag}"',
-        ) from error
-
-
 def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
     """Notes about what no load on another mesh gets from this save."""
     notes: list[str] = []
@@ -260,18 +233,6 @@ def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
             f"{waiting or 'some'} micro-batches since the last step are not in it"
         )
     return notes
-
-
-@contextmanager
-def _as_save_error() -> Iterator[None]:
-    try:
-        yield
-    except DamagedFileError as error:  # what `together` makes of an OSError
-        raise SaveError(
-            "the checkpoint was not saved; `latest` and all older tags are as they were",
-            file=error.file,
-            found=error.found,
-        ) from error
 
 
 @contextmanager

@@ -19,16 +19,16 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
-from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.experts import (
     LocalExperts,
     Spread,
     counts_of,
     expert_place,
-    number_and_count,
     slices_of,
 )
 from megatron_ucp.formats.deepspeed.paths import at_tp
@@ -201,7 +201,7 @@ class OwnStage:
     def groups(self) -> tuple[ParamGroup, ...]:
         name = self.optimizer_name()
         return tuple(
-            ParamGroup({k: _number(v) for k, v in group.items() if k not in GROUP_MARKS}, name)
+            ParamGroup({k: plain_number(v) for k, v in group.items() if k not in GROUP_MARKS}, name)
             for group in self.param_groups
         )
 
@@ -320,35 +320,7 @@ class OwnStage:
         ]
 
     def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
-        """A parameter as its family declares it, after the live one was compared with the
-        declaration."""
-        dtype = dtype_name(tensor.dtype)
-        expert = number_and_count(name, self._expert_counts)
-        if self.model is None or kind == "buffer":
-            return ParamSpec(name, local, dtype, kind, expert=expert)
-        declared = self.model.find(name)
-        share = declared.layout.local_shape(name, declared.shape, self.mesh.shares())
-        if share != local:
-            raise LayoutError(
-                "a live parameter has another shape than its family declares",
-                parameter=name,
-                found=local,
-                expected=f"{share} of {declared.shape} at tp={self.mesh.tp}",
-                fix=f"check that the model is a {self.model.family.name} with the sizes of its "
-                "config",
-            )
-        for attribute, value in declared.attributes.items():
-            # absent where the layer spec sets none: the shape was checked
-            found = getattr(tensor, attribute, value)
-            if found != value:
-                raise LayoutError(
-                    f"a live parameter's attribute {attribute} contradicts its family",
-                    parameter=name,
-                    expected=value,
-                    found=found,
-                    fix=f"check {self.model.family.source}",
-                )
-        return replace(declared.spec(name, dtype, kind), expert=expert)
+        return spec_of(self.model, self.mesh, self._expert_counts, name, local, tensor, kind)
 
     @cached_property
     def _expert_counts(self) -> dict[str, int]:
@@ -403,32 +375,10 @@ def sequence_parallel_of(engine: Any) -> tuple[int, int]:
     return (size, whole // size) if folded else (1, whole)
 
 
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor. Raises UnsupportedError for one with gaps."""
-    if not tensor.is_contiguous():
-        raise UnsupportedError(
-            "a live tensor is not contiguous",
-            found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            fix="make it contiguous when the model is built",
-        )
-    return tensor.view(-1)
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float)
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return tuple(_number(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests write it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def one_order(parts: list[Part]) -> list[list[str]]:

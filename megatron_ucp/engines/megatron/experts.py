@@ -13,17 +13,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_ucp.engines.megatron.groups import expert_group_name, experts_are_apart
+from megatron_ucp.engines.megatron.groups import (
+    deepspeed_trains,
+    expert_group_name,
+    experts_are_apart,
+)
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
 
-PATCHES = (
-    "moe_router_gemm",
-    "moe_dispatch_on_cpu",
-    "uneven_gather_on_cpu",
-    "expert_clip",
-    "expert_norm_bf16",
-    "expert_norm_unfused",
-)
+PATCHES = ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu")
+UNDER_DEEPSPEED = ("expert_clip", "expert_norm_bf16", "expert_norm_unfused")
 # an attribute of an expert's parameters: its number among all experts of the layer
 NUMBER = "ucp_expert"
 
@@ -142,7 +140,8 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
             expected=f"a divisor of {experts.ffn}",
             found=etp,
         )
-    check_files(tp, ep, etp)
+    if deepspeed_trains():
+        check_files(tp, ep, etp)
     if tp > 1 and not sequence_parallel:
         raise UnsupportedError(
             "megatron-core trains experts under tensor parallelism with sequence parallelism only",
@@ -170,10 +169,10 @@ def check_files(tp: int, ep: int, etp: int) -> None:
 
 
 def apply_patches() -> None:
-    """What DeepSpeed and megatron-core need to train experts."""
+    """What megatron-core, and DeepSpeed where it trains, need to train experts."""
     import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
 
-    for name in PATCHES:
+    for name in (*PATCHES, *(UNDER_DEEPSPEED if deepspeed_trains() else ())):
         patches.apply(name)
 
 
@@ -187,7 +186,7 @@ def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Gives the experts of a model their numbers, and what DeepSpeed asks for."""
+    """Gives the experts of a model their numbers, and what DeepSpeed asks for where it trains."""
     for _, layer in list(moe_layers(model)):
         for number, expert in zip(
             layer.local_expert_indices, layer.experts.local_experts, strict=True
@@ -197,9 +196,9 @@ def mark_experts(model: torch.nn.Module) -> None:
                 # megatron-core leaves this to True where ranks cut an expert otherwise than
                 # attention, and would then sum gradients of different things
                 param.allreduce = not experts_are_apart()
-                if experts_are_apart():
+                if experts_are_apart() and deepspeed_trains():
                     param.group_name = expert_group_name()
-        if experts_are_apart():
+        if experts_are_apart() and deepspeed_trains():
             _show_to_deepspeed(layer)
 
 

@@ -10,14 +10,32 @@ import torch.distributed as dist
 
 from megatron_ucp.errors import UsageError
 
-PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu", "unfused_norm")
+PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu")
+# what either of the two engines needs besides
+OF_DEEPSPEED = ("unfused_norm",)
+OF_MEGATRON = (
+    "cuda_literals_on_cpu",
+    "cuda_type_names_on_cpu",
+    "cuda_streams_on_cpu",
+    "adamw_load",
+)
 
 # Names of the process groups that `start` made. Not the groups: they would be kept alive after the
 # end of the world.
 _groups: set[str] = set()
+# whether the model of the last `start` is trained by DeepSpeed
+_deepspeed = True
 
 
-def start(tp: int, seed: int, pp: int = 1, ep: int = 1, etp: int | None = None) -> None:
+def start(
+    tp: int,
+    seed: int,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    deepspeed: bool = True,
+) -> None:
     """Makes megatron-core's process groups for the current world (dp = world / tp / pp, default
     rank order) and seeds all generators as Megatron does. Applies the patches that training needs;
     those for machines without a GPU only there.
@@ -25,6 +43,9 @@ def start(tp: int, seed: int, pp: int = 1, ep: int = 1, etp: int | None = None) 
     `ep` ranks share the experts of a layer, `etp` ranks (as Megatron: by default `tp`) cut each of
     them. Both re-divide the ranks of a stage. Where that gives experts other copies than the rest
     of the model has (see `experts_are_apart`), DeepSpeed is told who holds them.
+
+    `deepspeed` False: megatron-core's own optimizer trains what is built next, in pipeline stages
+    of `vpp` chunks each (see `chunks`), and nothing of DeepSpeed is imported.
 
     Collective. Raises UsageError when torch.distributed is not initialised, when tp x pp or
     etp x ep x pp does not divide the world, or when the groups of an earlier `start` are still
@@ -38,7 +59,7 @@ def start(tp: int, seed: int, pp: int = 1, ep: int = 1, etp: int | None = None) 
     _check_sizes(dist.get_world_size(), tp, pp, ep, etp)
     import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
 
-    for name in PATCHES:
+    for name in (*PATCHES, *(OF_DEEPSPEED if deepspeed else OF_MEGATRON)):
         patches.apply(name)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -47,6 +68,8 @@ def start(tp: int, seed: int, pp: int = 1, ep: int = 1, etp: int | None = None) 
         raise UsageError(
             "megatron-core's process groups are there already", fix="call models.stop() first"
         )
+    global _deepspeed
+    _deepspeed = deepspeed
     _groups.clear()
     with closed_by_stop():
         parallel_state.initialize_model_parallel(
@@ -54,9 +77,10 @@ def start(tp: int, seed: int, pp: int = 1, ep: int = 1, etp: int | None = None) 
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
-            create_gloo_process_groups=False,
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+            create_gloo_process_groups=not deepspeed,  # its own checkpoints gather over them
         )
-    if experts_are_apart():
+    if deepspeed and experts_are_apart():
         _tell_deepspeed()
     seed = stage_seed(seed)
     torch.manual_seed(
@@ -99,6 +123,12 @@ def experts_are_apart() -> bool:
         or parallel_state.get_expert_tensor_parallel_world_size()
         != parallel_state.get_tensor_model_parallel_world_size()
     )
+
+
+def deepspeed_trains() -> bool:
+    """Whether `start` was called for a model that DeepSpeed trains; else megatron-core's own
+    optimizer does."""
+    return _deepspeed
 
 
 def expert_group_name() -> str:
@@ -162,7 +192,7 @@ def stop() -> None:
     """
     from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized() and experts_are_apart():
+    if _deepspeed and parallel_state.model_parallel_is_initialized() and experts_are_apart():
         _untell_deepspeed()
     parallel_state.destroy_model_parallel()
     for name, group in _open_groups().items():

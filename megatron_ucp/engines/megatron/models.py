@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_ucp.engines.megatron import experts
 from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.engines.megatron.groups import closed_by_stop as closed_by_stop
-from megatron_ucp.engines.megatron.groups import expert_group_name
+from megatron_ucp.engines.megatron.groups import deepspeed_trains, expert_group_name
 from megatron_ucp.engines.megatron.groups import mpu as mpu
 from megatron_ucp.engines.megatron.groups import stage_seed as stage_seed
 from megatron_ucp.engines.megatron.groups import start as start
@@ -207,7 +207,8 @@ def check_started(config: ModelConfig) -> tuple[int, int]:
 
 
 def prepare(name: str, param: torch.nn.Parameter, declared: Declared, config: ModelConfig) -> None:
-    """Attributes, first values and hooks of a parameter by its canonical name."""
+    """Attributes and first values of a parameter by its canonical name; and hooks, where DeepSpeed
+    trains: megatron-core's own stack sums over the sequence itself."""
     from megatron.core.tensor_parallel import (
         set_defaults_if_not_set_tensor_model_parallel_attributes as set_defaults,
     )
@@ -216,14 +217,14 @@ def prepare(name: str, param: torch.nn.Parameter, declared: Declared, config: Mo
         param
     )  # what is not cut says so: DeepSpeed's gradient norm and the families' tables ask for it
     _initialise(name, param, declared, config)
-    if getattr(param, "sequence_parallel", False) or declared.summed:
+    if deepspeed_trains() and (getattr(param, "sequence_parallel", False) or declared.summed):
         param.register_hook(_sum_over_tensor_parallel)
 
 
-def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
-    """What megatron-core's modules are built from. It never speaks of pipeline stages:
-    megatron-core would count its own on top of those of DeepSpeed's pipeline, and number the layers
-    twice."""
+def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "TransformerConfig":
+    """What megatron-core's modules are built from. `stages` are those of megatron-core's own
+    pipeline; under DeepSpeed there are none: megatron-core would count its own on top of those of
+    DeepSpeed's pipeline, and number the layers twice."""
     from megatron.core.transformer import TransformerConfig
 
     builder = config.builder
@@ -262,6 +263,7 @@ def transformer_config(config: ModelConfig, tp: int) -> "TransformerConfig":
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         **(config.experts.transformer if config.experts else {}),
+        **stages,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Replicate, same_layout
+from megatron_ucp.core.layout import Chunks, Replicate, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
@@ -150,7 +150,8 @@ def says_layouts(manifest: Manifest) -> bool:
     return (
         bool(manifest.family)
         or manifest.mesh.tp > 1
-        or any(not isinstance(spec.layout, Replicate) for spec in manifest.params)
+        or any(not isinstance(spec.layout, Replicate | Chunks) for spec in manifest.params)
+        or any(spec.on_mesh is not None for spec in manifest.params)
     )
 
 

@@ -25,7 +25,7 @@ WRONG_STRUCTURE = (
     ArithmeticError,
     RecursionError,
 )
-_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+SCALAR_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
 class TagFolder:
@@ -143,7 +143,7 @@ class TagFolder:
 
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""
-        layout = _SCALARS.get(ref.storage.dtype)
+        layout = SCALAR_CODES.get(ref.storage.dtype)
         if ref.numel != 1 or layout is None:
             raise DamagedFileError(
                 "a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}"

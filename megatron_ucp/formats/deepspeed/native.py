@@ -50,7 +50,6 @@ from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.paths import (
     expert_optimizer_name,
     is_universal,
-    tag_folder,
     tp_of,
 )
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
@@ -60,6 +59,7 @@ from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structur
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.tags import tag_folder
 
 
 class NativeCheckpoint(TagFolder):

@@ -1,13 +1,12 @@
-"""Names of DeepSpeed's native files, and the way from a path that a user gives to a tag folder."""
+"""Names of DeepSpeed's native files."""
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ucp.core.mesh import Coords, index_on
-from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError, UsageError
+from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError
 
 MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 MODEL_PARTITION = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -25,7 +24,6 @@ REFUSED_FILES = {
     r"expert_\d+_mp_rank_\d+_model_states\.pt": "expert files of an old DeepSpeed-MoE",
     r"offloaded_tensors": "tensors that were offloaded to NVMe",
 }
-_MAX_NAME_CHARS = 255
 _TENSOR_PARALLEL = "tp"
 
 
@@ -85,123 +83,9 @@ class TagFiles:
         return sorted(name for kind in kinds for name in kind.values())
 
 
-def tag_folder(path: str | Path, tag: str | None = None) -> Path:
-    """The tag folder for a path that is a tag folder or the folder above it. `latest` is always
-    followed.
-
-    Raises NotFoundError that lists what is there instead.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError("this is no path of a checkpoint", expected="a folder", found=repr(path))
-    path = Path(path)
-    if not path.is_dir():
-        raise NotFoundError(
-            "there is no such checkpoint folder",
-            file=path,
-            fix="check the path; every rank must see it",
-        )
-    if is_unfinished(path.absolute().name):
-        raise NotFoundError(
-            "this is a save that was not finished",
-            file=path,
-            expected="a tag folder",
-            found=path.name,
-            fix="load another tag; the next save removes this folder",
-        )
-    if tag is not None:
-        if not tag or "/" in tag or tag in (".", ".."):
-            raise UsageError(
-                "a tag is the plain name of a folder",
-                file=path,
-                expected="global_step100",
-                found=tag,
-            )
-        return _tag_folder(path, tag, "the tag that was asked for")
-    if (path / "latest").is_file():
-        return _tag_folder(path, read_pointer(path / "latest"), "the tag that `latest` names")
-    if has_state_files(path):
-        return path
-    if (path / "latest_universal").is_file():
-        return _tag_folder(
-            path, read_pointer(path / "latest_universal"), "the tag that `latest_universal` names"
-        )
-    raise NotFoundError(
-        "this folder holds no checkpoint",
-        file=path,
-        expected="a file `latest`, or *_states.pt files",
-        found=_tags(path),
-        fix="give the folder with the file `latest`, a tag folder, or tag=",
-    )
-
-
-def is_unfinished(name: str) -> bool:
-    """Whether a folder of that name is a save on its way, or what is left of one."""
-    return name.startswith(".") and name.endswith(".saving")
-
-
-def read_pointer(path: Path) -> str:
-    """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:  # some editors add a mark
-        text = file.read(_MAX_NAME_CHARS + 2).strip()
-    if (
-        not text
-        or "/" in text
-        or "\0" in text
-        or text in (".", "..")
-        or len(text) > _MAX_NAME_CHARS
-    ):
-        raise NotFoundError(
-            "the pointer to the newest tag can't be used",
-            file=path,
-            expected="the name of a folder",
-            found=repr(text[:80]),
-            fix="give tag=",
-        )
-    return text
-
-
-def _tag_folder(path: Path, tag: str, what: str) -> Path:
-    if not (path / tag).is_dir():
-        raise NotFoundError(
-            f"{what} does not exist",
-            file=path / tag,
-            expected="a folder",
-            found=_tags(path),
-            fix="give a tag= that exists",
-        )
-    return path / tag
-
-
-def _tags(path: Path) -> str:
-    found = sorted(p.name for p in path.iterdir() if p.is_dir() and has_state_files(p))
-    return "tags: " + ", ".join(found) if found else "no tag folder with state files"
-
-
-def nothing_there(path: str | Path) -> bool:
-    """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a
-    run's first start."""
-    path = Path(path)
-    if not path.exists():
-        return True
-    return (
-        path.is_dir()
-        and not (path / "latest").exists()
-        and not (path / "latest_universal").exists()
-        and not has_state_files(path)
-        and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
-    )
-
-
 def is_universal(folder: Path) -> bool:
     """Whether a tag folder is one of DeepSpeed's universal format."""
     return (folder / "zero").is_dir()
-
-
-def has_state_files(path: Path) -> bool:
-    """Whether a folder looks like a tag's."""
-    return not is_unfinished(path.name) and any(
-        p.name.endswith("_states.pt") for p in path.iterdir()
-    )
 
 
 def _add_layer(

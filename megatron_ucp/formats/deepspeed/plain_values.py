@@ -11,9 +11,13 @@ from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
 Scalar = Callable[[TensorRef], float]
 
+MEGATRON = "megatron"  # a mark of a group: what Megatron's optimizers keep there beside torch's
 # Keys of a param group that say how an optimizer is built up, not how it steps.
 GROUP_MARKS = frozenset(
-    {"params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"}
+    {
+        *("params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"),
+        MEGATRON,
+    }
 )
 _NUMPY = {
     "f2": "e",

@@ -378,10 +378,24 @@ def _from_buffer(machine: "Machine", name: str, args: tuple[object, ...]) -> obj
     return Stand("numpy.ndarray", (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
 
 
-NUMPY_STATES = {
+def _index_state(machine: "Machine", target: Stand, state: object) -> None:
+    """The index of a stored chunk: name of the tensor, where the chunk begins in it (None: no
+    tensor). In the arguments, as it is a dict key, which no longer changes then."""
+    fields = state if isinstance(state, dict) else {}
+    name, offset = fields.get("fqn"), fields.get("offset")
+    good = isinstance(name, str) and (offset is None or isinstance(offset, tuple))
+    if target.args or not good:
+        machine.fail("the index of a chunk is malformed", found=state)
+    place = None if offset is None else tuple(_counts(machine, offset, "chunk's offset"))
+    target.args = (name, place)
+
+
+# what BUILD means where it does not only set attributes
+STATES = {
     "numpy.dtype": _dtype_state,
     "numpy.ndarray": _array_state,
     "numpy.scalar": _scalar_state,
+    "torch.distributed.checkpoint.metadata.MetadataIndex": _index_state,
 }
 _TENSOR_CLASSES = frozenset(
     {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"}

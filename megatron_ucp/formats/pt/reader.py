@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Self
 
@@ -32,8 +33,6 @@ from megatron_ucp.formats.pt.unpickler import (
     loads,
 )
 
-_CHUNK_BYTES = 2**20
-
 
 class PtFile(OpenFile):
     """An open `.pt` file. Reads the directory at once, local headers and the pickle when asked; a
@@ -49,17 +48,19 @@ class PtFile(OpenFile):
     ) -> None:
         """`allow`: further globals that the pickle may name, see `safe_pickle.loads`."""
         super().__init__(path)
-        self._allow = allow
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            start, directory = find_directory(self.size_bytes, self._bytes_at, self.path)
-            self.directory_sha256 = hashlib.sha256(directory).hexdigest()
-            """Evidence that this is a certain file: it covers all names, places, sizes and
-            CRC-32s."""
-            self._entries = parse_directory(directory, start, self.path)
-            self.root = root_of(self._entries, self.path)
-            """The folder name that all records share."""
+            self._read_directory(allow)
             on_failure.pop_all()
+
+    def _read_directory(self, allow: frozenset[str]) -> None:
+        self._allow = allow
+        start, directory = find_directory(self.size_bytes, self._bytes_at, self.path)
+        self.directory_sha256 = hashlib.sha256(directory).hexdigest()
+        """Evidence that this is a certain file: it covers all names, places, sizes and CRC-32s."""
+        self._entries = parse_directory(directory, start, self.path)
+        self.root = root_of(self._entries, self.path)
+        """The folder name that all records share."""
         self.records: Mapping[str, Record] = _Records(self)
         """By full name, in the directory's order. A look-up reads that record's local header,
         once."""
@@ -142,30 +143,6 @@ class PtFile(OpenFile):
         first = record.offset_bytes + first_byte
         self._read_run(record.name, first, size_bytes, start_byte, target)
 
-    def check(self, record: Record) -> None:
-        """Compares the record's bytes with its CRC-32, 1 MiB at a time; nothing is read without
-        checksums.
-
-        Raises DamagedFileError when they differ.
-        """
-        if not self.has_checksums:
-            return
-        found, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, record.size_bytes)))
-        for start in range(0, record.size_bytes, _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, record.size_bytes - start)]
-            self._read_at(record.offset_bytes + start, chunk)
-            found = zlib.crc32(chunk, found)
-        self._compare_crc(record, found)
-
-    def _compare_crc(self, record: Record, found: int) -> None:
-        if self.has_checksums and found != record.crc32:
-            damaged(
-                self.path,
-                f"record {record.name} has a wrong checksum",
-                f"CRC-32 {record.crc32:08x}",
-                f"{found:08x}",
-            )
-
     def _whole(self, name: str) -> bytes:
         """A small record, its checksum compared."""
         record = self.records[f"{self.root}/{name}"]
@@ -202,6 +179,32 @@ class PtFile(OpenFile):
                 f"bytes from {offset_bytes}",
             )
         return Record(name, offset_bytes, entry.size_bytes, entry.crc32)
+
+
+class PtArchive(PtFile):
+    """A `.pt` archive that lies inside of a larger open file: `size_bytes` from byte `start` on.
+    Places of its records count from there. It is open as long as that file is."""
+
+    def __init__(
+        self, file: OpenFile, start: int, size_bytes: int, allow: frozenset[str] = frozenset()
+    ) -> None:
+        self.path, self.size_bytes = file.path, size_bytes
+        self._inside, self._start = file, start
+        self._read_directory(allow)
+
+    @property
+    def fd(self) -> int:
+        return self._inside.fd
+
+    def close(self) -> None:
+        """The file around it stays open."""
+
+    def _read_at(self, offset_bytes: int, view: memoryview) -> None:
+        super()._read_at(self._start + offset_bytes, view)
+
+    def in_file(self, record: Record) -> Record:
+        """A record by its place in the file around the archive."""
+        return replace(record, offset_bytes=self._start + record.offset_bytes)
 
 
 class _Records(Mapping[str, Record]):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
-from megatron_ucp.formats.pt.known import KNOWN, NUMPY_STATES, STORAGE_DTYPES, stand
+from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES, stand
 from megatron_ucp.formats.pt.opcodes import HANDLERS
 from megatron_ucp.formats.pt.values import (
     ITEMSIZE,
@@ -371,7 +371,7 @@ class Machine:
             return
         if not isinstance(target, Stand):
             self.fail(f"the pickle sets attributes of a {type(target).__name__}")
-        special = NUMPY_STATES.get(target.qualname)
+        special = STATES.get(target.qualname)
         if special is not None:
             special(self, target, state)
             return

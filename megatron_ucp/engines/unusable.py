@@ -20,6 +20,11 @@ def mark_unusable(engine: Any) -> None:
         setattr(engine, name, _refuse)
 
 
+def is_unusable(engine: Any) -> bool:
+    """Whether the mark is there."""
+    return _SAVED in engine.__dict__
+
+
 def mark_usable(engine: Any) -> None:
     """Takes the mark away."""
     for name, method in engine.__dict__.pop(_SAVED, {}).items():

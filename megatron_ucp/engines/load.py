@@ -1,4 +1,4 @@
-"""`load`: any checkpoint into a live DeepSpeed engine on any mesh."""
+"""`load`: any checkpoint into a live engine, of DeepSpeed or megatron-core, on any mesh."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -8,6 +8,8 @@ from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
+from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How, Report, check_options, resume
 
@@ -27,8 +29,8 @@ def load(
     rng: bool = True,
     loader: ResumableLoader | None = None,
 ) -> Report:
-    """Fills a DeepSpeed engine from a native checkpoint that any ZeRO stage on any number of ranks
-    wrote. Collective.
+    """Fills a DeepSpeed engine, or the stack that `attach_megatron` gave, from a checkpoint that
+    any engine on any number of ranks wrote. Collective.
 
     `family` names the model's family, which tensor parallelism needs (`attach` remembers it). `rng`
     restores random states; `loader` goes on where the save was. Neither happens with
@@ -39,10 +41,6 @@ def load(
     refuses to step and to save where it could not.
     """
     check_options(hyper=hyper, allow=allow)
-    with agree.together():
-        refuse_autotp(engine)
-        model = model_of(engine, family)
-        refuse_engine(engine, model)
     how = How(
         load_optimizer_states and not load_module_only,
         load_lr_scheduler_states,
@@ -53,4 +51,10 @@ def load(
         rng,
         loader,
     )
+    if isinstance(engine, MegatronStack):
+        return resume(describe_stack(engine), path, tag, how)
+    with agree.together():
+        refuse_autotp(engine)
+        model = model_of(engine, family)
+        refuse_engine(engine, model)
     return resume(describe(engine, model), path, tag, how)

@@ -1,0 +1,51 @@
+"""The way in: a stack that ucp.load fills and ucp.save writes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ucp.engines.megatron.engine.family import model_of
+from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
+from megatron_ucp.engines.megatron.engine.live import describe
+from megatron_ucp.engines.megatron.engine.place import mesh_of
+from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
+from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.megatron.names import bare_model, canonical_names
+from megatron_ucp.engines.versions import check_versions
+from megatron_ucp.families.base import Family
+from megatron_ucp.reshard import agree
+
+
+def attach_megatron(
+    model_chunks: Sequence[Any] | Any,
+    optimizer: Any,
+    scheduler: Any = None,
+    family: str | Family | None = None,
+) -> MegatronStack:
+    """Makes megatron-core's own stack one that `ucp.load` fills and `ucp.save` writes. Collective.
+
+    `model_chunks` are what Megatron-LM's `get_model` returns (one, or a list of them), `optimizer`
+    what `get_megatron_optimizer` does, `scheduler` an `OptimizerParamScheduler` or None. `family`
+    declares the layouts of the model (the name of a registered one, or a Family); by default the
+    first one that has all of the model's parameters. Nothing is changed.
+
+    Raises UnsupportedError on every rank for a stack that can't be loaded exactly, UsageError for
+    what is none, LayoutError where a live parameter contradicts its family.
+    """
+    chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
+    check_versions()
+    with agree.together() as told:
+        refuse_stack(chunks, optimizer)
+        inner_optimizers(optimizer)  # all of a known kind
+        mesh = mesh_of(chunks)
+        told.value = {name for chunk in chunks for name in _params(bare_model(chunk))}
+    names = set[str]().union(*told.values)
+    with agree.together():
+        model = model_of(bare_model(chunks[0]), names, mesh.tp, family)
+        stack = MegatronStack(chunks, optimizer, scheduler, mesh, model)
+    describe(stack)  # compares every parameter with its family, and every position
+    return stack
+
+
+def _params(model: Any) -> list[str]:
+    names = canonical_names(model)
+    return [names[name] for name, _ in model.named_parameters()]

@@ -1,0 +1,207 @@
+"""What resumes in megatron-core's stack besides tensors: schedule, counters, loss scale, random
+states, data position."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ucp.engines.client_state import rebuilt
+from megatron_ucp.engines.loader import ResumableLoader, restore_position
+from megatron_ucp.engines.megatron.engine.inner import RATES
+from megatron_ucp.engines.random_states import Restored
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.pt.unpickler import with_tensors
+from megatron_ucp.reshard.execute import tensor_at
+from megatron_ucp.reshard.resume import How
+
+if TYPE_CHECKING:
+    from megatron_ucp.engines.megatron.engine.place import OwnPlace
+    from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+
+NUM_STEPS = "num_steps"  # of a schedule that counts samples
+
+
+@dataclass(frozen=True)
+class MegatronExtras:
+    """Values ready to be set. `schedule` are settings of the scheduler that change, `samples` those
+    that it has seen (None: it is left as it is)."""
+
+    schedule: Mapping[str, Any]
+    samples: int | None
+    groups: Sequence[Mapping[str, Any]]
+    counters: Mapping[str, int]
+    scaler: Mapping[str, Any]
+    client_state: Mapping[str, Any]
+    randoms: Restored
+    position: Mapping[str, Any] | None
+    loader: ResumableLoader | None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        source: Checkpoint,
+        stack: "MegatronStack",
+        scheduler: bool,
+        groups: Sequence[Mapping[str, Any]],
+        how: How,
+        rank: int,
+    ) -> "MegatronExtras":
+        """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
+        is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
+        than the checkpoint's, or the data position does not fit the loader."""
+        saved, notes = source.extras, list[str]()
+
+        def own(value: Any) -> Any:
+            return with_tensors(
+                value, lambda ref: tensor_at(source.place_of(ref), ref), file=source.main_file
+            )
+
+        schedule: dict[str, Any] = {}
+        samples = None
+        if scheduler and stack.scheduler is not None:
+            found = own(saved.scheduler) or {}
+            schedule = _changed(stack.scheduler, found, source.main_file)
+            samples = _samples(found, saved.counters, notes)
+        elif scheduler and saved.scheduler is not None:
+            notes.append("the scheduler was not restored: the engine has none")
+        position = None if how.module_only else saved.data_position
+        if how.loader is not None and position is not None:
+            how.loader.check(position, str(source.folder))
+        coord = stack.mesh.coord(rank)
+        place = stack.mesh.partition_of(rank), coord.pp
+        randoms = Restored.plan(source, stack.mesh, rank, place) if how.rng else Restored(None)
+        return cls(
+            schedule,
+            samples,
+            groups if scheduler and not _keeps_own(stack.scheduler) else [],
+            saved.counters,
+            saved.scaler,
+            rebuilt(own(dict(saved.client_state))),
+            randoms,
+            position,
+            how.loader,
+            tuple(notes),
+        )
+
+    def restore(self, stack: "MegatronStack", own: "OwnPlace", optimizer: bool) -> list[str]:
+        """Sets everything; the loss scale where the states of the `optimizer` were loaded. Returns
+        notes."""
+        notes: list[str] = []
+        if optimizer:
+            for inner in own.inner:
+                _set_scaler(getattr(inner, "grad_scaler", None), self.scaler, notes)
+            for number, saved in enumerate(self.groups):
+                _set_rates(number, own.param_groups()[number][1], saved, notes)
+        if self.samples is not None:
+            _set_schedule(stack.scheduler, self.schedule, self.samples, optimizer, notes)
+        counters = self.counters
+        stack.iteration = counters.get("global_steps", stack.iteration)
+        stack.consumed_samples = counters.get("global_samples", stack.consumed_samples)
+        stack.skipped_iterations = counters.get("skipped_steps", stack.skipped_iterations)
+        self.randoms.apply()
+        if self.randoms.note:
+            notes.append(self.randoms.note)
+        return list(dict.fromkeys(notes)) + restore_position(self.loader, self.position)
+
+
+# ------------------------------------------------ schedule
+
+
+def _changed(scheduler: Any, saved: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Settings of the scheduler that the checkpoint changes. Raises StateMismatchError where they
+    differ and the scheduler is told neither to take the checkpoint's nor to keep its own."""
+    if NUM_STEPS not in saved:
+        return {}
+    own = {key: value for key, value in scheduler.state_dict().items() if key != NUM_STEPS}
+    if "weight_decay" in saved:  # a schedule that does not let it grow
+        saved = {"start_wd": saved["weight_decay"], "end_wd": saved["weight_decay"], **saved}
+    different = {key: saved[key] for key in own if key in saved and saved[key] != own[key]}
+    if not different or _keeps_own(scheduler):
+        return {}
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        return different
+    raise StateMismatchError(
+        "the schedule differs from the checkpoint's",
+        file=file,
+        expected=", ".join(f"{key}={value}" for key, value in different.items()),
+        found=", ".join(f"{key}={own[key]}" for key in different),
+        fix="--use-checkpoint-opt_param-scheduler takes the checkpoint's settings, "
+        "--override-opt_param-scheduler keeps these",
+    )
+
+
+def _keeps_own(scheduler: Any) -> bool:
+    """Whether changed settings of the schedule win over the checkpoint's."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+
+
+def _set_rates(
+    number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
+) -> None:
+    """The rates between which the schedule moves a group."""
+    for key in RATES:
+        if key in saved and group.get(key) != saved[key]:
+            notes.append(f"group {number}: {key} {group.get(key)} became {saved[key]}")
+            group[key] = saved[key]
+
+
+def _samples(saved: Mapping[str, Any], counters: Mapping[str, int], notes: list[str]) -> int:
+    """How many samples the schedule has seen: those of iterations that were not skipped."""
+    if NUM_STEPS in saved:
+        return int(saved[NUM_STEPS])
+    steps, skipped = counters.get("global_steps", 0), counters.get("skipped_steps", 0)
+    samples = counters.get("global_samples", 0)
+    taken = samples * (steps - skipped) // steps if steps else samples
+    notes.append(
+        "the checkpoint holds no schedule that counts samples: the engine's goes on from "
+        f"{taken} samples"
+    )
+    return taken
+
+
+def _set_schedule(
+    scheduler: Any, changed: Mapping[str, Any], samples: int, optimizer: bool, notes: list[str]
+) -> None:
+    for key, value in changed.items():
+        notes.append(f"schedule: {key} {getattr(scheduler, key)} became {value}")
+        setattr(scheduler, key, value)
+    scheduler.num_steps = samples
+    if not optimizer:
+        scheduler.step(0)
+        return
+    for number, group in enumerate(scheduler.optimizer.param_groups):
+        decay = scheduler.get_wd(group) * group.get("wd_mult", 1.0)
+        for key, want in (("lr", scheduler.get_lr(group)), ("weight_decay", decay)):
+            if group[key] != want:
+                notes.append(
+                    f"group {number}: the next step has the checkpoint's {key} {group[key]}, those "
+                    f"after it what the schedule says, {want} now"
+                )
+
+
+# ------------------------------------------------ loss scale
+
+
+def _set_scaler(scaler: Any, saved: Mapping[str, Any], notes: list[str]) -> None:
+    """Carries the loss scale from fp16 to fp16; every other target ignores it. megatron-core counts
+    the good steps since the scale last changed, DeepSpeed all steps and the last bad one."""
+    if scaler is None or not saved:
+        return
+    dynamic = hasattr(scaler, "_growth_tracker")
+    if bool(saved.get("dynamic")) != dynamic:
+        notes.append(
+            "the loss scale was kept from the engine's configuration: one side is dynamic, the "
+            "other static"
+        )
+        return
+    if not dynamic:
+        return  # a constant is the configuration's
+    scaler._scale.fill_(saved["cur_scale"])
+    good = int(saved.get("cur_iter", 0)) - int(saved.get("last_overflow_iter", -1)) - 1
+    window = int(saved.get("scale_window", scaler.growth_interval))
+    # DeepSpeed doubles the scale in the first good step after each `window` of them
+    since = good if good <= window else (good - 1) % window
+    scaler._growth_tracker = min(max(since, 0), scaler.growth_interval - 1)
+    scaler._hysteresis_tracker = int(saved.get("cur_hysteresis", scaler.hysteresis))

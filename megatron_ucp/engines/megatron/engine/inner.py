@@ -1,0 +1,184 @@
+"""The optimizers of megatron-core's stack, and what each has on this rank: pieces of masters with
+their states, as the live objects say."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
+
+# Keys of a parameter group that are none of its optimizer's: by the first four megatron-core knows
+# a group again, the rates are those between which the schedule moves
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+RATES = ("max_lr", "min_lr")
+STRUCTURE = frozenset({"params", "step", "default_config", *IDENTITY, *RATES})
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Elements [first, last) of a parameter on this rank, that `inner` steps in its group number
+    `group`; `master` is what torch's optimizer steps for them, one-dimensional where ranks share
+    the parameter."""
+
+    inner: Any
+    group: int
+    param: torch.nn.Parameter
+    master: torch.Tensor
+    first: int
+    last: int
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The optimizer's state; empty before the first step."""
+        return self.inner.optimizer.state[self.master]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parameter group."""
+        return self.inner.optimizer.param_groups[self.group]
+
+    def tensor(self, state: str) -> torch.Tensor:
+        """The elements of a state that the optimizer has now, or of the masters."""
+        return self.master if state == MASTER else self.held[state]
+
+    def forget(self) -> None:
+        """As before the first step."""
+        self.inner.optimizer.state.pop(self.master, None)
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Those of a chain that step something, in its order: parameters that all data-parallel ranks
+    share, then experts. Raises UnsupportedError for a kind whose masters lie elsewhere."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    kinds = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+    out: list[Any] = []
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if type(one) not in kinds:
+            raise UnsupportedError(
+                "an optimizer of megatron-core's that is not known",
+                expected=", ".join(kind.__name__ for kind in kinds),
+                found=type(one).__name__,
+                fix="use Adam by get_megatron_optimizer",
+            )
+        if not one.is_stub_optimizer:
+            out.append(one)
+    return out
+
+
+def is_distributed(inner: Any) -> bool:
+    """Whether the data-parallel ranks share its masters."""
+    return hasattr(inner, "gbuf_ranges")
+
+
+def pieces_of(inner: Any) -> Iterator[Stepped]:
+    """Everything that an optimizer steps on this rank.
+
+    By its lists of parameters and masters side by side: `model_param_group_index_map` is wrong
+    where a group mixes dtypes.
+    """
+    if is_distributed(inner):
+        lists: Any = zip(
+            zip(inner.model_float16_groups, inner.model_fp32_groups, strict=True),
+            zip(inner.shard_fp32_from_float16_groups, inner.shard_fp32_groups, strict=True),
+            strict=True,
+        )
+    elif hasattr(inner, "float16_groups"):
+        lists = zip(
+            zip(inner.float16_groups, inner.fp32_from_fp32_groups, strict=True),
+            zip(inner.fp32_from_float16_groups, inner.fp32_from_fp32_groups, strict=True),
+            strict=True,
+        )
+    else:
+        params = [(group["params"],) for group in inner.optimizer.param_groups]
+        lists = zip(params, params, strict=True)
+    for group, (params, masters) in enumerate(lists):
+        for param, master in zip(_one_list(params), _one_list(masters), strict=True):
+            yield Stepped(inner, group, param, master, *_range(inner, param))
+
+
+def _one_list(lists: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
+    return [one for each in lists for one in each]
+
+
+def _range(inner: Any, param: torch.nn.Parameter) -> tuple[int, int]:
+    if not is_distributed(inner):
+        return 0, param.numel()
+    found = inner._get_model_param_range_map(param)["param"]
+    return found.start, found.end
+
+
+class LiveBucket:
+    """This rank's part of a flat buffer of the manifest: `pieces` by the number of the member, of
+    which partition `part` is made. `weights` is the memory of the partition where the weights are
+    the masters.
+
+    megatron-core keeps a tensor for each piece of a state. A load fills partitions as they lie in
+    files: the first time that a state is asked for, its pieces become views of one tensor, in which
+    they stay.
+    """
+
+    def __init__(
+        self, flat: FlatBuffer, part: int, pieces: dict[int, Stepped], weights: torch.Tensor | None
+    ) -> None:
+        self.flat, self.part, self.pieces, self.weights = flat, part, pieces, weights
+        self._homes: dict[str, torch.Tensor] = {}
+
+    @property
+    def _is_piece(self) -> bool:
+        """Whether the partition is one piece, without padding: its tensors can stay."""
+        lengths = [piece.last - piece.first for piece in self.pieces.values()]
+        return lengths == [self.flat.partition_elems]
+
+    def tensor(self, state: str) -> torch.Tensor:
+        """The memory of a state, flat, to be filled: its values are not kept."""
+        if state == MASTER and self.weights is not None:
+            return self.weights
+        if state not in self._homes:
+            self._homes[state] = self._home(state)
+        return self._homes[state]
+
+    def _home(self, state: str) -> torch.Tensor:
+        if self._is_piece:
+            (piece,) = self.pieces.values()
+            return flat_view(piece.tensor(state).detach())
+        device = next((p.master.device for p in self.pieces.values()), torch.device("cpu"))
+        home = torch.empty(self.flat.partition_elems, dtype=torch.float32, device=device)
+        for number, piece in self.pieces.items():
+            at = self.flat.offset(self.flat.members[number], self.part, piece.first)
+            view = home[at : at + piece.last - piece.first]
+            if state == MASTER:
+                piece.master.data = view
+            else:
+                piece.held[state] = view
+        return home
+
+    def allocate(self, states: Sequence[str], dtype: str) -> None:
+        """Makes room for exactly these states."""
+        for piece in self.pieces.values():
+            held = piece.held
+            for key in [key for key in held if key not in states]:
+                del held[key]
+            for key in states if self._is_piece else ():
+                old = held.get(key)
+                if not isinstance(old, torch.Tensor) or old.shape != piece.master.shape:
+                    held[key] = fresh(piece.master.detach(), TORCH_DTYPES[dtype])
+        if not self._is_piece:
+            for key in states:
+                self.tensor(key)
+
+
+@dataclass(frozen=True)
+class OwnValue:
+    """A frozen parameter, or a buffer of a module."""
+
+    name: str
+    kind: str
+    tensor: torch.Tensor = field(repr=False)

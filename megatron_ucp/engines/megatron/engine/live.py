@@ -1,0 +1,211 @@
+"""megatron-core's stack, described for all its ranks and filled on this one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.stages import Stage, check_replicas, join
+from megatron_ucp.core.states import VALUE
+from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.megatron.engine.extras import MegatronExtras
+from megatron_ucp.engines.megatron.engine.inner import (
+    IDENTITY,
+    RATES,
+    STRUCTURE,
+    LiveBucket,
+    OwnValue,
+    Stepped,
+)
+from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
+from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
+from megatron_ucp.engines.settings import scalar_state, set_group
+from megatron_ucp.engines.unusable import mark_unusable, mark_usable
+from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.families.architecture import architecture_of
+from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.optimizers import kept_by, name_in_table
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.twin import check_config
+
+STACK_ENGINE = "megatron"  # of a manifest: the optimizer stack of megatron-core
+
+
+def describe(stack: MegatronStack) -> "LiveMegatron":
+    """The engine of all ranks. Collective; nothing in the stack is changed. Raises a UcpError on
+    every rank."""
+    with agree.together() as told:
+        own = OwnPlace(stack.chunks, stack.optimizer, stack.mesh, stack.model)
+        told.value = own.own_groups()
+    own.group_of = {name: group for found in told.values for name, group in found.items()}
+    with agree.together() as places:
+        stage = own.stage()
+        places.value = stage if own.speaks else None
+    with agree.together():
+        stages = [stage for stage in places.values if stage is not None]
+        return LiveMegatron(stack, own, sorted(stages, key=lambda one: one.at))
+
+
+class LiveMegatron:
+    """The engine as `stages` of all its places, of which this rank holds `own`. Raises
+    ModelMismatchError where they don't fit."""
+
+    has_optimizer = True
+
+    def __init__(self, stack: MegatronStack, own: OwnPlace, stages: Sequence[Stage]) -> None:
+        places = [stage.at for stage in stages]
+        if places != own.mesh.holding():
+            raise UnsupportedError(
+                "the ranks of the engine don't make up whole stages",
+                expected=str(own.mesh.holding()),
+                found=str(places),
+            )
+        joined, here = join(stages), places.index(own.at)
+        self.stack, self.own = stack, own
+        self._live: dict[int, LiveBucket] = dict(
+            zip(joined.numbers[here], own.buffers, strict=True)
+        )
+        self._values: dict[int, OwnValue] = dict(zip(joined.values[here], own.values, strict=True))
+        self.first_group = joined.first_group[here]
+        self.manifest = Manifest(
+            STACK_ENGINE,
+            own.mesh,
+            joined.params,
+            joined.buffers,
+            joined.groups,
+            family=stack.model.family.name,
+        )
+        tied = bare_model(stack.chunks[0]).share_embeddings_and_output_weights
+        check_replicas(self.manifest, [EMBEDDING] if tied else [])
+
+    def told(self) -> Told:
+        model = self.stack.model
+        twin = model.family.hugging_face
+        shares = None if twin is None else twin.tensors(model.sizes)
+        return Told(None, self.manifest.by_name, model.pipe, shares=shares)
+
+    # ------------------------------------------------ places
+
+    def parts(self) -> list[tuple[int, Coords, int]]:
+        return self.manifest.parts_of(self.own.rank)
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        if slot.state == VALUE:
+            return flat_view(self._values[slot.buffer].tensor)
+        return self._live[slot.buffer].tensor(slot.state)
+
+    def piece(self, buffer: int, member: int) -> Stepped:
+        """What this rank steps of a member of a buffer."""
+        return self._live[buffer].pieces[member]
+
+    def state_dtype(self, buffer: int) -> str:
+        """megatron-core keeps all states in fp32."""
+        return "float32"
+
+    # ------------------------------------------------ before the first write
+
+    def check(self, source: Checkpoint, optimizer: bool) -> None:
+        """Raises ModelMismatchError for a Hugging Face folder of another model, StateMismatchError
+        for parameters that were stepped a different number of times: megatron-core counts once."""
+        if source.manifest.engine == WEIGHTS:
+            module = bare_model(self.stack.chunks[0])
+            check_config(source.folder, self.stack.model, architecture_of(module))
+        if not optimizer:
+            return
+        steps: dict[float, str] = {}
+        for buffer in source.manifest.buffers:
+            for member in buffer.members:
+                if "step" in member.scalars:
+                    steps.setdefault(member.scalars["step"], member.param)
+        if len(steps) > 1:
+            raise StateMismatchError(
+                "parameters have different steps in the checkpoint, and megatron-core's optimizer "
+                "has one for all",
+                file=str(source.folder),
+                parameter=" and ".join([*steps.values()][:2]),
+                expected="one step",
+                found=", ".join(f"{step:g}" for step in steps),
+                fix="load with load_optimizer_states=False",
+            )
+
+    def take_extras(
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
+    ) -> MegatronExtras:
+        own = groups[self.first_group : self.first_group + len(self.own.param_groups())]
+        marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
+        return MegatronExtras.read(source, self.stack, scheduler, marks, how, self.own.rank)
+
+    # ------------------------------------------------ writing
+
+    def mark_unusable(self) -> None:
+        """And waits for gathers of weights that are under way: they would undo what is written, and
+        the refresh would take them for its own."""
+        mark_unusable(self.stack.optimizer)
+        self.gather_weights()
+
+    def mark_usable(self) -> None:
+        mark_usable(self.stack.optimizer)
+
+    def gather_weights(self) -> None:
+        """Every rank gets the weights that others stepped; waits for gathers under way."""
+        if self.own.mesh.zero:
+            for chunk in self.own.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    @torch.no_grad()
+    def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
+        for number, kept in states.items():
+            self._live[number].allocate(kept, self.state_dtype(number))
+
+    def drop_gradients(self) -> list[str]:
+        for chunk in self.own.chunks:
+            chunk.zero_grad_buffer()
+        self.stack.optimizer.zero_grad()
+        return []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for inner in self.own.inner:
+            if hasattr(inner, "_copy_main_params_to_model_params"):
+                inner._copy_main_params_to_model_params()
+        self.gather_weights()
+
+    def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
+        for number, piece in self._live[buffer].pieces.items():
+            keeps = kept_by(name_in_table(type(piece.inner.optimizer)), piece.settings)
+            for key, value in members[number].items():
+                piece.held[key] = scalar_state(value, keeps, piece.settings, piece.master)
+            if not piece.held:
+                piece.forget()
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """A group that has no parameter at this stage gets what the same group has at another
+        one."""
+        notes: list[str] = []
+        elsewhere = {
+            _identity(group): saved
+            for group, saved in zip(self.manifest.groups, groups, strict=True)
+            if saved
+        }
+        own = self.own.groups()
+        for number, (_, group) in enumerate(self.own.param_groups()):
+            saved = groups[self.first_group + number] or elsewhere.get(_identity(own[number]), {})
+            plain = {key: value for key, value in saved.items() if key not in STRUCTURE}
+            set_group(number, group, plain, notes)
+        return notes
+
+    def restore(self, extras: MegatronExtras, optimizer: bool) -> list[str]:
+        return extras.restore(self.stack, self.own, optimizer)
+
+
+def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:
+    """Which of megatron-core's groups it is, whatever the stage."""
+    own = group.marks[MARKS]
+    return tuple((key, own.get(key)) for key in (*IDENTITY, *RATES))

@@ -1,0 +1,273 @@
+"""What this rank holds of megatron-core's stack, as a manifest says it. Positions are those of the
+live buffers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
+from megatron_ucp.core.manifest import ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import Coords, Mesh
+from megatron_ucp.core.stages import Stage
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
+from megatron_ucp.engines.megatron.engine.inner import (
+    IDENTITY,
+    RATES,
+    STRUCTURE,
+    LiveBucket,
+    OwnValue,
+    Stepped,
+    inner_optimizers,
+    is_distributed,
+    pieces_of,
+)
+from megatron_ucp.engines.megatron.names import bare_model, canonical_names
+from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.families.base import Model
+from megatron_ucp.formats.deepspeed.experts import Spread, expert_name
+from megatron_ucp.formats.optimizers import name_in_table
+
+MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters
+
+
+def mesh_of(chunks: Sequence[Any]) -> Mesh:
+    """The mesh that megatron-core's process groups make. Raises UnsupportedError for groups that no
+    mesh has."""
+    from megatron.core import parallel_state as groups
+
+    bare = bare_model(chunks[0])
+    mesh = Mesh(
+        tp=groups.get_tensor_model_parallel_world_size(),
+        pp=groups.get_pipeline_model_parallel_world_size(),
+        vpp=len(chunks),
+        cp=groups.get_context_parallel_world_size(),
+        dp=groups.get_data_parallel_world_size(),
+        zero=int(bool(chunks[0].ddp_config.use_distributed_optimizer)),
+    )
+    pairs: list[tuple[str, Any, Sequence[int]]] = []
+    rank = torch.distributed.get_rank()
+    if getattr(bare.config, "num_moe_experts", None):
+        etp: Any = groups.get_expert_tensor_parallel_world_size()
+        mesh = mesh.with_experts(groups.get_expert_model_parallel_world_size(), etp)
+        copies: Any = groups.get_expert_data_parallel_group()
+        pairs.append(("experts", copies, mesh.expert_data_group(rank)))
+    data: Any = groups.get_data_parallel_group(with_context_parallel=True)
+    pairs.append(("parameters", data, mesh.partition_group(rank)))
+    for what, group, want in pairs:
+        found = torch.distributed.get_process_group_ranks(group)
+        if found != list(want):
+            raise UnsupportedError(
+                f"the data-parallel group of the {what} is not that of a mesh",
+                expected=f"ranks {list(want)} for {mesh}",
+                found=str(found),
+                fix="make the groups in megatron-core's default order, tp-cp-ep-dp-pp",
+            )
+    return mesh
+
+
+class OwnPlace:
+    """A rank's part of the stack: names, buffers, values. Nothing in the stack is changed.
+    `group_of` says the group of each parameter; it is set once all ranks told theirs (see
+    `own_groups`).
+
+    Raises LayoutError where positions in the buffers contradict each other, UnsupportedError as
+    `inner_optimizers`.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], optimizer: Any, mesh: Mesh, model: Model | None
+    ) -> None:
+        self.chunks, self.mesh, self.model = list(chunks), mesh, model
+        self.rank = torch.distributed.get_rank()
+        self.spread = Spread.on(mesh)
+        self.inner = inner_optimizers(optimizer)
+        self.group_of: Mapping[str, int] = {}
+        self.names: dict[torch.Tensor, str] = {}
+        for chunk in chunks:
+            bare = bare_model(chunk)
+            held = bare.state_dict(keep_vars=True)
+            self.names |= {held[own]: name for own, name in canonical_names(bare).items()}
+
+    @property
+    def at(self) -> Coords:
+        """This rank's place (see `Mesh.holding`)."""
+        return self.mesh.at(self.rank, dict(self.mesh.holding()[0]))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first rank at its place."""
+        return self.rank == self.mesh.rank_of(self.at, 0)
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        """Experts of each layer, by its canonical name."""
+        count = getattr(bare_model(self.chunks[0]).config, "num_moe_experts", None) or 0
+        parts = filter(None, map(expert_name, self.names.values()))
+        return {part.layer: count for part in parts}
+
+    # ------------------------------------------------ the optimizers
+
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The groups of all optimizers, one after the other. megatron-core gives every rank all of
+        them, also those of which it holds nothing."""
+        return tuple(
+            ParamGroup(
+                {k: plain_number(v) for k, v in group.items() if k not in STRUCTURE},
+                name_in_table(type(inner.optimizer)),
+                {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}},
+            )
+            for inner, group in self.param_groups()
+        )
+
+    def param_groups(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Each optimizer with each of its groups."""
+        return [(inner, group) for inner in self.inner for group in inner.optimizer.param_groups]
+
+    def first_group(self, inner: Any) -> int:
+        """The number of an optimizer's first group among those of all."""
+        count = 0
+        for one in self.inner:
+            if one is inner:
+                break
+            count += len(one.optimizer.param_groups)
+        return count
+
+    @cached_property
+    def buffers(self) -> list[LiveBucket]:
+        """In the order of the optimizers; of a distributed one each bucket is a buffer of its own,
+        of any other each parameter."""
+        out: list[LiveBucket] = []
+        for inner in self.inner:
+            pieces = {piece.param: piece for piece in pieces_of(inner)}
+            if is_distributed(inner):
+                for buffer in inner.buffers:
+                    out += self._buckets(buffer, pieces)
+            else:
+                out += [self._alone(piece) for piece in pieces.values()]
+        return out
+
+    def own_groups(self) -> dict[str, int]:
+        """The group of every parameter of which this rank has a master. A distributed optimizer
+        forgets the groups of all others."""
+        return {
+            self.names[piece.param]: self.first_group(inner) + piece.group
+            for inner in self.inner
+            for piece in pieces_of(inner)
+        }
+
+    def _alone(self, piece: Stepped) -> LiveBucket:
+        name = self.names[piece.param]
+        states, axes = _masters(piece.master), self.spread.axes(name)
+        flat = alone(name, piece.param.numel(), states, self.group_of[name], axes=axes)
+        return LiveBucket(flat, 0, {0: piece}, None)
+
+    def _buckets(self, buffer: Any, pieces: Mapping[Any, Stepped]) -> Iterator[LiveBucket]:
+        """The buckets of one of megatron-core's buffers."""
+        part, ranks = buffer.data_parallel_group.rank(), buffer.data_parallel_world_size
+        for bucket in buffer.buckets:
+            at = _in_order(buffer, bucket)
+            held = [(self.names[param], start, param.numel()) for start, param in at]
+            members = tuple(Member(*one, self.group_of[one[0]]) for one in held)
+            length, axes = bucket.grad_data.numel(), self._axes(members)
+            states = ((MASTER, "float32"),)
+            flat = FlatBuffer(members, length, ranks, "whole", states, axes=axes)
+            own = {n: pieces[p] for n, (_, p) in enumerate(at) if p in pieces}
+            _check_pieces(flat, part, own)
+            weights = None
+            if buffer.param_dtype == torch.float32:
+                size = flat.partition_elems
+                weights = bucket.param_data.detach().view(-1)[part * size : (part + 1) * size]
+            yield LiveBucket(flat, part, own, weights)
+
+    def _axes(self, members: Sequence[Member]) -> tuple[str, ...]:
+        """The axes that cut a buffer. Raises UnsupportedError where experts are among others."""
+        found = {self.spread.axes(member.param) for member in members}
+        if len(found) != 1:
+            raise UnsupportedError(
+                "a buffer mixes experts with parameters that other ranks share",
+                parameter=members[0].param,
+                expected="param.allreduce False for experts alone",
+                found=f"a buffer of {len(members)} parameters",
+            )
+        return found.pop()
+
+    def present(self) -> tuple[States, Scalars]:
+        """The element-wise states that the optimizers keep now beside the masters, and their step;
+        none before the first step. Of this rank's pieces: there may be none."""
+        for live in self.buffers:
+            for piece in live.pieces.values():
+                held = piece.held
+                if "step" in held:
+                    states = {k: v for k, v in held.items() if v.dim()}
+                    named = tuple((k, dtype_name(v.dtype)) for k, v in sorted(states.items()))
+                    return named, {"step": float(held["step"])}
+        return (), {}
+
+    # ------------------------------------------------ values
+
+    @cached_property
+    def values(self) -> list[OwnValue]:
+        """Frozen parameters and persistent buffers of modules."""
+        stepped = {param for inner in self.inner for param in _params_of(inner)}
+        return [
+            OwnValue(name, "frozen" if isinstance(v, torch.nn.Parameter) else "buffer", v.detach())
+            for v, name in self.names.items()
+            if v not in stepped
+        ]
+
+    # ------------------------------------------------ as a manifest
+
+    def stage(self) -> Stage:
+        """This place. Raises LayoutError where a parameter contradicts its family."""
+        by_name = {name: tensor for tensor, name in self.names.items()}
+        kinds = {value.name: value.kind for value in self.values}
+        params = [self._spec(n, t, kinds.get(n, "trainable")) for n, t in by_name.items()]
+        values = [
+            alone(v.name, v.tensor.numel(), _value(v.tensor), axes=self.spread.axes(v.name))
+            for v in self.values
+        ]
+        flat = tuple(live.flat for live in self.buffers)
+        return Stage(tuple(params), flat, self.groups(), tuple(values), self.at)
+
+    def _spec(self, name: str, tensor: torch.Tensor, kind: str) -> ParamSpec:
+        local = tuple(tensor.shape)
+        return spec_of(self.model, self.mesh, self.experts, name, local, tensor, kind)
+
+
+def _in_order(buffer: Any, bucket: Any) -> list[tuple[int, Any]]:
+    """(start in the bucket, parameter) of all that a bucket holds, by their starts."""
+    starts = [(buffer.param_index_map[p][0] - bucket.offset, p) for p in bucket.params_list]
+    return sorted(starts, key=lambda one: one[0])
+
+
+def _params_of(inner: Any) -> list[Any]:
+    if is_distributed(inner):
+        return [param for buffer in inner.buffers for param in buffer.param_index_map]
+    return [piece.param for piece in pieces_of(inner)]
+
+
+def _masters(master: torch.Tensor) -> States:
+    return ((MASTER, dtype_name(master.dtype)),)
+
+
+def _value(tensor: torch.Tensor) -> States:
+    return ((VALUE, dtype_name(tensor.dtype)),)
+
+
+def _check_pieces(flat: FlatBuffer, part: int, pieces: Mapping[int, Stepped]) -> None:
+    """Compares the pieces that the optimizer has with those that the buffer's partition holds.
+    Raises LayoutError."""
+    want = {one.member: (one.low, one.high) for one in flat.fragments(part)}
+    have = {number: (piece.first, piece.last) for number, piece in pieces.items()}
+    for number in sorted(want.keys() | have.keys()):
+        if want.get(number) != have.get(number):
+            raise LayoutError(
+                "the optimizer has other elements of a parameter than its bucket says",
+                parameter=flat.members[number].param,
+                expected=want.get(number, "none"),
+                found=have.get(number, "none"),
+                fix="report this: megatron-core divides its buffers otherwise than is known",
+            )

@@ -1,0 +1,301 @@
+"""`save` of megatron-core's stack: a distributed checkpoint that stock Megatron-LM and every engine
+here load on any mesh.
+
+All ranks make the same plan of the files from the manifest, and each writes the elements that it
+has to their places: nothing is gathered. Files are written aside; the folder gets its name when all
+of them are on disk.
+"""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32
+
+from megatron_ucp.core.flat import Scalars, States
+from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.states import VALUE
+from megatron_ucp.engines import random_states
+from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
+from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
+from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.megatron.names import bare_model
+from megatron_ucp.engines.saves import as_save_error, publish
+from megatron_ucp.engines.unusable import is_unusable
+from megatron_ucp.errors import EngineUnusableError, UsageError
+from megatron_ucp.families.architecture import RECORDED, recorded
+from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
+from megatron_ucp.formats.megatron.common_file import CommonFile
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
+from megatron_ucp.formats.megatron.index import INDEX_FILE
+from megatron_ucp.formats.megatron.writer import (
+    WEIGHT,
+    PlannedChunk,
+    TorchDistPlan,
+    Wish,
+    finish_files,
+    make_files,
+    plan_torch_dist,
+    write_around,
+)
+from megatron_ucp.formats.tags import MEGATRON_LATEST, iteration_name
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import bytes_of
+
+_WINDOW_BYTES = 8 << 20
+_DATA = ".distcp"
+
+
+@dataclass(frozen=True)
+class StackSaved:
+    """What a save did, on this rank. `notes` say what does not cross."""
+
+    path: str
+    seconds: float
+    sync_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def save(
+    stack: MegatronStack,
+    save_dir: str | Path,
+    *,
+    arguments: Mapping[str, Any] | Any = None,
+    durable: bool = True,
+    rng: bool = True,
+    loader: ResumableLoader | None = None,
+) -> StackSaved:
+    """Saves the stack's `iteration` as a tag of `save_dir` (`iter_0000100`), and makes it the
+    newest one. Collective.
+
+    `arguments` are Megatron-LM's flags (a Namespace or a mapping), which its own load asks for;
+    without them those that the model shows are written. `rng` keeps random states, `loader` its
+    position. `durable` False leaves fsync out. Raises a UcpError on every rank: SaveError
+    where a file can't be written (older tags are as they were), UsageError before the first step.
+    """
+    _refuse_other(stack)
+    started = time.perf_counter()
+    folder, tag = Path(save_dir), iteration_name(stack.iteration)
+    aside, sync = aside_of(folder, tag), Syncs(durable)
+    rank, _ = agree.world()
+    with ExitStack() as left:
+        live, manifest = _described(stack)
+        job = _Job(stack, live, manifest)
+        with as_save_error(), agree.together() as block:
+            block.value = str(folder), tag
+            if rank == 0:
+                begin(folder, tag)
+                left.callback(shutil.rmtree, aside, ignore_errors=True)
+                make_files(aside, job.plan)
+        _check_one_folder(block.values)
+        with as_save_error(), agree.together():
+            job.write(aside, rng, rank, sync)
+        with as_save_error(), agree.together():
+            if rank == 0:
+                job.finish(aside, arguments, sync)
+                whole = _recorded(manifest, _entries(aside), loader)
+                pointer = MEGATRON_LATEST, str(stack.iteration)
+                publish(aside, folder, tag, to_json(whole), pointer, sync)
+    notes = agree.gather(job.notes)[0]
+    seconds = time.perf_counter() - started
+    return StackSaved(str(folder / tag), seconds, sync.seconds, tuple(notes))
+
+
+def _refuse_other(stack: Any) -> None:
+    if not isinstance(stack, MegatronStack):
+        raise UsageError(
+            "ucp.save is for megatron-core's own stack",
+            expected="what ucp.attach_megatron returned",
+            found=type(stack).__name__,
+            fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
+        )
+
+
+def _check_one_folder(said: list[tuple[str, str]]) -> None:
+    if len(set(said)) > 1:
+        raise UsageError(
+            "the ranks don't save into one tag",
+            expected=said[0],
+            found=sorted(set(said))[:4],
+        )
+
+
+def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
+    """The engine with the states that its optimizers have now. Collective."""
+    with agree.together():
+        if is_unusable(stack.optimizer):
+            raise EngineUnusableError(
+                "a load failed after bytes were written into this engine",
+                fix="load a checkpoint first",
+            )
+    live = describe(stack)
+    live.gather_weights()  # what a rank has of others' weights may be on its way
+    with agree.together() as told:
+        told.value = live.own.present()
+    found: list[tuple[States, Scalars]] = [one for one in told.values if one[0]]
+    if not found or any(one != found[0] for one in found):
+        raise UsageError(
+            "there is nothing that Megatron-LM could load as the state of an optimizer",
+            expected="the same states and step on every rank",
+            found="none, before the first step" if not found else f"{found[0]} and others",
+            fix="save after the first step",
+        )
+    states, scalars = found[0]
+    buffers = tuple(
+        replace(
+            buffer,
+            states=(*buffer.states, *states),
+            members=tuple(replace(member, scalars=scalars) for member in buffer.members),
+        )
+        if buffer.stepped
+        else buffer
+        for buffer in live.manifest.buffers
+    )
+    run = {
+        random_states.STEPS: stack.iteration,
+        random_states.SEED: torch.initial_seed(),
+        "skipped_steps": stack.skipped_iterations,
+        RECORDED: recorded(stack.model, bare_model(stack.chunks[0])),
+    }
+    return live, replace(live.manifest, buffers=buffers, run=run)
+
+
+class _Job:
+    """One save on its way: the plan of the files, the same on every rank, and what this rank
+    writes of it."""
+
+    def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
+        self.stack, self.live, self.manifest = stack, live, manifest
+        self._params = {name: tensor for tensor, name in live.own.names.items()}
+        self.notes: list[str] = []
+        self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
+        files = max(1, min(agree.world()[1], 64))
+        self.plan: TorchDistPlan = plan_torch_dist(manifest.by_name, list(self._wishes()), files)
+
+    def _wishes(self) -> Iterator[Wish]:
+        for spec in self.manifest.params:
+            boxes = tuple((run.start, run.stop) for run in self.runs[spec.name])
+            yield Wish(spec.name, WEIGHT, spec.dtype, boxes)
+            for state, dtype in self.manifest.states_of(spec.name).items():
+                if state != VALUE:
+                    yield Wish(spec.name, state, dtype, boxes)
+
+    def finish(self, aside: Path, arguments: Any, sync: Syncs) -> None:
+        """Writes what is no element; all files are on disk after it. Raises OSError."""
+        common = self._common(arguments, str(aside))
+        finish_files(aside, self.plan, common.output())
+        for path in [*sorted(aside.iterdir()), aside]:
+            sync(path)
+        self.notes += common.notes
+
+    def _common(self, arguments: Any, file: str) -> CommonFile:
+        """What stands in `common.pt`."""
+        stack = self.stack
+        said = vars(arguments) if hasattr(arguments, "__dict__") else dict(arguments or {})
+        counters = {
+            "global_steps": stack.iteration,
+            "global_samples": stack.consumed_samples,
+            "skipped_steps": stack.skipped_iterations,
+        }
+        schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
+        extras = Extras(counters, schedule, self._scaler(), None, {ARGUMENTS_KEY: said})
+        return CommonFile(self.manifest, extras, stack.mesh, extras.scaler, file)
+
+    def _scaler(self) -> Mapping[str, Any]:
+        """The loss scale in its canonical form (see `Extras`)."""
+        scaler = next((getattr(one, "grad_scaler", None) for one in self.live.own.inner), None)
+        if scaler is None or not hasattr(scaler, "_growth_tracker"):
+            return {}
+        iteration = self.stack.iteration
+        return {
+            "dynamic": True,
+            "cur_scale": float(scaler.scale),
+            "cur_iter": iteration,
+            "last_overflow_iter": iteration - scaler._growth_tracker - 1,
+            "scale_window": scaler.growth_interval,
+            "cur_hysteresis": scaler._hysteresis_tracker,
+        }
+
+    # ------------------------------------------------ this rank's part
+
+    def write(self, aside: Path, rng: bool, rank: int, sync: Syncs) -> None:
+        """Writes what this rank has. Raises OSError."""
+        own = set(self.live.parts())
+        touched: set[str] = set()
+        with ExitStack() as opened:
+            handles: dict[str, Any] = {}
+            for chunk in self.plan.chunks:
+                run = self.runs[chunk.wish.param][chunk.number]
+                if run.place not in own or not self._writes(run, rank):
+                    continue
+                if chunk.file not in handles:
+                    path = aside / chunk.file
+                    handles[chunk.file] = opened.enter_context(open(path, "r+b", buffering=0))
+                _write(handles[chunk.file].fileno(), self._elements(chunk, run), chunk, aside)
+                touched.add(chunk.file)
+        if rng:
+            sync(random_states.write(aside, rank))
+        for name in sorted(touched):
+            sync(aside / name)
+
+    def _writes(self, run: OwnedBox, rank: int) -> bool:
+        """Whether this rank is the first one that has the elements."""
+        number, cut, part = run.place
+        buffer = self.manifest.buffers[number]
+        return rank == self.manifest.mesh.rank_of((*buffer.at, *cut), part)
+
+    def _elements(self, chunk: PlannedChunk, run: OwnedBox) -> torch.Tensor:
+        """The elements of a chunk, flat."""
+        if chunk.wish.state == WEIGHT:
+            whole, first = flat_view(self._params[chunk.wish.param].detach()), 0
+        else:
+            state, piece = chunk.wish.state, self.live.piece(run.place[0], run.member)
+            whole, first = flat_view(piece.tensor(state).detach()), piece.first
+        return whole[run.local - first : run.local - first + run.elems]
+
+
+def _write(handle: int, elements: torch.Tensor, chunk: PlannedChunk, aside: Path) -> None:
+    """One chunk: its bytes, and what stands around them. Raises OSError."""
+    data, crc, done = bytes_of(elements.contiguous().cpu()), 0, 0
+    while done < len(data):
+        window = data[done : done + _WINDOW_BYTES]
+        crc = crc32(window, crc)
+        written = 0
+        while written < len(window):
+            at = chunk.data_offset + done + written
+            written += os.pwrite(handle, window[written:], at)
+        done += len(window)
+    write_around(aside, chunk, crc)
+
+
+def _entries(aside: Path) -> list[FileEntry]:
+    """Lines about the files, but the index, whose name is none that a manifest may list. Of the
+    large ones the size alone: the index says their places, and each chunk has its CRC-32."""
+    return [
+        FileEntry(path.name, path.stat().st_size) if path.suffix == _DATA else entry_of(path)
+        for path in sorted(aside.iterdir())
+        if path.name != INDEX_FILE
+    ]
+
+
+def _recorded(
+    manifest: Manifest, entries: list[FileEntry], loader: ResumableLoader | None
+) -> Manifest:
+    """The manifest beside the files: mesh, random states and position of the data. Where an element
+    lies is said by the files' own index."""
+    run = {**manifest.run, "saved_at": time.time(), "moved_latest": True}
+    if loader is not None:
+        run["data"] = loader.state_dict()
+    files = tuple(sorted(entries, key=lambda entry: entry.name))
+    return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)

@@ -1,0 +1,25 @@
+"""A live stack of megatron-core's, as its user handed it over."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.families.base import Model
+
+
+@dataclass
+class MegatronStack:
+    """Chunks of a model in megatron-core's DistributedDataParallel, their optimizer and scheduler.
+
+    `iteration`, `consumed_samples` and `skipped_iterations` are the run's position: a load sets
+    them, a save writes them; in between they are the training loop's.
+    """
+
+    chunks: list[Any] = field(repr=False)
+    optimizer: Any = field(repr=False)
+    scheduler: Any = field(repr=False)
+    mesh: Mesh
+    model: Model = field(repr=False)
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0

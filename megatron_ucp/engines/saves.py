@@ -1,0 +1,59 @@
+"""The end of a save, whatever engine makes it: files get their names, and what failed is a
+SaveError."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.errors import DamagedFileError, SaveError
+from megatron_ucp.formats import durable
+
+
+def publish(
+    aside: Path,
+    folder: Path,
+    tag: str,
+    text: str,
+    pointer: tuple[str, str] | None,
+    sync: durable.Syncs,
+) -> None:
+    """Gives the files their names: the folder gets its manifest, of that `text`, then the tag's
+    name; then the `pointer` (name, text) to the newest tag is replaced. Raises SaveError, which
+    says what is there, where that stopped half-way; OSError where nothing has a name yet."""
+    try:
+        durable.commit(aside, text, sync)
+        if pointer is not None:
+            durable.replace_text(folder / pointer[0], pointer[1], sync)
+    except OSError as error:
+        written = folder / tag / FILE_NAME
+        if not written.is_file() or written.read_text(encoding="utf-8") != text:
+            raise
+        name, wanted = pointer or (durable.LATEST, "")
+        named = durable.read_pointer(folder / name)
+        if named == wanted or pointer is None:
+            what = "the tag is there and whole, but it may not be on disk yet"
+        else:
+            what = (
+                f"the tag is there and whole, but `{name}` could not be replaced: it names {named}"
+            )
+        raise SaveError(
+            what,
+            file=error.filename or folder / name,
+            expected=f"`{name}` names {wanted}" if pointer else None,
+            found=f"{type(error).__name__}: {error.strerror or error}",
+            fix=f'mend the folder and save again; until then load this tag by name: tag="{tag}"',
+        ) from error
+
+
+@contextmanager
+def as_save_error() -> Iterator[None]:
+    """Inside, what the operating system refuses is a save that failed."""
+    try:
+        yield
+    except DamagedFileError as error:  # what `together` makes of an OSError
+        raise SaveError(
+            "the checkpoint was not saved; `latest` and all older tags are as they were",
+            file=error.file,
+            found=error.found,
+        ) from error

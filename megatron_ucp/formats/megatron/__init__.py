@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-core and Megatron-LM."""

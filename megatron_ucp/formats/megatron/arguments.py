@@ -1,0 +1,152 @@
+"""The arguments of a run, as Megatron-LM saves them: a Namespace of some 650 values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.pt.values import ITEMSIZE, DtypeName, Stand
+
+# the arguments that say the sizes of a mesh, by the names of its axes
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+)
+
+
+def plain_arguments(tree: Any) -> dict[str, Any]:
+    """Every argument as a plain value: members of enums become their values, dtypes their names,
+    what is neither a mark of its type. Empty for what is no Namespace."""
+    if not isinstance(tree, Stand) or not tree.qualname.endswith("Namespace"):
+        return {}
+    return {str(name): _plain(value) for name, value in tree.state.items()}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, DtypeName):
+        return str(value)
+    if isinstance(value, Stand) and len(value.args) == 1 and not value.state:
+        return number(value.args[0])
+    if isinstance(value, list | tuple) and depth < 3 and len(value) <= 4096:
+        return [_plain(item, depth + 1) for item in value]
+    return number(value)
+
+
+def size(arguments: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A whole number of at least 1; `default` where the arguments say none."""
+    value = arguments.get(name)
+    return value if type(value) is int and value > 0 else default
+
+
+def rate(arguments: Mapping[str, Any], name: str) -> float | None:
+    """A number; None where the arguments say none."""
+    value = arguments.get(name)
+    return float(value) if isinstance(value, int | float) and value is not True else None
+
+
+def mesh_of(arguments: Mapping[str, Any]) -> Mesh:
+    """The mesh of the run; that of one rank where the arguments don't say any."""
+    tp, pp, vpp, ep, etp, cp, dp = (size(arguments, name) for name in _SIZES)
+    if type(arguments.get("expert_tensor_parallel_size")) is not int:
+        etp = tp
+    order = "pp-dp" if arguments.get("use_tp_pp_dp_mapping") else "dp-pp"
+    try:
+        return Mesh(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp, dp=dp, order=order)
+    except UsageError:
+        return Mesh()
+
+
+# ------------------------------------------------ written
+
+_ENUMS = ("model_type", "attention_backend", "exit_signal", "cuda_graph_scope")
+# what a manifest says of a model (see `families/architecture`), by the names of arguments
+_OF_SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_query_groups": "groups",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn",
+    "padded_vocab_size": "vocab",
+    "swiglu": "gated",
+    "add_bias_linear": "biases",
+    "add_qkv_bias": "qkv_biases",
+    "qk_layernorm": "qk_norms",
+    "num_experts": "experts",
+}
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def written_arguments(
+    known: Mapping[str, Any], manifest: Manifest, mesh: Mesh, samples: int
+) -> dict[str, Any]:
+    """The arguments that a folder for Megatron-LM says: those of the source's run, the sizes that
+    its manifest says, and what the files are. Empty where nobody knows the model's sizes."""
+    out = {name: _restored(value) for name, value in known.items() if name not in _ENUMS}
+    said: Any = manifest.run.get("model")
+    sizes: Any = said.get("sizes") if isinstance(said, dict) else None
+    if isinstance(sizes, dict):
+        out |= {name: sizes[key] for name, key in _OF_SIZES.items() if key in sizes}
+        out |= _of_model(sizes, said.get("architecture") or {})
+    if any(type(out.get(name)) is not int for name in _NEEDED):
+        return {}
+    embedding = manifest.by_name.get("embedding.word_embeddings.weight")
+    if embedding is not None:
+        out["padded_vocab_size"] = embedding.shape[0]
+    usual = {
+        "add_position_embedding": True,
+        "max_position_embeddings": 0,
+        "make_vocab_size_divisible_by": 1,
+        "tokenizer_type": None,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    return {
+        **usual,
+        **out,
+        **dict(zip(_SIZES, _sizes_of(mesh), strict=True)),
+        "world_size": mesh.world,
+        "consumed_train_samples": samples,
+        "no_save_rng": True,
+        "use_distributed_optimizer": True,
+        "ckpt_format": "torch_dist",
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
+
+
+def _restored(value: Any) -> Any:
+    """A plain value as Megatron's flags have it: names of dtypes as dtypes."""
+    is_dtype = isinstance(value, str) and value.removeprefix("torch.") in ITEMSIZE
+    return DtypeName(value) if is_dtype and str(value).startswith("torch.") else value
+
+
+def _of_model(sizes: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from sizes and architecture."""
+    out: dict[str, Any] = {
+        "untie_embeddings_and_output_weights": not sizes.get("tied"),
+        "group_query_attention": sizes.get("groups") != sizes.get("heads"),
+        "normalization": "LayerNorm" if sizes.get("norm_biases") else "RMSNorm",
+        "position_embedding_type": "learned_absolute" if sizes.get("positions") else "rope",
+    }
+    kept = {
+        "positions": "max_position_embeddings",
+        "norm_epsilon": "layernorm_epsilon",
+        "rotary_base": "rotary_base",
+        "topk": "moe_router_topk",
+    }
+    out |= {name: architecture[key] for key, name in kept.items() if architecture.get(key)}
+    if not sizes.get("experts"):
+        out["num_experts"] = None
+    return out
+
+
+def _sizes_of(mesh: Mesh) -> tuple[int | None, ...]:
+    chunks = mesh.vpp if mesh.vpp > 1 else None
+    return mesh.tp, mesh.pp, chunks, mesh.ep, mesh.etp, mesh.cp, mesh.dp

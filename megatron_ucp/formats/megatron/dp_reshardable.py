@@ -1,0 +1,290 @@
+"""Megatron-core's distributed checkpoints as Megatron-LM writes them by default (`dp_reshardable`):
+the optimizer's states lie in buckets without names.
+
+Which parameter lies where follows from the arguments of the run (see `buckets`). It is compared
+with the sizes and borders that the files show, and every master with the weight that has its name.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.formats.base import ByteFile, Record, Told, Where
+from megatron_ucp.formats.megatron.assembled import AssembledTensor
+from megatron_ucp.formats.megatron.distcp import chunk_name
+from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of
+from megatron_ucp.formats.megatron.flat import (
+    KNOWN_ORDERS,
+    PlacedBuffer,
+    RunLayout,
+    in_order,
+    names_of,
+)
+from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
+from megatron_ucp.formats.megatron.index import Index, StoredTensor
+from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
+from megatron_ucp.formats.megatron.stages import parts_of
+from megatron_ucp.formats.megatron.torch_dist import BACKEND, TorchDistCheckpoint
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+_PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
+_KEY = re.compile(
+    _PREFIX + r"gbuf_idx_(?P<buffer>\d+)\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)"
+    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+)
+_OBJECT = re.compile(_PREFIX + r"(?P<what>optimizer|grad_scaler)/shard_[\d._]+")
+_STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@dataclass(frozen=True, slots=True)
+class BucketKey:
+    """What a bucket's key says, but for its state. `group` numbers the ranks that share it."""
+
+    optimizer: int
+    group: int
+    buffer: int
+    dtype: str
+    bucket: int
+
+
+class DpReshardableCheckpoint(TorchDistCheckpoint):
+    """One opened folder of that form. Raises as TorchDistCheckpoint; StateMismatchError where the
+    buckets are not those of the run that the arguments describe."""
+
+    def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
+        self._buckets: list[tuple[PlacedBuffer, int]] = []  # of each flat buffer, with its number
+        super().__init__(folder, told, index, states)
+
+    def _read_groups(self) -> list[SavedGroup]:
+        """The groups of each optimizer: every group of ranks saved them, and they are alike.
+        Raises StateMismatchError where they are not."""
+        found: dict[int, list[SavedGroup]] = {}
+        for key, number in self._objects("optimizer"):
+            tree = self.object(key)
+
+            def scalar(ref: TensorRef, key: str = key) -> float:
+                return self.scalar_at(self.place_in(key, ref), ref)
+
+            own = saved_groups(tree["param_groups"], None, scalar, self.main_file, number)
+            first = found.setdefault(number, own)
+            if _values(first) != _values(own):
+                raise StateMismatchError(
+                    "ranks of one run saved different hyper-parameters or steps",
+                    file=self.folder,
+                    parameter=key,
+                    expected=str(_values(first))[:200],
+                    found=str(_values(own))[:200],
+                )
+        return [group for _, groups in sorted(found.items()) for group in groups]
+
+    def _objects(self, what: str) -> Iterator[tuple[str, int]]:
+        """Keys of what each group of ranks saved, with the number of its optimizer."""
+        for key in self.index.objects:
+            if (found := _OBJECT.fullmatch(key)) and found["what"] == what:
+                yield key, int(found["optimizer"] or 0)
+
+    def _scaler(self) -> dict[str, Any]:
+        for key, _ in self._objects("grad_scaler"):
+
+            def scalar(ref: TensorRef, key: str = key) -> float:
+                return self.scalar_at(self.place_in(key, ref), ref)
+
+            return canonical_scaler(self.object(key), self.arguments, scalar, self.iteration)
+        return {}
+
+    # ------------------------------------------------ structure
+
+    def _build(self) -> Manifest:
+        specs = {name: self._spec(weight) for name, weight in self.states.weights.items()}
+        trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
+        on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
+        placed = self._fitting(on_mesh)
+        membership = self.membership(self.groups)
+        numbers = {name: membership.number(spec) for name, spec in trained.items()}
+        buffers: list[FlatBuffer] = []
+        for one in placed:
+            for number in range(len(one.layout.buckets)):
+                self._buckets.append((one, number))
+                buffers.append(self._flat_buffer(one, number, numbers))
+        chunked: list[ParamSpec] = []
+        for name in specs.keys() - trained.keys():
+            spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
+            chunked.append(spec)
+            buffers += self.chunk_buffers(name, held, None)
+        counters = counters_of(self.iteration, self.arguments, self.groups)
+        return Manifest(
+            BACKEND,
+            self.saved_on,
+            (*on_mesh.values(), *chunked),
+            tuple(buffers),
+            tuple(one.group for one in self.groups),
+            run=self.described(counters),
+        )
+
+    def _flat_buffer(self, one: PlacedBuffer, number: int, groups: Mapping[str, int]) -> FlatBuffer:
+        """One bucket, without its end padding."""
+        bucket, members = one.layout.buckets[number], list[Member]()
+        for param in one.layout.params:
+            if param.bucket == number:
+                group = groups[param.name]
+                step = self.groups[group].step
+                scalars = {} if step is None else {"step": step}
+                start = param.start - bucket.start
+                members.append(Member(param.name, start, param.elems, group, scalars))
+        states = tuple((state, "float32") for state in _STATES.values())
+        return FlatBuffer(tuple(members), bucket.used, 1, "whole", states, one.at, one.axes)
+
+    def _fitting(self, params: Mapping[str, ParamSpec]) -> list[PlacedBuffer]:
+        """The buffers of the run, with the order of registration that the buckets show. Raises
+        StateMismatchError where none of the known orders fits them."""
+        mesh, said = self.saved_on, self.arguments
+        parts, why = parts_of(said, mesh, self.main_file), "a name without a place in any order"
+        for order in range(KNOWN_ORDERS):
+            names = {
+                (part, rank): in_order(names_of(part, rank, params, mesh), order)
+                for part in parts
+                for rank in range(mesh.ep)
+            }
+            if any(found is None for found in names.values()):
+                continue
+            layout = RunLayout(said, mesh, parts, params, lambda *at, names=names: names[at] or ())
+            placed = list(layout.buffers())
+            if not (fault := self._fault(placed)):
+                return placed
+            why = fault
+        raise StateMismatchError(
+            "the buckets of the optimizer are not those of the run that the arguments describe",
+            file=self.main_file,
+            expected="parameters in an order of megatron-core's modules",
+            found=why,
+            fix="save it again with --dist-ckpt-optim-fully-reshardable",
+        )
+
+    def _fault(self, placed: Sequence[PlacedBuffer]) -> str:
+        """How the buckets that are expected differ from those in the files; "" where they don't."""
+        left = {key for key, states in self._tensors.items() if states}
+        for one in placed:
+            for number, bucket in enumerate(one.layout.buckets):
+                starts = {
+                    param.start - bucket.start
+                    for param in one.layout.params
+                    if param.bucket == number
+                }
+                for key in self._keys(one, number):
+                    left.discard(key)
+                    if fault := self._bucket_fault(key, bucket.used, starts):
+                        return f"bucket {key.bucket} of buffer {key.buffer}: {fault}"
+        return f"{len(left)} further buckets" if left else ""
+
+    def _bucket_fault(self, key: BucketKey, elems: int, starts: set[int]) -> str:
+        states = self._tensors.get(key, {})
+        if {*states} != {*_STATES.values()}:
+            return f"it has {', '.join(states) or 'no states'}"
+        for tensor in states.values():
+            if (tensor.shape, tensor.dtype) != ((elems,), "float32"):
+                return f"{tensor.dtype} {tensor.shape} instead of {elems} elements"
+            if starts - {chunk.start[0] for chunk in tensor.chunks}:
+                return "a parameter begins where no chunk does"
+        return ""
+
+    @cached_property
+    def _tensors(self) -> dict[BucketKey, dict[str, StoredTensor]]:
+        """Every bucket of the files: its states."""
+        out: dict[BucketKey, dict[str, StoredTensor]] = {}
+        for key, tensor in self.states.flat.items():
+            found = _KEY.fullmatch(key)
+            if found is None or found["state"] not in _STATES:
+                raise UnsupportedError(
+                    "the checkpoint holds a state of the optimizer that is not known",
+                    file=self.main_file,
+                    expected=", ".join(_STATES),
+                    found=key,
+                )
+            optimizer, group, buffer, number = (
+                int(found[name] or 0) for name in ("optimizer", "group", "buffer", "bucket")
+            )
+            bucket = BucketKey(optimizer, group, buffer, found["dtype"], number)
+            out.setdefault(bucket, {})[_STATES[found["state"]]] = tensor
+        return out
+
+    def _keys(self, one: PlacedBuffer, bucket: int) -> Iterator[BucketKey]:
+        """The buckets of every rank along the axes that cut a buffer."""
+        for cut in self.saved_on.everywhere(one.axes):
+            yield self._key(one, bucket, cut)
+
+    def _key(self, one: PlacedBuffer, bucket: int, cut: Coords) -> BucketKey:
+        """The bucket of a rank. Groups count tensor parallelism first, then experts, then the
+        pipeline."""
+        ((axis, rank),) = cut
+        ranks = self.saved_on.size(axis)
+        outer = one.expert_rank + self.saved_on.ep * one.stage if one.optimizer else one.stage
+        return BucketKey(one.optimizer, rank + ranks * outer, one.number, one.dtype, bucket)
+
+    # ------------------------------------------------ bytes
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot. Raises DamagedFileError."""
+        if slot.buffer >= len(self._buckets):
+            return self.where_in_chunk(slot.buffer - len(self._buckets), slot.state)
+        one, number = self._buckets[slot.buffer]
+        tensor = self._tensors[self._key(one, number, slot.cut)][slot.state]
+        file = self.file(tensor.key)
+        return Where(file, file.record, 0, tensor.shape[0], tensor.dtype)
+
+    def file(self, name: str) -> Any:
+        tensor = self.states.flat.get(name) if name not in self._open else None
+        if tensor is None:
+            return super().file(name)
+        parts: list[tuple[ByteFile, Record]] = []
+        for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
+            file = self.file(chunk.place.file)
+            parts.append((file, file.record_of_chunk(tensor, chunk)))
+        self._open[name] = AssembledTensor(str(self.folder / name), parts)
+        return self._open[name]
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """As of any folder. Between the parameters of a bucket is what was in the memory: a record
+        of that has no dtype."""
+        unused = self._unused
+        return [(r, "" if r.name in unused else dtype) for r, dtype in super().records(name)]
+
+    @cached_property
+    def _unused(self) -> frozenset[str]:
+        """Chunks that no parameter has elements in."""
+        out: set[str] = set()
+        for one, number in self._buckets:
+            bucket = one.layout.buckets[number]
+            used = {
+                param.start - bucket.start: param.elems
+                for param in one.layout.params
+                if param.bucket == number
+            }
+            for key in self._keys(one, number):
+                for tensor in self._tensors[key].values():
+                    out.update(_outside(tensor, used))
+        return frozenset(out)
+
+
+def _outside(tensor: StoredTensor, used: Mapping[int, int]) -> Iterator[str]:
+    starts = sorted(used)
+    for chunk in tensor.chunks:
+        (at,), (elems,) = chunk.start, chunk.shape
+        before = bisect_right(starts, at) - 1
+        after = starts[before + 1] if before + 1 < len(starts) else tensor.shape[0]
+        ended = before < 0 or at >= starts[before] + used[starts[before]]
+        if ended and at + elems <= after:
+            yield chunk_name(tensor, chunk)
+
+
+def _values(groups: Sequence[SavedGroup]) -> list[Any]:
+    return [(dict(one.group.settings), dict(one.own), one.step) for one in groups]

@@ -1,0 +1,111 @@
+"""What Megatron saves besides element-wise states, in this package's form.
+
+The iteration that counts is the one beside the arguments; the one among them is 0 or stale. Skipped
+iterations are those that the optimizer's step did not count.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.deepspeed.plain_values import Scalar, number
+from megatron_ucp.formats.megatron.arguments import rate
+from megatron_ucp.formats.megatron.groups import SavedGroup
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+ARGUMENTS_KEY = "args"  # of the client state, as `pretrain_gpt.py` keeps its flags there too
+SCHEDULER = "opt_param_scheduler"
+_SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
+
+
+def iteration_of(tree: Mapping[str, Any], file: str) -> int:
+    """The iteration of the save. Raises DamagedFileError for what is no number."""
+    value = tree.get("iteration", 0)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise DamagedFileError("the iteration is no number", file=file, found=type(value).__name__)
+    return value
+
+
+def counters_of(
+    iteration: int, arguments: Mapping[str, Any], groups: Sequence[SavedGroup]
+) -> dict[str, int]:
+    """Iterations, samples and skipped iterations, as far as the files say them."""
+    out = {"global_steps": iteration}
+    samples = arguments.get("consumed_train_samples")
+    if type(samples) is int and samples >= 0:
+        out["global_samples"] = samples
+    steps = [int(group.step) for group in groups if group.step is not None]
+    out["skipped_steps"] = max(0, iteration - max(steps)) if steps else 0
+    return out
+
+
+def extras_of(
+    tree: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    counters: Mapping[str, int],
+    scaler: Mapping[str, Any],
+    int_steps: bool,
+    stateless: Mapping[str, Any],
+    file: str,
+) -> Extras:
+    """Of the tree that holds the arguments. Raises DamagedFileError."""
+    scheduler = tree.get(SCHEDULER)
+    if not isinstance(scheduler, dict | None):
+        raise DamagedFileError(
+            "the scheduler's state is no dictionary", file=file, found=type(scheduler).__name__
+        )
+    client: dict[str, Any] = {ARGUMENTS_KEY: dict(arguments)} if arguments else {}
+    client["iteration"] = counters["global_steps"]
+    if "global_samples" in counters:
+        client["consumed_train_samples"] = counters["global_samples"]
+    for key in ("checkpoint_version", "num_floating_point_operations_so_far"):
+        if tree.get(key) is not None:
+            client[key] = number(tree[key])
+    return Extras(
+        counters,
+        None if scheduler is None else {str(k): number(v) for k, v in scheduler.items()},
+        scaler,
+        None,
+        client,
+        clip_grad=rate(arguments, "clip_grad"),
+        int_steps=int_steps,
+        stateless=stateless,
+    )
+
+
+def canonical_scaler(
+    tree: Any, arguments: Mapping[str, Any], scalar: Scalar, iteration: int
+) -> dict[str, Any]:
+    """The loss scale in its canonical form (see `Extras`), empty without one.
+
+    Megatron counts good steps since the last change of the scale (`growth_tracker`), DeepSpeed all
+    steps since the last overflow, and both the overflows that may still pass.
+    """
+    if not isinstance(tree, Mapping) or "scale" not in tree:
+        return {}
+    scale, growth, hysteresis = (_number(tree.get(key), scalar) for key in _SCALER)
+    if growth is None:
+        return {"dynamic": False, "cur_scale": scale}
+    window = arguments.get("loss_scale_window") or 1000
+    allowed = arguments.get("hysteresis") or 2
+    return {
+        "dynamic": True,
+        "cur_scale": scale,
+        "cur_iter": iteration,
+        "last_overflow_iter": iteration - int(growth) - 1,
+        "scale_factor": 2.0,
+        "scale_window": int(window),
+        "min_scale": arguments.get("min_loss_scale") or 1.0,
+        "delayed_shift": int(allowed),
+        "cur_hysteresis": int(hysteresis if hysteresis is not None else allowed),
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+    }
+
+
+def _number(value: Any, scalar: Scalar) -> float | None:
+    if isinstance(value, TensorRef):
+        return scalar(value)
+    found = number(value)
+    return float(found) if isinstance(found, int | float) else None

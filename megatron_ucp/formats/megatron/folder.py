@@ -1,0 +1,300 @@
+"""What every checkpoint of Megatron gives to the operations above, whatever its files are."""
+
+import struct
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.layout import Replicate
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
+from megatron_ucp.formats.base import ByteFile, Extras, Record, Told, Where
+from megatron_ucp.formats.deepspeed.folder import SCALAR_CODES, WRONG_STRUCTURE
+from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
+from megatron_ucp.formats.megatron.extras import iteration_of
+from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
+from megatron_ucp.formats.megatron.names import layout_of
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.values import storages_of
+from megatron_ucp.formats.recorded import Recorded
+
+ARGUMENTS = "arguments"  # of a manifest's run: what Megatron-LM's flags were, as plain values
+SAVED_ON = "saved_on"  # the mesh of the run, where the files don't depend on it
+Read = TypeVar("Read")
+
+
+class MegatronFolder:
+    """An opened tag folder; a context manager that closes its files. Subclasses set `manifest`."""
+
+    manifest: Manifest
+
+    def __init__(self, folder: Path, told: Told) -> None:
+        self.folder, self.told = folder, told
+        self._closing = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._read_apart: dict[tuple[str, str], Record] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.close()
+        self._open.clear()
+
+    def _guarded(self, read: Callable[[], Read]) -> Read:
+        """What `read` gives; closes the files where it fails. Raises DamagedFileError for trees of
+        another structure than their keys promise."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                found = read()
+            except WRONG_STRUCTURE as error:
+                raise DamagedFileError(
+                    "the checkpoint has another structure than Megatron writes",
+                    file=self.folder,
+                    found=f"{type(error).__name__}: {str(error)[:200]}",
+                ) from error
+            undo.pop_all()
+        return found
+
+    # ------------------------------------------------ what subclasses give
+
+    @property
+    @abstractmethod
+    def main_file(self) -> str:
+        """The file that says the arguments: a full path."""
+
+    @property
+    @abstractmethod
+    def main_tree(self) -> Mapping[str, Any]:
+        """What that file holds."""
+
+    @abstractmethod
+    def file(self, name: str) -> Any:
+        """A file of the folder, open. Raises DamagedFileError."""
+
+    # ------------------------------------------------ what the operations ask for
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The run's arguments as plain values; empty where the files hold none."""
+        return plain_arguments(self.main_tree.get("args"))
+
+    @cached_property
+    def iteration(self) -> int:
+        return iteration_of(self.main_tree, self.main_file)
+
+    @cached_property
+    def saved_on(self) -> Mesh:
+        """The mesh of the run that saved it."""
+        return mesh_of(self.arguments)
+
+    @property
+    def gated(self) -> bool:
+        """Whether an MLP's first matrix holds a gate above the up."""
+        return bool(self.arguments.get("swiglu"))
+
+    @cached_property
+    def _beside(self) -> Recorded:
+        found = Recorded(self.folder, ())
+        self._closing.callback(found.close)
+        return found
+
+    @property
+    def recorded(self) -> Manifest | None:
+        return self._beside.manifest
+
+    @property
+    def extras(self) -> Extras:
+        return self._extras
+
+    @cached_property
+    def _extras(self) -> Extras:
+        found, kept = self._guarded(self.read_extras), self.recorded
+        return found if kept is None else replace(found, data_position=kept.run.get("data"))
+
+    @abstractmethod
+    def read_extras(self) -> Extras:
+        """What `extras` gives."""
+
+    def opened(self, path: str) -> ByteFile:
+        """The open file for a full path."""
+        return self.file(Path(path).relative_to(self.folder).as_posix())
+
+    def check_beside(self) -> None:
+        """No manifest says anything of files beside the states."""
+
+    def beside(self, name: str) -> bytes | None:
+        return self._beside.read(name)
+
+    def layers(self) -> Layers | None:
+        return None
+
+    def check_read(self) -> None:
+        """Compares the tensors of the extras that were read with their CRC-32."""
+        for (path, _), record in self._read_apart.items():
+            self.opened(path).check(record)
+
+    def scalar(self, file: str, ref: TensorRef) -> float:
+        """The value of a one-element tensor of a `.pt` file of the folder. Raises
+        DamagedFileError."""
+        return self.scalar_at(self._where_of(file, ref), ref)
+
+    def scalar_at(self, where: Where, ref: TensorRef) -> float:
+        """The value of a one-element tensor at a place. Raises DamagedFileError."""
+        layout = SCALAR_CODES.get(ref.storage.dtype)
+        if ref.numel != 1 or layout is None:
+            raise DamagedFileError(
+                "a scalar state is no number",
+                file=where.file.path,
+                found=f"{ref.storage.dtype} {ref.shape}",
+            )
+        data = bytearray(struct.calcsize(layout))
+        where.file.read_into(where.record, where.offset_bytes, memoryview(data))
+        return float(struct.unpack(layout, data)[0])
+
+    def place_of(self, ref: TensorRef) -> Where:
+        """Place of a tensor that the extras refer to."""
+        return self._where_of(Path(self.main_file).relative_to(self.folder).as_posix(), ref)
+
+    def _where_of(self, name: str, ref: TensorRef) -> Where:
+        file, dtype = self.file(name), ref.storage.dtype
+        record = file.record(ref.storage)
+        self.note_read(file, record)
+        return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+
+    def note_read(self, file: ByteFile, record: Record) -> None:
+        """Remembers a record that is read outside of a plan, for `check_read`."""
+        self._read_apart[file.path, record.name] = record
+
+    # ------------------------------------------------ parts of a manifest
+
+    def membership(self, groups: list[SavedGroup]) -> Membership:
+        """Which parameter is in which group."""
+        said = self.arguments
+        decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
+        return Membership(groups, self.main_file, bool(decays), rate(said, "decoupled_lr"))
+
+    def on_mesh(self, spec: ParamSpec) -> ParamSpec:
+        """A parameter with the layout that tensor parallelism gives it in `on_mesh`: as a caller or
+        rules say, else as Megatron's own modules are cut. Raises RuleError."""
+        known, rules = self.told.specs, self.told.rules
+        if known is not None and spec.name in known:
+            declared = known[spec.name]
+            return replace(spec, on_mesh=declared.layout, extent=declared.extent)
+        if rules is not None and rules.rules and spec.kind != "buffer":
+            declared = rules.declare(spec.name, spec.shape, dict.fromkeys(self._axes, 1))
+            return replace(spec, on_mesh=declared.layout, extent=declared.extent)
+        return replace(spec, on_mesh=layout_of(spec.name, spec.shape, self.gated))
+
+    def cut(self, spec: ParamSpec) -> ParamSpec:
+        """A parameter as the ranks of the run that saved it held it. Raises UnsupportedError where
+        nobody says how they cut it."""
+        if spec.on_mesh is None and self.saved_on.tp > 1:
+            raise UnsupportedError(
+                "how a parameter was cut is not known",
+                file=self.main_file,
+                parameter=spec.name,
+                expected="a name of megatron-core's GPTModel",
+                fix="give --rules FILE",
+            )
+        return replace(spec, layout=spec.on_mesh or Replicate(), on_mesh=None)
+
+    @property
+    def _axes(self) -> Collection[str]:
+        return (*Mesh().cuts(), *Mesh().cuts(expert=True))
+
+    def refuse_optimizer(self) -> None:
+        """Raises UnsupportedError for optimizers whose files hold no fp32 masters."""
+        for name, what in _REFUSED.items():
+            if self.arguments.get(name):
+                raise UnsupportedError(
+                    f"the checkpoint was written with {what}, which is not supported",
+                    file=self.main_file,
+                    expected=f"{name}=False",
+                    found=f"{name}={self.arguments[name]}",
+                    fix="save it again without that option",
+                )
+
+    def described(self, counters: Mapping[str, int]) -> dict[str, Any]:
+        """What a manifest's `run` says."""
+        out: dict[str, Any] = {**counters}
+        if self.arguments:
+            out |= {SAVED_ON: str(self.saved_on), ARGUMENTS: _of_model(self.arguments)}
+        return out
+
+
+# options that change what the optimizer's files hold
+_REFUSED = {
+    "use_precision_aware_optimizer": "the precision-aware optimizer",
+    "optimizer_cpu_offload": "an optimizer that is offloaded to the CPU",
+    "fp8_param_gather": "weights in fp8, of which no copy is stored that masters could show",
+    "use_megatron_fsdp": "Megatron-FSDP",
+    "use_torch_fsdp2": "torch's FSDP2",
+}
+
+
+def _of_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that say what the model computes, which a manifest records."""
+    return {name: arguments[name] for name in _MODEL if name in arguments}
+
+
+_MODEL = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("group_query_attention", "ffn_hidden_size", "padded_vocab_size", "vocab_size"),
+    *("tokenizer_type", "max_position_embeddings", "position_embedding_type", "normalization"),
+    *("layernorm_epsilon", "swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "rotary_base"),
+    *("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor", "untie_embeddings_and_output_weights"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_num_groups"),
+    *("moe_router_group_topk", "moe_router_force_load_balancing", "moe_expert_capacity_factor"),
+    *("moe_apply_probs_on_input", "moe_latent_size", "multi_latent_attention", "softmax_type"),
+    *("experimental_attention_variant", "activation_func_clamp_value", "glu_linear_offset"),
+    *("layernorm_zero_centered_gamma", "softmax_scale"),
+    *("window_size", "no_rope_freq", "mtp_num_layers", "attention_output_gate"),
+    *("apply_residual_connection_post_layernorm", "seed"),
+)
+
+
+def records_of(file: PtFile) -> list[tuple[Record, str]]:
+    """Every record of a `.pt` file, with the dtype of the tensors in it ("" where it holds
+    none)."""
+    places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
+    return [(file.records[record], places.get(record, "")) for record in file.records]
+
+
+def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> StateMismatchError:
+    """The error for parameters whose masters are not the stored weights."""
+    tied = not arguments.get("untie_embeddings_and_output_weights", True)
+    several = arguments.get("overlap_grad_reduce") or (tied and mesh_of(arguments).pp > 1)
+    reason = ""
+    if several:
+        reason = (
+            " (megatron-core 0.16.1 to 0.19.0 saves wrong slices of buckets with padding, which "
+            "this run may have had: they are lost)"
+        )
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    return StateMismatchError(
+        f"the fp32 masters of parameters are not the weights beside them{reason}",
+        file=file,
+        parameter=wrong[0],
+        expected="masters that, rounded, are the weights bit for bit",
+        found=", ".join(wrong[:_NAMED]) + more,
+        fix='load another tag, or the weights alone with allow={"weights"} (--allow weights)',
+    )
+
+
+_NAMED = 5

@@ -1,0 +1,144 @@
+"""The parameter groups of Megatron's optimizers: hyper-parameters, step, and which parameter is in
+which group, which the files don't list.
+
+Source: `_get_param_groups` and `get_standard_config_overrides` of megatron-core 0.16.1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp.core.manifest import ParamGroup, ParamSpec
+from megatron_ucp.errors import DamagedFileError, StateMismatchError
+from megatron_ucp.formats.deepspeed.plain_values import MEGATRON, Scalar, param_groups
+from megatron_ucp.formats.pt.unpickler import TensorRef
+
+# by these Megatron finds the group of a running optimizer that a saved one is for
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+MEGATRON_KEYS = (*IDENTIFIERS, "max_lr", "min_lr", "default_config")
+_WITHOUT_EFFECT = {"wd_mult": 1.0, "lr_mult": 1.0}
+_EMBEDDING_OR_OUTPUT = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.bias",
+)
+_TORCH_ONLY = "capturable"  # a hyper-parameter of torch's own Adam
+_TE_ONLY = "bias_correction"  # one of Transformer Engine's
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """One group as it was saved. `optimizer` is the number of the optimizer in a chain that steps
+    it: 0, or 1 for experts that expert parallelism spreads; `step` is None before the first one."""
+
+    group: ParamGroup
+    step: float | None
+    optimizer: int = 0
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """What Megatron alone keeps of it."""
+        return self.group.marks[MEGATRON]
+
+
+def saved_groups(
+    trees: Sequence[Any], common_step: float | None, scalar: Scalar, file: str, optimizer: int
+) -> list[SavedGroup]:
+    """The groups of one optimizer, of its `param_groups`. Raises DamagedFileError."""
+    out: list[SavedGroup] = []
+    for tree in trees:
+        own = {key: _own(tree, key) for key in MEGATRON_KEYS if _own(tree, key) is not None}
+        rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
+        if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
+            del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
+        (plain,) = param_groups([rest], scalar, file)
+        step = _step(tree.get("step"), common_step, scalar, file)
+        group = ParamGroup(plain.settings, _class_name(plain.settings), {MEGATRON: own})
+        out.append(SavedGroup(group, step, optimizer))
+    return out
+
+
+def _plain_key(key: object) -> str:
+    """NeMo writes `pre_wd_mult` for `wd_mult`."""
+    return str(key).removeprefix("pre_")
+
+
+def _own(tree: Mapping[str, Any], key: str) -> Any:
+    return tree.get(key, tree.get(f"pre_{key}"))
+
+
+def _step(value: Any, common: float | None, scalar: Scalar, file: str) -> float | None:
+    """A step, which Megatron keeps as a number, as a tensor, or once for all groups."""
+    if isinstance(value, TensorRef):
+        return scalar(value)
+    if value is None:
+        return common
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DamagedFileError("a step is no number", file=file, found=type(value).__name__)
+    return float(value)
+
+
+def _class_name(settings: Mapping[str, Any]) -> str:
+    """The optimizer, where its hyper-parameters show it: torch's, or nobody knows which one."""
+    if _TORCH_ONLY not in settings or "betas" not in settings:
+        return ""
+    return "torch.AdamW" if settings.get("decoupled_weight_decay") else "torch.Adam"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Finds the group of a parameter. `decays_qk_norms`: norms of queries and keys are decayed like
+    matrices; `decoupled_lr` is the rate of embedding and head, where they have their own. `file` is
+    for messages."""
+
+    groups: Sequence[SavedGroup]
+    file: str
+    decays_qk_norms: bool = False
+    decoupled_lr: float | None = None
+
+    def number(self, spec: ParamSpec) -> int:
+        """The number of a parameter's group. Raises StateMismatchError where several could be it
+        and differ, or none can."""
+        expert = spec.expert is not None and any(g.own.get(EXPERT_MARK) for g in self.groups)
+        left = [n for n, g in enumerate(self.groups) if bool(g.own.get(EXPERT_MARK)) == expert]
+        if self._has_own_rate(spec):
+            left = self._narrowed(left, "max_lr", self.decoupled_lr)
+        elif self.decoupled_lr is not None:
+            others = [n for n in left if self.groups[n].own.get("max_lr") != self.decoupled_lr]
+            left = others or left
+        free = is_not_decayed(spec, self.decays_qk_norms)
+        left = self._narrowed(left, "wd_mult", 0.0 if free else 1.0)
+        alike = {repr(_values(self.groups[n])) for n in left}
+        if len(alike) != 1:
+            raise StateMismatchError(
+                "the files do not say which parameter group steps a parameter",
+                file=self.file,
+                parameter=spec.name,
+                expected="one group for its kind",
+                found=f"{len(left)} of {len(self.groups)} groups",
+                fix="load with load_optimizer_states=False",
+            )
+        return left[0]
+
+    def _narrowed(self, left: list[int], key: str, value: object) -> list[int]:
+        """The groups with a value; all, where no group has it (one without overrides)."""
+        return [n for n in left if self.groups[n].own.get(key) == value] or left
+
+    def _has_own_rate(self, spec: ParamSpec) -> bool:
+        return self.decoupled_lr is not None and spec.name in _EMBEDDING_OR_OUTPUT
+
+
+def is_not_decayed(spec: ParamSpec, decays_qk_norms: bool = False) -> bool:
+    """Whether Megatron gives a parameter no weight decay: vectors and biases have none; norms of
+    queries and keys may have it."""
+    if decays_qk_norms and ("q_layernorm." in spec.name or "k_layernorm." in spec.name):
+        return False
+    return len(spec.shape) == 1 or spec.name.endswith(".bias")
+
+
+EXPERT_MARK = "is_expert_parallel"
+
+
+def _values(one: SavedGroup) -> tuple[Any, ...]:
+    settings, own = one.group.settings, one.own
+    return sorted(settings.items(), key=str), sorted(own.items(), key=str), one.step

@@ -1,0 +1,241 @@
+"""The index of a checkpoint that torch's distributed checkpointing wrote (`.metadata`): every
+tensor with its chunks, and every other object, by place.
+
+Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-core 0.16.1 fills it.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError
+from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
+from megatron_ucp.formats.megatron.closed_list import OF_METADATA
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, Stand, loads
+from megatron_ucp.formats.recorded import open_regular
+
+INDEX_FILE = ".metadata"
+_MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
+_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivePlace:
+    """Bytes of a file of the folder: one whole archive, as `torch.save` writes it."""
+
+    file: str
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a stored tensor: where it begins in it, its shape, and its archive."""
+
+    start: Ints
+    shape: Ints
+    place: ArchivePlace
+
+    @property
+    def stop(self) -> Ints:
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor by its key, whole: its chunks cover it exactly."""
+
+    key: str
+    dtype: str
+    shape: Ints
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Tensors and other objects by key."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, ArchivePlace]
+
+    @property
+    def file_names(self) -> list[str]:
+        """Every file that something lies in."""
+        return sorted({place.file for place in self.places()})
+
+    def places(self) -> Iterator[ArchivePlace]:
+        for tensor in self.tensors.values():
+            yield from (chunk.place for chunk in tensor.chunks)
+        yield from self.objects.values()
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a folder, compared with itself and with the files that lie there.
+
+    Raises NotFoundError that names every file which is missing; DamagedFileError for an index that
+    can't be, for chunks that overlap or leave gaps, and for a file that is shorter than the index
+    says; UnsafePickleError, UnsupportedError.
+    """
+    path = folder / INDEX_FILE
+    with open_regular(path) as file:
+        data = file.read(MAX_PICKLE_BYTES + 1)
+    tree = loads(data, file=str(path), allow=OF_METADATA)
+    try:
+        index = _Reader(path).index(tree)
+    except WRONG_STRUCTURE as error:
+        raise DamagedFileError(
+            "the index has another structure than torch writes",
+            file=path,
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+        ) from error
+    _check_files(folder, index)
+    return index
+
+
+class _Reader:
+    """Reads the unpickled index of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def index(self, tree: Any) -> Index:
+        entries: Any = tree.state["state_dict_metadata"]
+        places: dict[tuple[str, Ints | None], ArchivePlace] = {}
+        for index, info in tree.state["storage_data"].items():
+            places[index.args] = self._place(info)
+        tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, ArchivePlace] = {}
+        for key, entry in entries.items():
+            if not isinstance(key, str):
+                self._fail("a key is no text", None, type(key).__name__)
+            if entry.qualname.endswith(".TensorStorageMetadata"):
+                tensors[key] = self._tensor(key, entry, places)
+            else:
+                objects[key] = self._taken(places, key, None)
+        if places:
+            (key, start), *_ = places
+            self._fail("bytes are listed that belong to no entry", key, f"{len(places)}: {start}")
+        return Index(tensors, objects)
+
+    def _tensor(self, key: str, entry: Stand, places: dict[Any, ArchivePlace]) -> StoredTensor:
+        said: Any = entry.state
+        properties: Any = said["properties"]
+        dtype = str(properties.state["__state__"][0]).removeprefix("torch.")
+        shape = self._ints(key, said["size"])
+        if dtype not in ITEMSIZE:
+            self._fail("a tensor has a dtype that is not known", key, dtype)
+        chunks: list[Chunk] = []
+        for one in said["chunks"]:
+            start, size = (self._ints(key, one.state[name]) for name in ("offsets", "sizes"))
+            chunks.append(Chunk(start, size, self._taken(places, key, start)))
+        if fault := tiling_fault(shape, chunks):
+            self._fail(f"the chunks of a tensor are not the whole of it: {fault}", key, shape)
+        return StoredTensor(key, dtype, shape, tuple(chunks))
+
+    def _taken(self, places: dict[Any, ArchivePlace], key: str, start: Ints | None) -> ArchivePlace:
+        """The place of an entry, which nothing else may take then."""
+        found = places.pop((key, start), None)
+        if found is None:
+            self._fail("an entry of the index lies nowhere", key, start)
+        return found
+
+    def _place(self, info: Stand) -> ArchivePlace:
+        said: Any = info.state
+        name, offset, size = said["relative_path"], said["offset"], said["length"]
+        if said.get("transform_descriptors"):
+            raise UnsupportedError(
+                "the checkpoint was written through a stream transformation (compressed or "
+                "encrypted)",
+                file=self.path,
+                found=f"{len(said['transform_descriptors'])} of them for {name!r}",
+            )
+        good = isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..")
+        if not good or "\0" in name or name.startswith("."):
+            self._fail("the index names a file outside of its folder", None, repr(name)[:80])
+        if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:
+            self._fail("the index says an impossible place", None, f"{offset}, {size}")
+        return ArchivePlace(name, offset, size)
+
+    def _ints(self, key: str, value: Any) -> Ints:
+        if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
+            self._fail("a shape is none", key, repr(value)[:80])
+        return tuple(value)
+
+    def _fail(self, problem: str, key: str | None, found: object) -> NoReturn:
+        raise DamagedFileError(problem, file=self.path, parameter=key, found=found)
+
+
+def tiling_fault(shape: Ints, chunks: Sequence[Chunk]) -> str:
+    """What is wrong with chunks that should be the whole of a tensor of `shape`, each element once;
+    "" where nothing is.
+
+    The borders of all chunks cut the tensor into cells; each cell must lie in one chunk.
+    """
+    for chunk in chunks:
+        inside = len(chunk.start) == len(chunk.shape) == len(shape)
+        if not inside or any(b > n for b, n in zip(chunk.stop, shape, strict=True)):
+            return f"one lies outside, at {chunk.start}"
+    borders = [
+        sorted({0, size, *(c.start[dim] for c in chunks), *(c.stop[dim] for c in chunks)})
+        for dim, size in enumerate(shape)
+    ]
+    cells = math.prod(len(at) - 1 for at in borders)
+    if cells > _MAX_CELLS:
+        return f"they have borders at too many places ({cells} cells)"
+    numbers = [{at: number for number, at in enumerate(one)} for one in borders]
+    seen: set[Ints] = set()
+    for chunk in chunks:
+        spans = [
+            range(known[a], known[b])
+            for known, a, b in zip(numbers, chunk.start, chunk.stop, strict=True)
+        ]
+        for cell in itertools.product(*spans):
+            if cell in seen:
+                return f"two overlap at {chunk.start}"
+            seen.add(cell)
+    return "" if len(seen) == cells else f"they leave a gap ({cells - len(seen)} of {cells} cells)"
+
+
+def _check_files(folder: Path, index: Index) -> None:
+    """Raises NotFoundError for files that are missing, DamagedFileError for one that is too short,
+    and where two entries share bytes."""
+    missing = [name for name in index.file_names if not os.path.isfile(folder / name)]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise NotFoundError(
+            "files that the index lists are missing",
+            file=folder / missing[0],
+            expected=f"{len(index.file_names)} files",
+            found=f"no {', '.join(missing[:_NAMED])}{more}",
+            fix="restore them, or load another tag",
+        )
+    for name, places in _by_file(index.places()).items():
+        at = 0
+        for place in sorted(places, key=lambda place: place.offset_bytes):
+            if place.offset_bytes < at:
+                raise DamagedFileError(
+                    "two entries of the index share bytes",
+                    file=folder / name,
+                    found=f"at byte {place.offset_bytes}",
+                )
+            at = place.offset_bytes + place.size_bytes
+        size = os.stat(folder / name).st_size
+        if size < at:
+            raise DamagedFileError(
+                "a file is shorter than the index says",
+                file=folder / name,
+                expected=f"{at} bytes",
+                found=f"{size} bytes",
+            )
+
+
+def _by_file(places: Iterable[ArchivePlace]) -> dict[str, list[ArchivePlace]]:
+    out: dict[str, list[ArchivePlace]] = {}
+    for place in places:
+        out.setdefault(place.file, []).append(place)
+    return out

@@ -1,0 +1,417 @@
+"""Megatron-LM's older files (`--ckpt-format torch`): a folder for each model-parallel rank, with
+its weights under local names and the DistributedOptimizer's buffers without any.
+
+The model's dict has the order in which parameters were registered, from which `buckets` says where
+each one lies in the buffers; every master is compared with its weight.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.flat import FlatBuffer, Member, alone
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import (
+    CHUNK_OF_STAGE,
+    DENSE_CUT,
+    EXPERT_CUT,
+    EXPERT_RANK,
+    Coords,
+    on_stage,
+)
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    NotFoundError,
+    StateMismatchError,
+    UnsupportedError,
+)
+from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.megatron.closed_list import OF_VALUES
+from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
+from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
+from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
+from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
+from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
+from megatron_ucp.formats.megatron.proof import Run, same_run
+from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+
+_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
+_MODEL_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankFolder:
+    """The folder of a model-parallel rank: tensor-parallel rank, stage, expert-parallel rank."""
+
+    tp: int
+    stage: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedWeight:
+    """A weight of a part of the pipeline, at an expert-parallel rank."""
+
+    name: str
+    part: PipelinePart
+    expert_rank: int
+
+
+class LegacyCheckpoint(MegatronFolder):
+    """One opened tag folder. Raises a UcpError for anything that directories and pickles show;
+    tensor bytes are not read."""
+
+    def __init__(self, folder: Path, told: Told) -> None:
+        super().__init__(folder, told)
+        self._first = min(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
+        self._guarded(self._read)
+
+    def _read(self) -> None:
+        if self._has_optimizer:
+            self.refuse_optimizer()
+        self._folders = self._scan()
+        self._compare_files()
+        self.groups = self._read_groups() if self._has_optimizer else []
+        self._parts = parts_of(self.arguments, self.saved_on, self.main_file)
+        self._params = dict(self._specs())
+        layout = RunLayout(
+            self.arguments, self.saved_on, self._parts, self._params, self._registered
+        )
+        self._buffers = list(layout.buffers()) if self._has_optimizer else []
+        self._weights: list[PlacedWeight] = []
+        self.manifest = self._build() if self._has_optimizer else self._build_weights()
+
+    @property
+    def _has_optimizer(self) -> bool:
+        """Whether the optimizer's states are there, and wanted."""
+        return bool(self.main_tree.get("optimizer")) and not self.told.weights
+
+    # ------------------------------------------------ files
+
+    @property
+    def main_file(self) -> str:
+        return str(self.folder / self._first / _MODEL_FILE)
+
+    @property
+    def main_tree(self) -> Mapping[str, Any]:
+        return self._tree(f"{self._first}/{_MODEL_FILE}")
+
+    def _tree(self, name: str) -> Any:
+        return self.file(name).tree
+
+    def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
+        """The weights of a chunk of a rank, by their local names."""
+        tree = self._tree(f"{self._folders[rank]}/{_MODEL_FILE}")
+        return tree["model"] if self.saved_on.vpp == 1 else tree[f"model{chunk}"]
+
+    def file(self, name: str) -> PtFile:
+        if name not in self._open:
+            opened = PtFile(self.folder / name, allow=OF_VALUES)
+            self._open[name] = self._closing.enter_context(opened)
+        return self._open[name]
+
+    def _scan(self) -> dict[RankFolder, str]:
+        """The folder of each rank. Raises NotFoundError for those that are missing,
+        UnsupportedError for a mesh whose experts are cut otherwise."""
+        mesh = self.saved_on
+        if mesh.ep > 1 and mesh.etp != mesh.tp:
+            raise UnsupportedError(
+                "experts that are cut otherwise than the rest are not read from these files",
+                file=self.main_file,
+                found=str(mesh),
+                fix="save it again with --ckpt-format torch_dist",
+            )
+        out: dict[RankFolder, str] = {}
+        for stage in range(mesh.pp):
+            for expert in range(mesh.ep):
+                for tp in range(mesh.tp):
+                    name = f"mp_rank_{tp:02d}"
+                    name += f"_{stage:03d}" if mesh.pp > 1 else ""
+                    name += f"_{expert:03d}" if mesh.ep > 1 else ""
+                    out[RankFolder(tp, stage, expert)] = name
+        missing = [name for name in self._names(out) if not (self.folder / name).is_file()]
+        if missing:
+            raise NotFoundError(
+                "files of model-parallel ranks are missing",
+                file=self.folder / missing[0],
+                expected=f"those of {mesh}",
+                found=f"{len(missing)} missing",
+                fix="restore them, or load another tag",
+            )
+        found = {path.name for path in self.folder.iterdir() if _FOLDER.fullmatch(path.name)}
+        if odd := sorted(found - {*out.values()}):
+            raise ForeignFileError(
+                "there are folders of ranks that the run did not have",
+                file=self.folder / odd[0],
+                expected=str(mesh),
+                found=f"{len(odd)} such folders",
+            )
+        return out
+
+    def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
+        kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]
+        return [f"{folder}/{kind}" for folder in folders.values() for kind in kinds]
+
+    @property
+    def file_names(self) -> list[str]:
+        return self._names(self._folders)
+
+    def _compare_files(self) -> None:
+        """Raises ForeignFileError for a file of another iteration, UnsupportedError for optimizers
+        whose states are kept by position."""
+        for folder in self._folders.values():
+            found = self._tree(f"{folder}/{_MODEL_FILE}").get("iteration")
+            if found != self.main_tree.get("iteration"):
+                raise ForeignFileError(
+                    "a file is of another iteration than the others",
+                    file=self.folder / folder / _MODEL_FILE,
+                    expected=self.main_tree.get("iteration"),
+                    found=found,
+                )
+        distributed = self.arguments.get("use_distributed_optimizer")
+        if self._has_optimizer and not distributed:
+            raise UnsupportedError(
+                "these files hold the states of an optimizer that is not distributed, by position",
+                file=self.main_file,
+                expected="--use-distributed-optimizer, or --ckpt-format torch_dist",
+                fix="save it again with --ckpt-format torch_dist",
+            )
+
+    # ------------------------------------------------ structure
+
+    def _read_groups(self) -> list[SavedGroup]:
+        trees: Any = self.main_tree.get("optimizer")
+        listed: list[Any] = trees if isinstance(trees, list) else [trees]
+        out: list[SavedGroup] = []
+        for number, tree in enumerate(listed):
+            groups = tree["optimizer"]["param_groups"]
+            out += saved_groups(groups, None, self._number, self.main_file, number)
+        return out
+
+    def _number(self, ref: TensorRef) -> float:
+        """A number that the main file keeps as a tensor."""
+        return self.scalar(f"{self._first}/{_MODEL_FILE}", ref)
+
+    def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
+        """The parameters of a part at a rank, by canonical name, in the order of the model."""
+        experts = self.arguments.get("num_experts") or 0
+        first_expert = expert * (experts // self.saved_on.ep)
+        for name, ref in self._model(RankFolder(tp, part.stage, expert), part.chunk).items():
+            if not isinstance(ref, TensorRef):
+                continue
+            found = global_name(name, part.first, first_expert)
+            is_copy = found == HEAD and self._is_tied
+            yield (EMBEDDING if is_copy else found), ref
+
+    @cached_property
+    def _is_tied(self) -> bool:
+        return not self.arguments.get("untie_embeddings_and_output_weights", True)
+
+    def _registered(self, part: PipelinePart, expert: int) -> Sequence[str]:
+        return [n for n, _ in self._local(part, 0, expert) if not n.endswith(BUFFERS)]
+
+    def _specs(self) -> Iterator[tuple[str, ParamSpec]]:
+        """Every parameter, whole."""
+        mesh, experts = self.saved_on, self.arguments.get("num_experts")
+        for part in self._parts:
+            for rank in range(mesh.ep):
+                for name, ref in self._local(part, 0, rank):
+                    number = re.search(r"local_experts\.(\d+)\.", name)
+                    expert = (int(number[1]), int(experts)) if number and experts else None
+                    shape = whole_shape(name, ref.shape, mesh.tp)
+                    spec = ParamSpec(name, shape, ref.storage.dtype, "trainable", expert=expert)
+                    if not name.endswith(BUFFERS):
+                        yield name, self.cut(self.on_mesh(spec))
+
+    def _build(self) -> Manifest:
+        membership = self.membership(self.groups)
+        groups = {name: membership.number(spec) for name, spec in self._params.items()}
+        buffers = tuple(self._flat_buffer(one, groups) for one in self._buffers)
+        counters = counters_of(self.iteration, self.arguments, self.groups)
+        found = tuple(one.group for one in self.groups)
+        params = tuple(self._params.values())
+        run = self.described(counters)
+        manifest = Manifest("torch", self.saved_on, params, buffers, found, run=run)
+        for number, buffer in enumerate(buffers):
+            for cut in manifest.cuts_of(buffer):
+                for state in _STATES.values():
+                    self._check_size(self._ref(number, cut, state), buffer, number, cut)
+        return manifest
+
+    def _build_weights(self) -> Manifest:
+        """The weights alone, each rank's for itself."""
+        buffers: list[FlatBuffer] = []
+        for part in self._parts:
+            for rank in range(self.saved_on.ep):
+                for name, ref in self._local(part, 0, rank):
+                    spec = self._params.get(name)
+                    if spec is None or (rank and spec.expert is None):
+                        continue
+                    at = (*on_stage(part.stage), (CHUNK_OF_STAGE, part.chunk))
+                    at = at if spec.expert is None else (*at, (EXPERT_RANK, rank))
+                    axes = DENSE_CUT if spec.expert is None else EXPERT_CUT
+                    states = ((VALUE, spec.dtype),)
+                    buffers.append(alone(name, ref.numel, states, at=at, axes=axes))
+                    self._weights.append(PlacedWeight(name, part, rank))
+        params = tuple(replace(spec, kind="frozen") for spec in self._params.values())
+        run = self.described(counters_of(self.iteration, self.arguments, ()))
+        return Manifest(WEIGHTS, self.saved_on, params, tuple(buffers), run=run)
+
+    def _where_weight(self, slot: Slot) -> Where:
+        one = self._weights[slot.buffer]
+        ((_, tp),) = slot.cut
+        weights = dict(self._local(one.part, tp, one.expert_rank))
+        rank = RankFolder(tp, one.part.stage, one.expert_rank)
+        buffer, ref = self.manifest.buffers[slot.buffer], weights.get(one.name)
+        if ref is None or not ref.is_contiguous or ref.numel != buffer.length:
+            raise self._odd_weight(rank, one.name, buffer.length, ref)
+        return self._where_of(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
+
+    def _odd_weight(
+        self, rank: RankFolder, name: str, elems: int, ref: TensorRef | None
+    ) -> DamagedFileError:
+        return DamagedFileError(
+            "a rank's weights are not those of the others",
+            file=self.folder / self._folders[rank] / _MODEL_FILE,
+            parameter=name,
+            expected=f"{elems} elements",
+            found="none" if ref is None else ref.shape,
+        )
+
+    def _flat_buffer(self, one: PlacedBuffer, groups: Mapping[str, int]) -> FlatBuffer:
+        members: list[Member] = []
+        for param in one.layout.params:
+            group = groups[param.name]
+            step = self.groups[group].step
+            scalars = {} if step is None else {"step": step}
+            start = one.layout.unpadded_start(param)
+            members.append(Member(param.name, start, param.elems, group, scalars))
+        states = tuple((state, "float32") for state in _STATES.values())
+        length = sum(bucket.used for bucket in one.layout.buckets)
+        return FlatBuffer(tuple(members), length, 1, "whole", states, one.at, one.axes)
+
+    def _rank(self, one: PlacedBuffer, cut: Coords) -> RankFolder:
+        """The rank whose file has a buffer."""
+        ((_, tp),) = cut
+        return RankFolder(tp, one.stage, one.expert_rank)
+
+    def _ref(self, number: int, cut: Coords, state: str) -> TensorRef:
+        """A state of a buffer at a place."""
+        one = self._buffers[number]
+        tree = self._tree(f"{self._folders[self._rank(one, cut)]}/{_OPTIMIZER_FILE}")
+        optimizer = tree[one.optimizer] if isinstance(tree, list) else tree
+        if not optimizer.get("buckets_coalesced"):
+            raise UnsupportedError(
+                "the optimizer's file has a form of before February 2024",
+                file=self.main_file,
+                fix="load and save it again with a later Megatron-LM",
+            )
+        (by_state,) = optimizer[one.number].values()
+        theirs = next(theirs for theirs, ours in _STATES.items() if ours == state)
+        return by_state[theirs]
+
+    def _check_size(self, ref: Any, buffer: FlatBuffer, number: int, cut: Coords) -> None:
+        good = isinstance(ref, TensorRef) and ref.is_contiguous
+        if not good or (ref.shape, ref.storage.dtype) != ((buffer.length,), "float32"):
+            folder = self._folders[self._rank(self._buffers[number], cut)]
+            raise StateMismatchError(
+                "a buffer of the optimizer is not the one of the run that the arguments describe",
+                file=self.folder / folder / _OPTIMIZER_FILE,
+                expected=f"{buffer.length} elements in float32",
+                found=f"{getattr(ref, 'shape', ref)}"[:100],
+                fix="load the weights alone, or another tag",
+            )
+
+    # ------------------------------------------------ what the operations ask for
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how the checkpoint was understood."""
+        return ["weights alone: no states of an optimizer"] if self._weights else []
+
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Opens a file; with a rank's optimizer its masters are proved."""
+        self.file(name)
+        folder, _, kind = name.partition("/")
+        if kind != _OPTIMIZER_FILE:
+            return
+        wrong: list[str] = []
+        for number, one in enumerate(self._buffers):
+            for cut in self.saved_on.everywhere(one.axes):
+                if self._folders[self._rank(one, cut)] == folder:
+                    wrong += self._unproved(number, cut)
+        if wrong:
+            raise not_proved(wrong, self.arguments, str(self.folder / name))
+
+    def _unproved(self, number: int, cut: Coords) -> list[str]:
+        """The parameters of a buffer at a place whose masters are not the weights beside them."""
+        one = self._buffers[number]
+        rank = self._rank(one, cut)
+        part = next(p for p in self._parts if (p.stage, p.chunk) == (one.stage, one.chunk))
+        weights = dict(self._local(part, rank.tp, rank.expert))
+        master = self.where(Slot(number, cut, 0, MASTER))
+        file = f"{self._folders[rank]}/{_MODEL_FILE}"
+        out: list[str] = []
+        for member in self.manifest.buffers[number].members:
+            ref = weights.get(member.param)
+            if ref is None or not ref.is_contiguous or ref.numel != member.size:
+                raise self._odd_weight(rank, member.param, member.size, ref)
+            weight = Run(self._where_of(file, ref), 0)
+            if not same_run(Run(master, member.start), weight, member.size):
+                out.append(member.param)
+        return out
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot. Raises DamagedFileError."""
+        if self._weights:
+            return self._where_weight(slot)
+        one = self._buffers[slot.buffer]
+        ref = self._ref(slot.buffer, slot.cut, slot.state)
+        file = self.file(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}")
+        dtype = ref.storage.dtype
+        offset = ref.offset_elems * ITEMSIZE[dtype]
+        return Where(file, file.record(ref.storage), offset, ref.numel, dtype)
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
+        return records_of(self.file(name))
+
+    def read_extras(self) -> Extras:
+        counters = counters_of(self.iteration, self.arguments, self.groups)
+        trees: Any = self.main_tree.get("optimizer")
+        first: Any = trees[0] if isinstance(trees, list) else trees
+        saved = (first or {}).get("grad_scaler")
+        scaler = canonical_scaler(saved, self.arguments, self._number, self.iteration)
+        tree, said = self.main_tree, self.arguments
+        stateless = dict.fromkeys(self._stateless())
+        return extras_of(tree, said, counters, scaler, False, stateless, self.main_file)
+
+    def _stateless(self) -> Iterator[str]:
+        """The layers' extra states that hold nothing."""
+        experts = (self.arguments.get("num_experts") or 0) // self.saved_on.ep
+        for part in self._parts:
+            for rank in range(self.saved_on.ep):
+                tree = self._model(RankFolder(0, part.stage, rank), part.chunk)
+                for name, value in tree.items():
+                    if value is None and name.endswith("._extra_state"):
+                        yield global_name(name, part.first, rank * experts)
+
+
+class LegacyFormat:
+    """Folders of `--ckpt-format torch`."""
+
+    def recognises(self, folder: Path) -> bool:
+        return any(_FOLDER.fullmatch(path.name) and path.is_dir() for path in folder.iterdir())
+
+    def open(self, folder: Path, told: Told) -> Checkpoint:
+        return LegacyCheckpoint(folder, told)

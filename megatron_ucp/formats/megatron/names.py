@@ -1,0 +1,243 @@
+"""Keys of Megatron-core's checkpoints, and the canonical names of the parameters behind them; how
+tensor parallelism cuts each.
+
+Layers are stacked under one key (the layer is the first dim of the tensor) unless they differ;
+experts are stacked likewise. Sources: `sharded_state_dict` of megatron-core 0.16.1's transformer
+block, layers, MLP and experts.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
+
+LAYERS_PREFIX = "decoder.layers."
+STACKED_EXPERTS = "mlp.experts.experts."
+LOCAL_EXPERTS = "mlp.experts.local_experts."
+# The norms are named after the layer behind them, with which Transformer Engine fuses them.
+_RENAMED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+_EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(?P<number>\d+)\.)?(?P<rest>linear_fc[12]\..+)")
+_LAYER = re.compile(r"decoder\.layers\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+# Gate and up of a gated MLP, where each has a key of its own (singleton_local_shards).
+_HALVES = {"_w": 0, "_v": 1}
+
+# The dim that tensor parallelism cuts of a parameter, None: it is whole on every rank.
+_CUT_DIMS: dict[str, int | None] = {
+    "embedding.word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "output_layer.bias": 0,
+    "self_attention.linear_qkv.weight": 0,
+    "self_attention.linear_qkv.bias": 0,
+    "self_attention.linear_proj.weight": 1,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
+    "linear_fc2.weight": 1,
+    "self_attention.linear_proj.bias": None,
+    "linear_fc2.bias": None,
+    "embedding.position_embeddings.weight": None,
+    "mlp.router.weight": None,
+    "mlp.router.expert_bias": None,
+    "mlp.shared_experts.gate_weight": None,
+}
+_NORM = re.compile(r"(.+\.)?(\w*layernorm|\w*_norm)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a key says. `before` and `after` surround the number of the layer in the canonical name
+    (`after` is "" where there is none). `layer` and `expert` are numbers that the key itself says;
+    `stacked` has for each leading dim of the tensor what its index is the number of. `half`: the
+    tensor is the gate (0) or the up (1) of a gated MLP, None: all of it."""
+
+    name: str
+    layer: int | None = None
+    expert: int | None = None
+    stacked: tuple[str, ...] = ()
+    half: int | None = None
+
+    def canonical(self, index: Ints) -> tuple[str, int | None]:
+        """The name of the parameter at an index along the stacked dims, and its expert's number."""
+        at = dict(zip(self.stacked, index, strict=True))
+        layer, expert = at.get("layer", self.layer), at.get("expert", self.expert)
+        return self.name.format(layer=layer, expert=expert), expert
+
+
+def read_key(key: str) -> Key:
+    """What the key of a model's tensor says. A key of no known form is a name."""
+    layer = _LAYER.fullmatch(key)
+    if layer is None:
+        return Key(_escaped(key))
+    number, rest = layer["number"], layer["rest"]
+    expert = _EXPERT.fullmatch(rest)
+    stacked = () if number else ("layer",)
+    half: int | None = None
+    if expert is None:
+        rest, half = _half(rest)
+        for theirs, ours in _RENAMED.items():
+            if rest.startswith(theirs):
+                rest = ours + rest.removeprefix(theirs)
+        name = f"{LAYERS_PREFIX}{{layer}}.{_escaped(rest)}"
+        return Key(name, _number(number), None, stacked, half)
+    inner, half = _half(expert["rest"])
+    name = f"{LAYERS_PREFIX}{{layer}}.{LOCAL_EXPERTS}{{expert}}.{_escaped(inner)}"
+    stacked = stacked if expert["number"] else (*stacked, "expert")
+    return Key(name, _number(number), _number(expert["number"]), stacked, half)
+
+
+def _half(rest: str) -> tuple[str, int | None]:
+    for ending, half in _HALVES.items():
+        if re.fullmatch(rf".*linear_fc1\.(weight|bias){ending}", rest):
+            return rest.removesuffix(ending), half
+    return rest, None
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
+BUFFERS = (".expert_bias", ".local_tokens_per_expert", ".inv_freq")  # ends of names
+
+
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """The canonical name of what a rank's chunk calls `name`: it counts its layers and experts from
+    0 on."""
+    found = _LAYER.fullmatch(name)
+    if found is None or found["number"] is None:
+        return name
+    rest = found["rest"]
+    for theirs, ours in _RENAMED.items():
+        if rest.startswith(theirs):
+            rest = ours + rest.removeprefix(theirs)
+    if expert := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}"
+    return f"{LAYERS_PREFIX}{int(found['number']) + first_layer}.{rest}"
+
+
+def whole_shape(name: str, local: Ints, ranks: int) -> Ints:
+    """The shape of a parameter of which `ranks` tensor-parallel ranks have `local` each."""
+    dim = _cut_dim(name)
+    if dim is None or dim >= len(local):
+        return local
+    return (*local[:dim], local[dim] * ranks, *local[dim + 1 :])
+
+
+def _short(name: str) -> str:
+    """The name of a parameter in its layer, the first and the second matrix of any MLP alike."""
+    short = re.sub(r"^decoder\.layers\.\d+\.", "", name)
+    return re.sub(r"^mlp\..*?(linear_fc[12]\.)", r"\1", short)
+
+
+def _cut_dim(name: str) -> int | None:
+    return _CUT_DIMS.get(_short(name))
+
+
+_EXTRA_STATE = re.compile(r"(?P<key>.+\._extra_state)/shard_(?P<index>[\d.]+)_[\d.]+")
+
+
+def extra_state_name(key: str) -> str | None:
+    """The canonical name of the extra state of a layer (fp8 scales of Transformer Engine, mostly
+    nothing), which lies under a key of its own; None for another key."""
+    found = _EXTRA_STATE.fullmatch(key)
+    if found is None:
+        return None
+    read, index = read_key(found["key"]), tuple(map(int, found["index"].split(".")))
+    return read.canonical(index)[0] if len(index) == len(read.stacked) else read.name
+
+
+_WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_CORE_ATTENTION = "self_attention.core_attention"  # of Transformer Engine's layers
+
+
+def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
+    """The keys of the extra states that some model with these parameters asks for when it loads;
+    models that don't have them pass them over."""
+    modules: dict[str, None] = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        layer = number_of_layer(name)
+        if layer is None or kind != "weight":
+            continue
+        if module.rpartition(".")[2] in _WITH_EXTRA_STATE:
+            modules[module] = None
+        modules[f"{LAYERS_PREFIX}{layer}.{_CORE_ATTENTION}"] = None
+    places = {module: key_of(f"{module}.", stacked) for module in modules}
+    counts: dict[str, Ints] = {}
+    for at in places.values():
+        size = tuple(n + 1 for n in at.index)
+        counts[at.key] = tuple(map(max, counts.get(at.key, size), size))
+    for at in places.values():
+        index, size = at.index or (0,), counts[at.key] or (1,)
+        shard = ".".join(map(str, index)), ".".join(map(str, size))
+        yield f"{at.key}_extra_state/shard_{shard[0]}_{shard[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """The key that a parameter is written under, and its index along the stacked dims."""
+
+    key: str
+    index: Ints
+
+
+_CANONICAL = re.compile(
+    r"decoder\.layers\.(?P<layer>\d+)\."
+    r"(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<inner>.+)|(?P<rest>.+))"
+)
+
+
+def key_of(name: str, stacked: bool) -> Stacking:
+    """The inverse of `read_key`: `stacked` says whether the layers are alike, so that they are
+    stacked under one key."""
+    found = _CANONICAL.fullmatch(name)
+    if found is None:
+        return Stacking(name, ())
+    layer = int(found["layer"])
+    before = LAYERS_PREFIX if stacked else f"{LAYERS_PREFIX}{layer}."
+    index = (layer,) if stacked else ()
+    if found["expert"] is not None:
+        return Stacking(
+            f"{before}{STACKED_EXPERTS}{found['inner']}", (*index, int(found["expert"]))
+        )
+    rest = found["rest"]
+    for theirs, ours in _RENAMED.items():
+        if rest.startswith(ours):
+            rest = theirs + rest.removeprefix(ours)
+    return Stacking(before + rest, index)
+
+
+def number_of_layer(name: str) -> int | None:
+    """The layer that a parameter is part of, by its canonical name."""
+    found = _CANONICAL.fullmatch(name)
+    return int(found["layer"]) if found else None
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is part of one expert, by its canonical name."""
+    found = _CANONICAL.fullmatch(name)
+    return found is not None and found["expert"] is not None
+
+
+def layout_of(name: str, shape: Ints, gated: bool) -> Layout | None:
+    """How tensor parallelism cuts a parameter, None where its name is not known; `gated`: the first
+    matrix of an MLP holds gate and up, one above the other, each cut for itself."""
+    short = _short(name)
+    if short not in _CUT_DIMS:
+        return Replicate() if _NORM.fullmatch(short) else None
+    dim = _CUT_DIMS[short]
+    if dim is None or dim >= len(shape):
+        return Replicate()
+    (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
+    if gated and short.startswith("linear_fc1."):
+        return ShardNC(axis, dim, (shape[dim] // 2, shape[dim] // 2))
+    return Shard(axis, dim)

@@ -1,0 +1,124 @@
+"""Where the parameters of a model lie in the stored tensors of a checkpoint."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_ucp.core.box import Ints, flat_index
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.megatron.index import Chunk, StoredTensor
+from megatron_ucp.formats.megatron.names import Key, read_key
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block [start, stop) of a parameter: all elements of a run of a chunk, which begins
+    `offset_elems` elements into it."""
+
+    start: Ints
+    stop: Ints
+    tensor: StoredTensor
+    chunk: Chunk
+    offset_elems: int
+
+
+@dataclass(frozen=True)
+class StoredParam:
+    """One state of one parameter: its blocks, sorted by where they begin, are the whole of it."""
+
+    name: str
+    shape: Ints
+    dtype: str
+    expert: tuple[int, int] | None
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def boxes(self) -> tuple[tuple[Ints, Ints], ...]:
+        return tuple((block.start, block.stop) for block in self.blocks)
+
+
+def stored_params(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredParam]:
+    """Every parameter that lies in tensors, by canonical name; the tensors are by the keys of the
+    model. Raises DamagedFileError where two keys are one parameter's, or a half of one is missing.
+    """
+    found: dict[str, list[_Part]] = {}
+    for key, tensor in tensors.items():
+        for part in _parts(read_key(key), tensor):
+            found.setdefault(part.name, []).append(part)
+    counts = _experts_by_layer(found)
+    return {name: _joined(name, parts, counts, file) for name, parts in found.items()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one tensor holds of a parameter: all of it, or a half."""
+
+    name: str
+    expert: int | None
+    half: int | None
+    shape: Ints
+    dtype: str
+    blocks: list[StoredBlock]
+
+
+def _parts(key: Key, tensor: StoredTensor) -> Iterable[_Part]:
+    lead = len(key.stacked)
+    shape = tensor.shape[lead:]
+    parts: dict[Ints, _Part] = {}
+    for index in itertools.product(*map(range, tensor.shape[:lead])):
+        name, expert = key.canonical(index)
+        parts[index] = _Part(name, expert, key.half, shape, tensor.dtype, [])
+    for chunk in tensor.chunks:
+        inner = math.prod(chunk.shape[lead:])
+        spans = [range(a, b) for a, b in zip(chunk.start[:lead], chunk.stop[:lead], strict=True)]
+        for index in itertools.product(*spans):
+            at = tuple(i - a for i, a in zip(index, chunk.start[:lead], strict=True))
+            offset = flat_index(at, chunk.shape[:lead]) * inner
+            block = StoredBlock(chunk.start[lead:], chunk.stop[lead:], tensor, chunk, offset)
+            parts[index].blocks.append(block)
+    return parts.values()
+
+
+def _joined(name: str, parts: list[_Part], counts: Mapping[str, int], file: str) -> StoredParam:
+    """The parameter of one part, or of its gate and its up."""
+    first, *others = sorted(parts, key=lambda part: part.half or 0)
+    halves = [part.half for part in (first, *others)]
+    alike = all((other.shape, other.dtype) == (first.shape, first.dtype) for other in others)
+    if halves not in ([None], [0, 1]) or not alike:
+        raise DamagedFileError(
+            "the keys of a parameter do not fit together",
+            file=file,
+            parameter=name,
+            expected="one key, or one for the gate and one for the up",
+            found=", ".join(part.blocks[0].tensor.key for part in parts if part.blocks),
+        )
+    shape, blocks = first.shape, list(first.blocks)
+    for other in others:
+        shape = (2 * first.shape[0], *first.shape[1:])
+        blocks += [_below(block, first.shape[0]) for block in other.blocks]
+    expert = None
+    if first.expert is not None:
+        expert = first.expert, counts[_layer_of_expert(name, first.expert)]
+    blocks.sort(key=lambda block: block.start)
+    return StoredParam(name, shape, first.dtype, expert, tuple(blocks))
+
+
+def _below(block: StoredBlock, rows: int) -> StoredBlock:
+    """A block of the up, which lies below the gate."""
+    start, stop = ((at[0] + rows, *at[1:]) for at in (block.start, block.stop))
+    return StoredBlock(start, stop, block.tensor, block.chunk, block.offset_elems)
+
+
+def _layer_of_expert(name: str, expert: int) -> str:
+    return name.partition(f".{expert}.linear_")[0]
+
+
+def _experts_by_layer(found: Mapping[str, list[_Part]]) -> dict[str, int]:
+    """How many experts each layer with experts has."""
+    counts: dict[str, int] = {}
+    for name, (first, *_) in found.items():
+        if first.expert is not None:
+            layer = _layer_of_expert(name, first.expert)
+            counts[layer] = max(counts.get(layer, 0), first.expert + 1)
+    return counts

@@ -1,0 +1,278 @@
+"""Megatron-core's distributed checkpoints (`torch_dist`), opened."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
+from megatron_ucp.formats.base import Extras, Record, Told, Where
+from megatron_ucp.formats.hugging_face.checkpoint import read_json
+from megatron_ucp.formats.megatron.closed_list import OF_VALUES
+from megatron_ucp.formats.megatron.distcp import DistcpFile
+from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
+from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
+from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
+from megatron_ucp.formats.megatron.index import Index
+from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
+from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
+from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
+from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
+from megatron_ucp.formats.pt.reader import PtFile
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+
+COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
+BACKEND = "torch_dist"
+_HEAD = "output_layer.weight"
+
+
+class TorchDistCheckpoint(MegatronFolder):
+    """One opened folder. Parameters are read by their names, in the chunks that the index lists:
+    the mesh of the run that saved it does not matter.
+
+    Raises a UcpError for anything that the index, `common.pt` and the sizes of files can show.
+    Tensor bytes are not read.
+    """
+
+    def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
+        super().__init__(folder, told)
+        self.index, self.states = index, states
+        self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
+        self._guarded(self._read)
+
+    def _read(self) -> None:
+        self.groups: list[SavedGroup] = []
+        if not self.told.weights:
+            self.refuse_optimizer()
+            self.groups = self._read_groups()
+        self.manifest = self._build()
+
+    # ------------------------------------------------ common.pt
+
+    @property
+    def main_file(self) -> str:
+        return str(self.folder / COMMON_FILE)
+
+    @cached_property
+    def main_tree(self) -> Mapping[str, Any]:
+        tree = self.file(COMMON_FILE).tree
+        if not isinstance(tree, dict):
+            raise DamagedFileError(
+                "a state file holds no dictionary", file=self.main_file, found=type(tree).__name__
+            )
+        return tree
+
+    @cached_property
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        """The tree of each optimizer: one, or with expert parallelism one for what is no expert's
+        and one for experts. Raises ForeignFileError where the arguments say the other kind."""
+        tree: Any = self.main_tree.get("optimizer") or {}
+        chained = set(tree) == {0, 1}
+        spread = self.arguments.get("expert_model_parallel_size")
+        if tree and type(spread) is int and chained != (spread > 1):
+            raise ForeignFileError(
+                f"{COMMON_FILE} is of a run with another kind of expert parallelism",
+                file=self.main_file,
+                expected="two optimizers" if spread > 1 else "one optimizer",
+                found="two" if chained else "one",
+            )
+        return [tree[0], tree[1]] if chained else [tree]
+
+    def _read_groups(self) -> list[SavedGroup]:
+        out: list[SavedGroup] = []
+        for number, tree in enumerate(self._optimizers):
+            inner = tree.get("optimizer", tree)
+            common = inner.get("state", {}).get("common_step")
+            step = None if common is None else self.scalar(COMMON_FILE, common)
+            listed = inner.get("param_groups") or []
+            out += saved_groups(
+                listed, step, lambda ref: self.scalar(COMMON_FILE, ref), self.main_file, number
+            )
+        return out
+
+    # ------------------------------------------------ structure
+
+    def _build(self) -> Manifest:
+        params: list[ParamSpec] = []
+        buffers: list[FlatBuffer] = []
+        membership = self.membership(self.groups)
+        for name, weight in self.states.weights.items():
+            spec = self._spec(weight)
+            held = self.states.held(name) if spec.kind == "trainable" else None
+            spec, held = self.whole(spec, held or HeldStates({VALUE: weight}))
+            params.append(spec)
+            group = membership.number(spec) if held.stepped else None
+            buffers += self.chunk_buffers(name, held, group)
+        counters = counters_of(self.iteration, self.arguments, self.groups)
+        return Manifest(
+            BACKEND if self.groups else WEIGHTS,
+            Mesh(),
+            tuple(params),
+            tuple(buffers),
+            tuple(one.group for one in self.groups),
+            run=self.described(counters),
+        )
+
+    def _spec(self, weight: StoredParam) -> ParamSpec:
+        """A parameter as a mesh cuts it, before it is known whether an optimizer steps it."""
+        kind = "trainable" if self.groups else "frozen"
+        if weight.name.endswith(BUFFERS):
+            kind = "buffer"
+        spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
+        return self.on_mesh(spec)
+
+    def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
+        """A parameter as chunks hold it whole, on no mesh."""
+        if spec.kind == "trainable" and not held.stepped:
+            spec = replace(spec, kind="frozen")
+        return replace(spec, layout=Chunks(tuple((box,) for box in held.boxes))), held
+
+    def chunk_buffers(self, name: str, held: HeldStates, group: int | None) -> Iterator[FlatBuffer]:
+        """A buffer for each chunk of a parameter."""
+        step = self.groups[group].step if group is not None else None
+        scalars = {} if step is None else {"step": step}
+        states = tuple((state, param.dtype) for state, param in held.by_state.items())
+        for number, (start, stop) in enumerate(held.boxes):
+            size = math.prod(b - a for a, b in zip(start, stop, strict=True))
+            self._chunks.append({s: param.blocks[number] for s, param in held.by_state.items()})
+            yield alone(name, size, states, group, scalars, axes=(), chunk=number)
+
+    # ------------------------------------------------ what the operations ask for
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how the checkpoint was understood."""
+        if self.manifest.engine == WEIGHTS:
+            return ["weights alone: no states of an optimizer"]
+        return []
+
+    @property
+    def file_names(self) -> list[str]:
+        return [COMMON_FILE, *self.index.file_names]
+
+    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        """Opens a file, and proves the masters of the weights in it."""
+        file = self.file(name)
+        if not isinstance(file, DistcpFile):
+            return
+        keys = {tensor.key for tensor, _ in file.chunks}
+        wrong = [
+            weight.name
+            for weight in self.states.weights.values()
+            if weight.blocks
+            and weight.blocks[0].tensor.key in keys
+            and weight.blocks[0].chunk.place.file == name
+            and not self._is_proved(weight)
+        ]
+        if wrong:
+            raise not_proved(wrong, self.arguments, file.path)
+
+    def _is_proved(self, weight: StoredParam) -> bool:
+        """Whether the masters of a weight are stored beside it, and are not it."""
+        if MASTER not in self.manifest.states_of(weight.name):
+            return True
+        masters = {
+            box: Run(self.where(slot), at)
+            for box, slot, at in boxes_of(self.manifest, weight.name, MASTER)
+        }
+        weights = {
+            box: Run(self._where(block), 0)
+            for box, block in zip(weight.boxes, weight.blocks, strict=True)
+        }
+        return masters == weights or is_same(masters, weights, weight.shape)
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot. Raises DamagedFileError."""
+        return self.where_in_chunk(slot.buffer, slot.state)
+
+    def where_in_chunk(self, number: int, state: str) -> Where:
+        """Place of a state of the number-th buffer of a chunk."""
+        return self._where(self._chunks[number][state])
+
+    def _where(self, block: StoredBlock) -> Where:
+        tensor, chunk = block.tensor, block.chunk
+        file = self.file(chunk.place.file)
+        record = file.record_of_chunk(tensor, chunk)
+        offset = block.offset_elems * ITEMSIZE[tensor.dtype]
+        size = math.prod(b - a for a, b in zip(block.start, block.stop, strict=True))
+        return Where(file, record, offset, size, tensor.dtype)
+
+    def file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.folder / name
+            file = PtFile(path, allow=OF_VALUES) if name == COMMON_FILE else None
+            self._open[name] = self._closing.enter_context(file or DistcpFile(path, self.index))
+        return self._open[name]
+
+    def records(self, name: str) -> list[tuple[Record, str]]:
+        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
+        file = self.file(name)
+        return file.all_records() if isinstance(file, DistcpFile) else records_of(file)
+
+    def read_extras(self) -> Extras:
+        scaler = self._scaler()
+        counters = counters_of(self.iteration, self.arguments, self.groups)
+        tree, said, file = self.main_tree, self.arguments, self.main_file
+        return extras_of(tree, said, counters, scaler, False, self._stateless, file)
+
+    def _scaler(self) -> dict[str, Any]:
+        """The loss scale; the optimizers of a chain have the same."""
+        saved = [tree["grad_scaler"] for tree in self._optimizers if "grad_scaler" in tree]
+        return canonical_scaler(
+            saved[0] if saved else None,
+            self.arguments,
+            lambda ref: self.scalar(COMMON_FILE, ref),
+            self.iteration,
+        )
+
+    @cached_property
+    def _stateless(self) -> dict[str, None]:
+        """The layers' extra states that hold nothing. One of each size is looked at: an empty one
+        has the same bytes everywhere."""
+        empty: dict[int, bool] = {}
+        out: dict[str, None] = {}
+        for key, place in self.index.objects.items():
+            if (name := extra_state_name(key)) is None:
+                continue
+            if place.size_bytes not in empty:
+                empty[place.size_bytes] = self.object(key) is None
+            if empty[place.size_bytes]:
+                out[name] = None
+        if out and _HEAD in self.manifest.by_name:
+            out[f"{_HEAD.rpartition('.')[0]}._extra_state"] = None  # which Megatron leaves out
+        return out
+
+    def object(self, key: str) -> Any:
+        """An object that is no tensor, by its key; tensors in it are references (see
+        `place_in`). Raises DamagedFileError."""
+        return self.file(self.index.objects[key].file).value(key)
+
+    def place_in(self, key: str, ref: TensorRef) -> Where:
+        """Place of a tensor in such an object. Raises DamagedFileError."""
+        file, dtype = self.file(self.index.objects[key].file), ref.storage.dtype
+        record = file.record_of(key, ref)
+        self.note_read(file, record)
+        return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+
+
+def check_backend(folder: Path) -> None:
+    """Raises UnsupportedError for what another program, or another format of Megatron, wrote."""
+    path = folder / METADATA_FILE
+    said = read_json(path).get("sharded_backend") if path.is_file() else None
+    if said != BACKEND:
+        raise UnsupportedError(
+            "this is no distributed checkpoint that Megatron-core writes by default",
+            file=path,
+            expected=f"sharded_backend {BACKEND}",
+            found=said or f"no {METADATA_FILE}: torch_dcp or fsdp_dtensor",
+            fix=f"save it again with --ckpt-format {BACKEND}",
+        )

@@ -1,0 +1,251 @@
+"""Writes Megatron-core's distributed checkpoints (`torch_dist`, `fully_reshardable`), which every
+mesh of Megatron loads.
+
+First a plan: which file has which chunk of which tensor, at which byte. It needs no tensor, is the
+same wherever it is made, and several writers may fill one file by it: each writes its bytes to
+their place, and one of them, who knows the CRC-32 of a chunk, what stands around them.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.box import Ints
+from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.formats.megatron.index import INDEX_FILE
+from megatron_ucp.formats.megatron.names import (
+    key_of,
+    number_of_layer,
+    stacked_extra_states,
+)
+from megatron_ucp.formats.megatron.torch_dist import BACKEND, METADATA_FILE
+from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.formats.pt.writer import TensorArchive, tensor_archive, write_pt
+
+WEIGHT = "weight"  # what a plan calls the training copy of a parameter
+STATE_NAMES = {MASTER: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_METADATA = {
+    "sharded_backend": BACKEND,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A state of a parameter that is to be written, in the chunks `boxes` (start and stop in the
+    parameter), which together are the whole of it."""
+
+    param: str
+    state: str
+    dtype: str
+    boxes: tuple[tuple[Ints, Ints], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """The box [start, stop) of a state of a parameter: archive number `offset_bytes` of a file."""
+
+    wish: Wish
+    number: int
+    key: str
+    index: Ints
+    file: str
+    offset_bytes: int
+    archive: TensorArchive
+
+    @property
+    def box(self) -> tuple[Ints, Ints]:
+        return self.wish.boxes[self.number]
+
+    @property
+    def data_offset(self) -> int:
+        """The first byte of its elements in the file; they are row-major."""
+        return self.offset_bytes + self.archive.data_offset
+
+    @property
+    def tensor_start(self) -> Ints:
+        """Where it begins in the stored tensor, stacked dims first."""
+        return (*self.index, *self.box[0])
+
+
+@dataclass(frozen=True)
+class TorchDistPlan:
+    """Every chunk of every tensor, and every other object, by place. `objects` are small: key ->
+    (file, first byte, bytes of the archive)."""
+
+    chunks: tuple[PlannedChunk, ...]
+    shapes: Mapping[str, Ints]
+    objects: Mapping[str, tuple[str, int, bytes]]
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @cached_property
+    def by_param(self) -> Mapping[tuple[str, str], tuple[PlannedChunk, ...]]:
+        """The chunks of a state of a parameter."""
+        out: dict[tuple[str, str], list[PlannedChunk]] = {}
+        for chunk in self.chunks:
+            out.setdefault((chunk.wish.param, chunk.wish.state), []).append(chunk)
+        return {key: tuple(chunks) for key, chunks in out.items()}
+
+
+def plan_torch_dist(
+    params: Mapping[str, ParamSpec],
+    wishes: Sequence[Wish],
+    files: int = 1,
+    objects: Mapping[str, Any] | None = None,
+) -> TorchDistPlan:
+    """The plan for states of parameters, spread over so many files. `params` are all of the model,
+    by canonical name; `objects` are what else is stored by key, such as random states."""
+    stacked = layers_are_alike(params)
+    room = _Room(files)
+    saved = {key: _saved([value]) for key, value in (objects or {}).items()}
+    saved = {**extra_states(params, stacked), **saved}
+    places = {key: room.object(data) for key, data in saved.items()}
+    shapes: dict[str, Ints] = {}
+    placed: list[PlannedChunk] = []
+    for wish in wishes:
+        at = key_of(wish.param, stacked)
+        key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish)}.{at.key}"
+        whole = (*(n + 1 for n in at.index), *params[wish.param].shape)
+        shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
+        for number, (start, stop) in enumerate(wish.boxes):
+            shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+            archive = tensor_archive(wish.dtype, (1,) * len(at.index) + shape)
+            file, offset = room.take(archive.archive_bytes)
+            placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
+    return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
+
+
+class _Room:
+    """The files of a plan as they fill: what comes next goes into the smallest."""
+
+    def __init__(self, files: int) -> None:
+        self._ends = {f"__{number}_0.distcp": 0 for number in range(max(1, files))}
+
+    def take(self, size_bytes: int) -> tuple[str, int]:
+        """A file and the first byte of a free place in it."""
+        file = min(self._ends, key=self._ends.__getitem__)
+        offset = self._ends[file]
+        self._ends[file] += size_bytes
+        return file, offset
+
+    def object(self, data: bytes) -> tuple[str, int, bytes]:
+        """The place of an object that is no tensor."""
+        return (*self.take(len(data)), data)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file that holds anything."""
+        return {name: size for name, size in self._ends.items() if size}
+
+
+def _name(wish: Wish) -> str:
+    return STATE_NAMES.get(wish.state, wish.state)
+
+
+def layers_are_alike(params: Iterable[str]) -> bool:
+    """Whether all layers have the same parameters: Megatron stacks those under one key."""
+    layers: dict[int, set[str]] = {}
+    for name in params:
+        if (number := number_of_layer(name)) is not None:
+            layers.setdefault(number, set()).add(name.partition(f".{number}.")[2])
+    kinds = list(layers.values())
+    return sorted(layers) == list(range(len(layers))) and all(kind == kinds[0] for kind in kinds)
+
+
+def extra_states(params: Iterable[str], stacked: bool) -> dict[str, bytes]:
+    """The archives of the layers' extra states, by key: each holds nothing, and Megatron asks for
+    it."""
+    empty = _saved([None])
+    return {key: empty for key in stacked_extra_states(params, stacked)}
+
+
+def _saved(value: Any) -> bytes:
+    import torch
+
+    out = BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+# ------------------------------------------------ writing
+
+
+def make_files(folder: Path, plan: TorchDistPlan) -> None:
+    """Makes every file at its full size, with the objects in it. Raises OSError."""
+    for name, size in plan.sizes.items():
+        with open(folder / name, "wb") as file:
+            file.truncate(size)
+    for name, offset, archive in plan.objects.values():
+        _write_at(folder / name, archive, offset)
+
+
+def write_around(folder: Path, chunk: PlannedChunk, crc: int) -> None:
+    """Writes what stands around the bytes of a chunk, whose CRC-32 is known now. Raises OSError."""
+    before, behind = chunk.archive.around(crc)
+    _write_at(folder / chunk.file, before, chunk.offset_bytes)
+    _write_at(folder / chunk.file, behind, chunk.data_offset + chunk.archive.size_bytes)
+
+
+def _write_at(path: Path, data: bytes, offset: int) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(file.fileno(), data[done:], offset + done)
+
+
+def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:
+    """Writes what is no chunk: `common.pt`, the index, and the file that says the format, last.
+    Raises OSError, UnsupportedError."""
+    write_pt(folder / common.name, common.tree, lambda storage: [_bytes(common, storage.key)])
+    (folder / INDEX_FILE).write_bytes(index_bytes(plan))
+    (folder / METADATA_FILE).write_text(json.dumps(_METADATA))
+
+
+def _bytes(output: Output, key: str) -> bytes:
+    found = output.payloads[key]
+    if not isinstance(found, bytes):
+        raise TypeError(f"the storage {key} of {output.name} is no plain bytes")
+    return found
+
+
+def index_bytes(plan: TorchDistPlan) -> bytes:
+    """The file `.metadata`: torch's own types, pickled as torch does."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in plan.objects}
+    places: dict[Any, Any] = {
+        MetadataIndex(key): _StorageInfo(file, offset, len(data))
+        for key, (file, offset, data) in plan.objects.items()
+    }
+    for chunk in plan.chunks:
+        start = torch.Size(chunk.tensor_start)
+        if chunk.key not in entries:
+            properties = TensorProperties(dtype=getattr(torch, chunk.archive.dtype))
+            shape = torch.Size(plan.shapes[chunk.key])
+            entries[chunk.key] = TensorStorageMetadata(properties, shape, [])
+        size = torch.Size(chunk.archive.shape)
+        entries[chunk.key].chunks.append(ChunkStorageMetadata(start, size))
+        places[MetadataIndex(chunk.key, start)] = _StorageInfo(
+            chunk.file, chunk.offset_bytes, chunk.archive.archive_bytes
+        )
+    metadata = Metadata(entries, None, places, StorageMeta(), "1.0.0")
+    return pickle.dumps(metadata, protocol=4)

@@ -1,0 +1,167 @@
+"""The way from a path that a user gives to a tag folder, whatever program saved there."""
+
+import os
+import re
+from pathlib import Path
+
+from megatron_ucp.errors import NotFoundError, UsageError
+
+# The files that name the newest tag: DeepSpeed's, Megatron's, and that of converted folders, which
+# counts only where nothing else does.
+LATEST, MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
+LATEST_UNIVERSAL = "latest_universal"
+_RELEASE = "release"  # what Megatron names weights without an iteration
+_MAX_NAME_CHARS = 255
+_LEGACY_FOLDER = re.compile(r"mp_rank_\d\d(_\d\d\d){0,2}")
+
+
+def iteration_name(iteration: int) -> str:
+    """The tag folder of an iteration, as Megatron names it."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of_name(name: str) -> int | None:
+    """The iteration of a tag folder that Megatron named; None for another name."""
+    found = re.fullmatch(r"iter_(\d{7,18})", name, re.ASCII)
+    return int(found[1]) if found else None
+
+
+def tag_folder(path: str | Path, tag: str | None = None) -> Path:
+    """The tag folder for a path that is a tag folder or the folder above it. `latest` is always
+    followed.
+
+    Raises NotFoundError that lists what is there instead.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError("this is no path of a checkpoint", expected="a folder", found=repr(path))
+    path = Path(path)
+    if not path.is_dir():
+        raise NotFoundError(
+            "there is no such checkpoint folder",
+            file=path,
+            fix="check the path; every rank must see it",
+        )
+    if is_unfinished(path.absolute().name):
+        raise NotFoundError(
+            "this is a save that was not finished",
+            file=path,
+            expected="a tag folder",
+            found=path.name,
+            fix="load another tag; the next save removes this folder",
+        )
+    if tag is not None:
+        if not tag or "/" in tag or tag in (".", ".."):
+            raise UsageError(
+                "a tag is the plain name of a folder",
+                file=path,
+                expected="global_step100",
+                found=tag,
+            )
+        return _tag_folder(path, tag, "the tag that was asked for")
+    if (named := newest_named(path)) is not None:
+        return _tag_folder(path, named[1], f"the tag that `{named[0]}` names")
+    if has_state_files(path):
+        return path
+    if (path / LATEST_UNIVERSAL).is_file():
+        tag = read_pointer(path / LATEST_UNIVERSAL)
+        return _tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names")
+    raise NotFoundError(
+        "this folder holds no checkpoint",
+        file=path,
+        expected=f"a file `{LATEST}` or `{MEGATRON_LATEST}`, or state files",
+        found=_tags(path),
+        fix=f"give the folder with the file `{LATEST}`, a tag folder, or tag=",
+    )
+
+
+def newest_named(path: Path) -> tuple[str, str] | None:
+    """The file that names the newest tag, and the tag; None where there is none. Raises
+    NotFoundError for one that names none."""
+    if (path / LATEST).is_file():
+        return LATEST, read_pointer(path / LATEST)
+    if (path / MEGATRON_LATEST).is_file():
+        text = read_pointer(path / MEGATRON_LATEST)
+        if text != _RELEASE and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+            raise _bad_pointer(path / MEGATRON_LATEST, f"an iteration, or {_RELEASE}", text)
+        return MEGATRON_LATEST, text if text == _RELEASE else iteration_name(int(text))
+    return None
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a folder of that name is a save on its way, or what is left of one."""
+    return name.startswith(".") and name.endswith(".saving")
+
+
+def read_pointer(path: Path) -> str:
+    """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
+    with open(path, encoding="utf-8-sig", errors="replace") as file:  # some editors add a mark
+        text = file.read(_MAX_NAME_CHARS + 2).strip()
+    if (
+        not text
+        or "/" in text
+        or "\0" in text
+        or text in (".", "..")
+        or len(text) > _MAX_NAME_CHARS
+    ):
+        raise _bad_pointer(path, "the name of a folder", text)
+    return text
+
+
+def _bad_pointer(path: Path, expected: str, text: str) -> NotFoundError:
+    return NotFoundError(
+        "the pointer to the newest tag can't be used",
+        file=path,
+        expected=expected,
+        found=repr(text[:80]),
+        fix="give tag=",
+    )
+
+
+def _tag_folder(path: Path, tag: str, what: str) -> Path:
+    if not (path / tag).is_dir():
+        raise NotFoundError(
+            f"{what} does not exist",
+            file=path / tag,
+            expected="a folder",
+            found=_tags(path),
+            fix="give a tag= that exists",
+        )
+    return path / tag
+
+
+def _tags(path: Path) -> str:
+    found = sorted(p.name for p in path.iterdir() if p.is_dir() and has_state_files(p))
+    return "tags: " + ", ".join(found) if found else "no tag folder with state files"
+
+
+def nothing_there(path: str | Path) -> bool:
+    """Whether a folder is missing, or holds neither a pointer nor anything like a checkpoint: a
+    run's first start."""
+    path = Path(path)
+    if not path.exists():
+        return True
+    pointers = (LATEST, MEGATRON_LATEST, LATEST_UNIVERSAL)
+    return (
+        path.is_dir()
+        and not any((path / name).exists() for name in pointers)
+        and not has_state_files(path)
+        and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
+    )
+
+
+def has_state_files(path: Path) -> bool:
+    """Whether a folder looks like a tag's."""
+    return not is_unfinished(path.name) and bool(state_files(path))
+
+
+def state_files(path: Path) -> list[Path]:
+    """What of a folder every tag of some format has."""
+    return [p for p in path.iterdir() if _is_state(p)]
+
+
+def _is_state(path: Path) -> bool:
+    """Whether a file is one that every tag of some format has: DeepSpeed's state files, the index
+    of torch's distributed checkpoints, the folders of Megatron's legacy format."""
+    if path.name.endswith("_states.pt") or path.name == ".metadata":
+        return True
+    return bool(_LEGACY_FOLDER.fullmatch(path.name)) and path.is_dir()

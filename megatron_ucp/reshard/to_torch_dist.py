@@ -1,0 +1,226 @@
+"""A checkpoint as a folder that Megatron loads on any mesh: planned and proved as a whole, then
+written window by window."""
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from isal.isal_zlib import crc32
+
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.megatron.common_file import CommonFile
+from megatron_ucp.formats.megatron.torch_dist import BACKEND
+from megatron_ucp.formats.megatron.writer import (
+    STATE_NAMES,
+    WEIGHT,
+    PlannedChunk,
+    TorchDistPlan,
+    Wish,
+    finish_files,
+    make_files,
+    plan_torch_dist,
+    write_around,
+)
+from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.match import match_ties
+from megatron_ucp.reshard.outgoing import publish, write_at
+from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all, written_aside
+from megatron_ucp.reshard.target import Wanted
+from megatron_ucp.reshard.windows import MOST_THREADS, WINDOW_BYTES, Memory, WindowReader
+
+_NARROW = frozenset({"narrow"})  # training copies are casts of the masters
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is written: the target as chunks, the manifest of its training copies, the plan of the
+    files, and `common.pt`."""
+
+    states: Manifest
+    weights: Manifest
+    plan: TorchDistPlan
+    common: Output
+
+
+def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) -> Written:
+    """Everything about the folder but its tensors. `mesh` is the one that it is for: with expert
+    parallelism Megatron keeps the groups of experts apart. Raises UnsupportedError,
+    StateMismatchError."""
+    match_ties(source.manifest, True, wanted.file)
+    _check_states(source.manifest, wanted.file)
+    params = {name: _chunked(spec) for name, spec in wanted.params.items()}
+    states = _states(params, wanted.source)
+    plan = plan_torch_dist(wanted.params, list(_wishes(params, states)), _files())
+    extras = source.extras
+    common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
+    out = Written(states, _weights(params), plan, common.output())
+    notes += common.notes
+    return out
+
+
+def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
+    """The target without its training copies: each trainable parameter whole."""
+    buffers: list[FlatBuffer] = []
+    for spec in params.values():
+        if spec.kind == "trainable":
+            found, number = source.states_of(spec.name), source.group_number(spec.name)
+            held = tuple((state, found[state]) for state in STATE_NAMES)
+            scalars = source.scalars_of(spec.name)
+            elems = math.prod(spec.shape)
+            buffers.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
+    listed = tuple(params.values())
+    return Manifest(BACKEND, Mesh(), listed, tuple(buffers), source.groups, run=source.run)
+
+
+def _weights(params: Mapping[str, ParamSpec]) -> Manifest:
+    """The training copies: the masters in the dtype of the training, and what no optimizer
+    steps."""
+    buffers: list[FlatBuffer] = []
+    for spec in params.values():
+        states = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
+        buffers.append(alone(spec.name, math.prod(spec.shape), states, axes=(), chunk=0))
+    return Manifest(WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
+
+
+def _files() -> int:
+    return min(os.cpu_count() or 1, MOST_THREADS)
+
+
+def _chunked(spec: ParamSpec) -> ParamSpec:
+    whole = ((0,) * len(spec.shape), spec.shape)
+    return replace(spec, layout=Chunks(((whole,),)), on_mesh=spec.layout, order=None)
+
+
+def _check_states(source: Manifest, file: str) -> None:
+    """Raises StateMismatchError for a source without Adam's states, UnsupportedError for one with
+    other states, which Megatron does not load."""
+    trained = [spec for spec in source.params if spec.kind == "trainable"]
+    if not trained or not source.groups:
+        raise StateMismatchError(
+            "the checkpoint holds no optimizer",
+            file=file,
+            expected="parameter groups",
+            found="none",
+            fix="convert a checkpoint that was saved with its optimizer",
+        )
+    for spec in trained:
+        found = source.states_of(spec.name)
+        if {*found} - {*STATE_NAMES} - {VALUE}:
+            raise UnsupportedError(
+                "Megatron-LM loads the states of Adam alone",
+                file=file,
+                parameter=spec.name,
+                expected=", ".join(STATE_NAMES),
+                found=", ".join(found),
+            )
+        if {*STATE_NAMES} - {*found} or set(found.values()) != {"float32"}:
+            raise StateMismatchError(
+                "the checkpoint does not hold all states in fp32 that Megatron-LM asks for",
+                file=file,
+                parameter=spec.name,
+                expected=", ".join(STATE_NAMES),
+                found=", ".join(f"{state} in {dtype}" for state, dtype in found.items()),
+                fix="convert a checkpoint that was saved after its first step",
+            )
+
+
+def _wishes(params: Mapping[str, ParamSpec], states: Manifest) -> Iterator[Wish]:
+    for name, spec in params.items():
+        boxes = ((((0,) * len(spec.shape)), spec.shape),)
+        yield Wish(name, WEIGHT, spec.dtype, boxes)
+        if spec.kind == "trainable":
+            for state, dtype in states.states_of(name).items():
+                yield Wish(name, state, dtype, boxes)
+
+
+class TorchDistJob:
+    """One conversion: plans, windows and counts. Chunks are written by several threads."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        out: Written,
+        allow: frozenset[str],
+        progress: Progress | None,
+    ) -> None:
+        self.out, self.progress = out, progress
+        self.reader, self.memory = WindowReader(source, allow), Memory()
+        self.done = 0
+        self.total = sum(chunk.archive.size_bytes for chunk in out.plan.chunks)
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._numbers = [
+            {buffer.members[0].param: number for number, buffer in enumerate(manifest.buffers)}
+            for manifest in (out.states, out.weights)
+        ]
+
+    def prove(self) -> None:
+        """Plans everything that will be written, proves it, and looks every source up."""
+        states, weights = self.out.states, self.out.weights
+        slots = [
+            Slot(number, (), 0, state)
+            for number, buffer in enumerate(states.buffers)
+            for state, _ in buffer.states
+        ]
+        self.reader.prove(states, [(slot, slot.state) for slot in slots])
+        copies = [
+            Slot(number, (), 0, state)
+            for number, buffer in enumerate(weights.buffers)
+            for state, _ in buffer.states
+        ]
+        self.reader.prove(weights, [(slot, slot.state) for slot in copies], _NARROW)
+
+    def write(self, folder: Path) -> None:
+        """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError."""
+        with written_aside(folder) as aside:
+            make_files(aside, self.out.plan)
+            jobs = [partial(self._chunk, aside, chunk) for chunk in self.out.plan.chunks]
+            in_threads(jobs, self.stopped)
+            self.reader.check(thorough=True)
+            finish_files(aside, self.out.plan, self.out.common)
+            sync_all(aside)
+            publish(aside, folder)
+
+    def _chunk(self, aside: Path, chunk: PlannedChunk) -> None:
+        """One chunk. Runs in a thread of its own."""
+        wish, crc = chunk.wish, 0
+        is_weight = wish.state == WEIGHT
+        target = self.out.weights if is_weight else self.out.states
+        number = self._numbers[is_weight][wish.param]
+        state = target.buffers[number].states[0][0] if is_weight else wish.state
+        size, path = ITEMSIZE[wish.dtype], aside / chunk.file
+        elems, step = chunk.archive.size_bytes // size, WINDOW_BYTES // size
+        with open(path, "r+b", buffering=0) as file:
+            for low in range(0, elems, step):
+                memory = self.memory.take(min(step, elems - low), wish.dtype)
+                self.reader.fill(target, Slot(number, (), 0, state), state, low, memory)
+                data = bytes_of(memory)
+                crc = crc32(data, crc)
+                write_at(file.fileno(), data, chunk.data_offset + low * size)
+                self._count(memory.nbytes)
+        write_around(aside, chunk, crc)
+        if elems * size > WINDOW_BYTES:
+            begin_sync(path)
+
+    def _count(self, written: int) -> None:
+        if self.stopped.is_set():
+            raise SaveError("the conversion was stopped")
+        with self._lock:
+            self.done += written
+            if self.progress is not None:
+                self.progress(self.done, self.total)

@@ -1,0 +1,121 @@
+"""What flags say of the engine: DeepSpeed, or megatron-core's own gradient buffers, optimizer and
+pipeline."""
+
+import argparse
+import re
+
+from megatron_ucp.errors import UsageError
+
+DEEPSPEED, MEGATRON = "deepspeed", "megatron"
+# Flags of the one engine, and why the other does not take them.
+_NOT_DEEPSPEED = {
+    "use_distributed_optimizer": "DeepSpeed's counterpart is --zero-stage 1",
+    "overlap_grad_reduce": "DeepSpeed overlaps by itself",
+    "overlap_param_gather": "DeepSpeed gathers by itself",
+    "ddp_bucket_size": "the DeepSpeed config says the size of its buckets",
+    "num_layers_per_virtual_pipeline_stage": "DeepSpeed's pipeline has no interleaved schedule",
+    "pipeline_model_parallel_layout": "--pipeline-partition-method says which layers a stage holds",
+}
+_NOT_MEGATRON = {
+    "zero_stage": "its counterpart of --zero-stage 1 is --use-distributed-optimizer",
+    "deepspeed_config": "there is no DeepSpeed",
+    "export_hf": "megatron-ucp export-hf writes the folder from a checkpoint",
+    "keep_latest": "every save stays",
+}
+_USUAL_PARTITION = "type:transformer"
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Completes --zero-stage. Raises UsageError for a flag that the other engine has. Tensor and
+    pipeline sizes divide the world."""
+    refused = _NOT_DEEPSPEED if args.engine == DEEPSPEED else _NOT_MEGATRON
+    for name, why in refused.items():
+        if getattr(args, name) not in (None, False):
+            flag = "--deepspeed_config" if name == "deepspeed_config" else _flag(name)
+            raise UsageError(
+                f"{flag} does not go with --engine {args.engine}: {why}",
+                expected="the flag left out",
+                found=f"{flag} {getattr(args, name)}",
+                fix=f"leave {flag} out",
+            )
+    if args.engine == DEEPSPEED:
+        args.zero_stage = 1 if args.zero_stage is None else args.zero_stage
+        return
+    args.zero_stage = int(args.use_distributed_optimizer)
+    if args.pipeline_partition_method != _USUAL_PARTITION:
+        raise UsageError(
+            "--pipeline-partition-method is of DeepSpeed's pipeline",
+            expected="--pipeline-model-parallel-layout",
+            found=args.pipeline_partition_method,
+        )
+    needs = ("use_distributed_optimizer", "overlap_grad_reduce")
+    if args.overlap_param_gather and not all(getattr(args, name) for name in needs):
+        raise UsageError(
+            "--overlap-param-gather lacks what it needs",
+            expected=" ".join(map(_flag, needs)),
+            found=" ".join(_flag(name) for name in needs if getattr(args, name)) or "neither",
+        )
+    _check_stages(args)
+
+
+def _check_stages(args: argparse.Namespace) -> None:
+    """Raises UsageError for stages that the layers do not divide into."""
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    each, layout = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_layout
+    if layout is not None:
+        if each is not None:
+            raise UsageError(
+                "the layers of the stages are given once",
+                expected="one flag",
+                found="--pipeline-model-parallel-layout and "
+                "--num-layers-per-virtual-pipeline-stage",
+            )
+        if stages_in(layout) % pp:
+            raise UsageError(
+                "--pipeline-model-parallel-layout has stages that the ranks can't share equally",
+                expected=f"a multiple of {pp} stages",
+                found=f"{stages_in(layout)} in {layout}",
+            )
+        return
+    if layers % (pp * (each or 1)):
+        raise UsageError(
+            "the layers do not divide into the stages of the pipeline",
+            expected=f"a multiple of {pp * (each or 1)} layers, or "
+            "--pipeline-model-parallel-layout",
+            found=layers,
+        )
+
+
+def chunks_of(args: argparse.Namespace) -> int:
+    """Chunks of a rank: 1 without interleaved stages."""
+    pp, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    if layout is not None:
+        return stages_in(layout) // pp
+    each = args.num_layers_per_virtual_pipeline_stage
+    return 1 if each is None else args.num_layers // (pp * each)
+
+
+def stages_in(layout: str) -> int:
+    """Stages of a layout in Megatron's words, where "(tt|)*3" is a part that repeats."""
+    repeated = re.compile(r"\(([^()]*)\)\*(\d+)")
+    while found := repeated.search(layout):
+        layout = layout.replace(found[0], found[1] * int(found[2]), 1)
+    return layout.count("|") + 1
+
+
+def check_interleaved(args: argparse.Namespace) -> None:
+    """Raises UsageError for batches that an interleaved schedule can't run."""
+    pp = args.pipeline_model_parallel_size
+    if args.engine != MEGATRON or chunks_of(args) == 1:
+        return
+    if pp == 1 or args.gradient_accumulation % pp:
+        raise UsageError(
+            "an interleaved pipeline does not run these batches",
+            expected=f"several stages, and a multiple of {pp} micro batches",
+            found=f"{pp} stages, {args.gradient_accumulation} micro batches",
+            fix="change --global-batch-size or --micro-batch-size",
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

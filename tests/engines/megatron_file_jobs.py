@@ -1,0 +1,100 @@
+"""What the ranks do in the tests of Megatron's files: DeepSpeed engines that go on from them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.megatron import models
+from pretrain.schedule import Scheduler, Settings
+from tests.engines.canonical import canonical
+
+SAMPLES, SEQUENCE = 4, 16
+# as the runs that wrote the golden folders were started; steps are samples
+SCHEDULE = Settings(3e-3, 1e-4, 0.0, 8, 80, "cosine", 0.1)
+
+
+def make(tp: int, zero: int, dtype: str, seed: int = 5) -> Any:
+    """An attached engine around the LLaMA of the golden folders, with other weights."""
+    import deepspeed
+
+    models.start(tp, seed=seed)
+    config = models.ModelConfig(
+        "llama",
+        layers=4,
+        hidden=32,
+        head_dim=8,
+        ffn=64,
+        heads=4,
+        groups=2,
+        vocab=64,
+        true_vocab=64,
+        positions=SEQUENCE,
+        tied=False,
+        init_std=0.15,
+        dtype=dtype,
+        seed=seed,
+    )
+    model = models.build(config)
+    optimizer = torch.optim.AdamW(models.param_groups(model, 1e-5, 0.1))
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SAMPLES * tp // dist.get_world_size(),
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+    }
+    if dtype != "fp32":
+        settings[dtype] = {"enabled": True}
+    made = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=Scheduler(optimizer, SCHEDULE),
+        config=settings,
+        mpu=models.mpu(),
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(made, family="llama")
+
+
+def go_on(tp: int, zero: int, dtype: str, folder: str, steps: int = 3) -> dict[str, Any]:
+    """Loads a folder, and trains on with stock's batches and rates: the state after the load, by
+    (parameter, state), and the losses."""
+    engine = make(tp, zero, dtype)
+    before = canonical(engine)["full"]
+    report = ucp.load(engine, folder, allow={"scheduler"})
+    state = canonical(engine)
+    losses = [_step(engine, 3 + at) for at in range(steps)]
+    counters = engine.global_steps, engine.global_samples
+    engine.destroy()
+    models.stop()
+    return {
+        "before": before,
+        "state": state,
+        "losses": losses,
+        "notes": report.notes,
+        "counters": counters,
+        "source": Path(report.path).name,
+    }
+
+
+def _step(engine: Any, iteration: int) -> float:
+    """One step on the batch that stock's run had in an iteration."""
+    mpu = models.mpu()
+    rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    drawn = [
+        torch.randint(
+            0, 64, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 * iteration + at)
+        )
+        for at in range(SAMPLES)
+    ]
+    mine = torch.cat(drawn[rank::world])
+    loss = models.loss(engine, mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+    engine.backward(loss)
+    engine.step(lr_kwargs={"increment": SAMPLES})
+    total = loss.detach().double().reshape(1)
+    dist.all_reduce(total, group=mpu.get_data_parallel_group())
+    return float(total) / world

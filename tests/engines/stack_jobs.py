@@ -1,0 +1,375 @@
+"""What the ranks do in the tests of megatron-core's own stack: build, train, save, load."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault
+from tests.ranks import allow_fp16_on_cpu
+
+SEQUENCE, BATCH, VOCAB = 8, 4, 48
+SAMPLES = 10_000  # of the schedule's decay
+CONTENT = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+}
+
+
+@dataclass(frozen=True)
+class Mcore:
+    """A tiny model in megatron-core's own stack on a mesh. Weights are drawn large: small ones
+    hide a wrong cut. `eps` large: an element whose gradient is 0 but for rounding would move by
+    the learning rate, either way."""
+
+    family: str = "llama"
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    dtype: str = "fp32"
+    tied: bool = False
+    layers: int = 4
+    layout: str | None = None
+    first: int | None = None
+    last: int | None = None
+    distributed: bool = True
+    overlap: bool = False
+    gather: bool = False
+    bucket: int | None = None
+    pad: bool = False
+    clip: float = 1.0
+    decoupled_lr: float | None = None
+    eps: float = 1e-4
+    seed: int = 1
+    style: str = "linear"
+    micro: int = 1  # samples in a micro batch
+    dropout: float = 0.0
+
+    @property
+    def model(self) -> models.ModelConfig:
+        from megatron_ucp.engines.megatron.experts import Experts
+
+        moe = self.family == "mixtral"
+        return models.ModelConfig(
+            self.family,
+            layers=self.layers,
+            hidden=16,
+            head_dim=4,
+            ffn=24,
+            heads=4,
+            groups=2,
+            vocab=VOCAB,
+            true_vocab=VOCAB,
+            positions=SEQUENCE,
+            tied=self.tied,
+            init_std=0.15,
+            dtype=self.dtype,
+            seed=self.seed,
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
+            sequence_parallel=moe and self.tp > 1,
+            experts=Experts(4, 8, 2) if moe else None,
+        )
+
+
+@dataclass
+class Engine:
+    """A stack with what trains it."""
+
+    setup: Mcore
+    stack: Any
+    optimizer: Any
+    scheduler: Any
+    handle: Any
+
+
+def make(setup: Mcore) -> Engine:
+    """With megatron-core's own schedule, attached."""
+    if setup.dtype == "fp16":
+        allow_fp16_on_cpu()
+    models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
+    stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
+    buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
+    stack = build(setup.model, stages, buffers)
+    optimizer, scheduler = make_optimizer(setup, stack)
+    handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler, family=setup.family)
+    return Engine(setup, stack, optimizer, scheduler, handle)
+
+
+def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tuple[Any, Any]:
+    """megatron-core's own optimizer and schedule; `use_checkpoint`: its settings win."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=3e-3,
+        min_lr=0.0,
+        weight_decay=0.1,
+        adam_eps=setup.eps,
+        clip_grad=setup.clip,
+        decoupled_lr=setup.decoupled_lr,
+        decoupled_min_lr=0.0 if setup.decoupled_lr else None,
+        bf16=setup.dtype == "bf16",
+        fp16=setup.dtype == "fp16",
+        params_dtype=stack.transformer.params_dtype,
+        initial_loss_scale=2.0**8,
+        loss_scale_window=3,
+        use_distributed_optimizer=setup.distributed,
+        overlap_param_gather=setup.gather,
+    )
+    optimizer = get_megatron_optimizer(config, stack.chunks)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=3e-3,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=SAMPLES,
+        lr_decay_style=setup.style,
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=SAMPLES,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=use_checkpoint,
+    )
+    return optimizer, scheduler
+
+
+def close(engine: Engine) -> None:
+    models.stop()
+
+
+def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    world = parallel_state.get_data_parallel_world_size()
+    losses = []
+    for step in range(first, first + steps):
+        drawn = torch.randint(
+            40, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1000 + step)
+        )
+        mine = drawn.chunk(world)[rank]
+        batch = [
+            (one[:, :-1].contiguous(), one[:, 1:].contiguous())
+            for one in mine.split(engine.setup.micro)
+        ]
+        losses.append(run_batch(engine.stack, batch, engine.optimizer))
+        stepped, *_ = engine.optimizer.step()
+        if stepped:
+            engine.scheduler.step(BATCH)
+        else:
+            engine.handle.skipped_iterations += 1
+        engine.handle.iteration += 1
+        engine.handle.consumed_samples += BATCH
+    return losses
+
+
+# ------------------------------------------------ jobs
+
+
+def losses(setup: Mcore, steps: int = 6) -> list[float]:
+    engine = make(setup)
+    found = train(engine, steps)
+    close(engine)
+    return found
+
+
+def settle(engine: Engine) -> None:
+    """Weights that are on their way between the ranks arrive."""
+    if engine.setup.gather:
+        for chunk in engine.stack.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def arguments(engine: Engine) -> argparse.Namespace:
+    """Those of Megatron-LM's flags that say something of the files."""
+    setup = engine.setup
+    mesh = engine.handle.mesh
+    return argparse.Namespace(
+        tensor_model_parallel_size=setup.tp,
+        pipeline_model_parallel_size=setup.pp,
+        virtual_pipeline_model_parallel_size=setup.vpp if setup.vpp > 1 else None,
+        pipeline_model_parallel_layout=setup.layout,
+        decoder_first_pipeline_num_layers=setup.first,
+        decoder_last_pipeline_num_layers=setup.last,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        expert_model_parallel_size=setup.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        context_parallel_size=1,
+        data_parallel_size=mesh.dp,
+        world_size=mesh.world,
+        use_distributed_optimizer=setup.distributed,
+        overlap_grad_reduce=setup.overlap,
+        overlap_param_gather=setup.gather,
+        ddp_bucket_size=setup.bucket,
+        ddp_pad_buckets_for_high_nccl_busbw=setup.pad,
+        accumulate_allreduce_grads_in_fp32=True,
+        num_distributed_optimizer_instances=1,
+        num_layers=setup.layers,
+        num_experts=4 if setup.family == "mixtral" else None,
+        untie_embeddings_and_output_weights=not setup.tied,
+        swiglu=setup.family != "gpt",
+        add_bias_linear=setup.family == "gpt",
+        bf16=setup.dtype == "bf16",
+        fp16=setup.dtype == "fp16",
+        decoupled_lr=setup.decoupled_lr,
+        loss_scale_window=3,
+        hysteresis=2,
+        consumed_train_samples=engine.handle.consumed_samples,
+        iteration=0,
+    )
+
+
+def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable") -> None:
+    """megatron-core's own distributed checkpoint, as Megatron-LM makes it."""
+    from megatron.core import dist_checkpointing
+
+    content: dict[str, Any] = dict(CONTENT)
+    if not engine.setup.distributed:
+        del content["distrib_optim_sharding_type"]
+    else:
+        content["distrib_optim_sharding_type"] = sharding
+        for chunk in engine.stack.chunks:
+            chunk.start_param_sync(force_sync=True)
+    state = sharded(engine, content, loading=False)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        {
+            **state,
+            "args": arguments(engine),
+            "iteration": engine.handle.iteration,
+            "checkpoint_version": 3.0,
+            "opt_param_scheduler": engine.scheduler.state_dict(),
+        },
+        str(folder),
+        content_metadata=content,
+    )
+
+
+def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str, Any]:
+    """The state dict of which megatron-core's checkpoints are made."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**content, "dp_cp_group": group}
+    several = len(engine.stack.bare) > 1
+    state: dict[str, Any] = {
+        f"model{n}" if several else "model": bare.sharded_state_dict(metadata=metadata)
+        for n, bare in enumerate(engine.stack.bare)
+    }
+    state["optimizer"] = engine.optimizer.sharded_state_dict(
+        state, is_loading=loading, metadata=metadata
+    )
+    return state
+
+
+def write(engine: Engine, folder: Path, kind: str) -> None:
+    """By this package ("ours"), or by stock in one of its kinds."""
+    if kind == "ours":
+        ucp.save(engine.handle, folder, arguments=arguments(engine))
+    else:
+        stock_save(engine, folder, kind)
+
+
+def place(folder: str, tag: str) -> tuple[str, str | None]:
+    """What to load: stock's writer makes the tag's folder, ours one in it."""
+    inside = Path(folder) / tag
+    ours = (inside / "latest_checkpointed_iteration.txt").is_file()
+    return (str(inside), None) if ours else (folder, tag)
+
+
+def save(
+    setup: Mcore, folder: str, steps: int = 3, more: int = 20, kind: str = "fully_reshardable"
+) -> None:
+    """Trains, saves the tag `trained`, goes on; then fills with provenance values and saves
+    `filled`. Canonical states, those of three steps later, and losses beside them."""
+    engine = make(setup)
+    train(engine, steps)
+    write(engine, Path(folder) / "trained", kind)
+    states = {"trained": canonical(engine)}
+    losses = train(engine, 3, first=steps)
+    settle(engine)
+    after = canonical(engine)
+    losses += train(engine, more - 3, first=steps + 3)
+    fill(engine)
+    write(engine, Path(folder) / "filled", kind)
+    states["filled"] = canonical(engine)
+    close(engine)
+    if dist.get_rank() == 0:
+        oracle = {"states": states, "losses": losses, "steps": steps, "after": after}
+        torch.save(oracle, Path(folder) / "oracle.pt")
+
+
+def resume(
+    setup: Mcore,
+    folder: str,
+    more: int = 0,
+    tags: tuple[str, ...] = ("filled", "trained"),
+    plant: str = "",
+    three: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Loads each tag into a fresh engine that has trained, and compares; trains on after the last
+    one. `three` steps on the source's mesh must end in the source's bits."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    engine = make(setup)
+    train(engine, 1, first=99)
+    before = canonical(engine, settled=not setup.gather)
+    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}}
+    for tag in tags:
+        want = oracle["states"][tag]
+        path, name = place(folder, tag)
+        found["notes"][tag] = ucp.load(engine.handle, path, tag=name, **options).notes
+        if plant:
+            plant_fault(engine, plant)
+        found["before"][tag] = compare(want, before)
+        found["differences"][tag] = compare(want, canonical(engine))
+    go_on(found, oracle, lambda n, s: train(engine, n, first=s), more)
+    if three:  # of the same mesh
+        train(engine, 3, first=oracle["steps"])
+        settle(engine)
+        found["after"] = compare(oracle["after"], canonical(engine))
+    close(engine)
+    return found
+
+
+def stock_load(setup: Mcore, folder: str, tags: tuple[str, ...]) -> dict[str, Any]:
+    """What ucp.save wrote, by megatron-core's own load into an engine that has trained."""
+    from megatron.core import dist_checkpointing
+
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    engine = make(setup)
+    train(engine, 1, first=99)
+    before = canonical(engine, settled=not setup.gather)
+    found: dict[str, Any] = {"differences": {}, "before": {}}
+    for tag in tags:
+        want = oracle["states"][tag]
+        iteration = next(Path(folder, tag).glob("iter_*"))
+        state = sharded(engine, dict(CONTENT), loading=True)
+        loaded: Any = dist_checkpointing.load(state, str(iteration))
+        several = len(engine.stack.bare) > 1
+        for number, bare in enumerate(engine.stack.bare):
+            bare.load_state_dict(loaded[f"model{number}" if several else "model"])
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+        for part in ("scheduler", "counters"):  # of the training program
+            want = {**want, part: None}
+        found["before"][tag] = compare({**want, "scheduler": {}}, before)
+        have = {**canonical(engine), "scheduler": {}, "counters": None}
+        found["differences"][tag] = compare({**want, "scheduler": {}}, have)
+    close(engine)
+    return found

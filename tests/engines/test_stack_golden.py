@@ -1,0 +1,89 @@
+"""Checkpoints that unmodified Megatron-LM wrote, loaded into megatron-core's stack on other meshes:
+the next three losses are those of the run that went on."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from tests.engines.stack_jobs import Mcore
+from tests.formats.megatron_files import GOLDEN
+from tests.ranks import RankPool
+
+SEQUENCE, VOCAB, SAMPLES = 16, 64, 4
+MOE: dict[str, Any] = {"family": "mixtral"}
+CASES: dict[str, tuple[str, int, Mcore]] = {
+    "named": ("td_full_tp2dp2", 4, Mcore(pp=2, vpp=2)),
+    "named-plain": ("td_full_tp2dp2", 1, Mcore(distributed=False)),
+    "flat": ("td_dpr_pp2vpp2", 4, Mcore(tp=2, overlap=True, gather=True, bucket=5000)),
+    "mixture": ("td_full_moe_ep2", 4, Mcore(ep=4, **MOE)),
+    "bf16": ("td_dpr_dp2_bf16", 4, Mcore(tp=2, dtype="bf16")),
+}
+
+
+def next_losses(setup: Mcore, folder: str, plant: bool = False) -> tuple[list[float], int, int]:
+    """Of iterations 4 to 6 after a load; the iteration and samples that it gave."""
+    from megatron_ucp.engines.megatron import models
+    from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+    from tests.engines.stack_jobs import make_optimizer
+
+    models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
+    experts = setup.model.experts and replace(setup.model.experts, ffn=64)
+    sizes = {"hidden": 32, "ffn": 64, "head_dim": 8, "vocab": VOCAB, "true_vocab": VOCAB}
+    config = replace(setup.model, positions=SEQUENCE, experts=experts, **sizes)
+    buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket)
+    stack = build(config, Stages(setup.pp, setup.vpp), buffers)
+    optimizer, scheduler = make_optimizer(replace(setup, eps=1e-8), stack, use_checkpoint=True)
+    handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler)
+    ucp.load(handle, folder)
+    position = handle.iteration, handle.consumed_samples
+    if plant:
+        for group in optimizer.param_groups:
+            group["lr"] *= 2
+    losses = []
+    for iteration in range(3, 6):
+        losses.append(run_batch(stack, rows(iteration), optimizer))
+        optimizer.step()
+        scheduler.step(SAMPLES)
+    models.stop()
+    return losses, *position
+
+
+def rows(iteration: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro batches of an iteration of the runs that wrote the folders."""
+    from megatron.core import parallel_state
+
+    first = parallel_state.get_data_parallel_rank()
+    out = []
+    for sample in range(first, SAMPLES, parallel_state.get_data_parallel_world_size()):
+        generator = torch.Generator().manual_seed(1000 * iteration + sample)
+        ids = torch.randint(0, VOCAB, (1, SEQUENCE + 1), generator=generator)
+        out.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+    return out
+
+
+def expected(case: str) -> list[float]:
+    text = GOLDEN / case / "next_losses.txt"
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", text.read_text())]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stock_files_go_on(ranks: RankPool, case: str) -> None:
+    name, world, setup = CASES[case]
+    job = "tests.engines.test_stack_golden:next_losses"
+    want = expected(name)
+    assert len(want) == 3
+    for losses, iteration, samples in ranks.run(world, job, setup, str(GOLDEN / name)):
+        assert (iteration, samples) == (3, 12)
+        allowed = 5e-3 if setup.dtype == "bf16" else 1e-5
+        assert losses == pytest.approx(want, rel=0, abs=allowed)
+
+
+def test_a_wrong_rate_shows(ranks: RankPool) -> None:
+    name, _, setup = CASES["named-plain"]
+    job = "tests.engines.test_stack_golden:next_losses"
+    ((losses, *_),) = ranks.run(1, job, setup, str(GOLDEN / name), plant=True)
+    assert losses != pytest.approx(expected(name), rel=0, abs=1e-3)

@@ -1,0 +1,71 @@
+"""DeepSpeed's files into megatron-core's own stack: every master, moment, step and
+hyper-parameter, bit by bit."""
+
+from typing import Any
+
+import pytest
+
+from tests.engines.cross_jobs import Zero
+from tests.engines.sources import Sources
+from tests.engines.stack_jobs import Mcore
+
+SAVE, RESUME = "tests.engines.cross_jobs:save", "tests.engines.stack_jobs:resume"
+CONSTANT: dict[str, Any] = {"style": "constant"}
+BUCKETS: dict[str, Any] = {"overlap": True, "gather": True, "bucket": 2000}
+# (ranks, source), (ranks, target)
+PAIRS = {
+    "z0-dp2": ((2, Zero(zero=0)), (4, Mcore(pp=2, vpp=2, **CONSTANT))),
+    "z1-tp2dp2": ((4, Zero(zero=1, tp=2)), (4, Mcore(**BUCKETS, **CONSTANT))),
+    "z2-dp2": ((2, Zero(zero=2)), (4, Mcore(tp=2, pp=2, **CONSTANT))),
+    "z3-dp4": ((4, Zero(zero=3)), (2, Mcore(**CONSTANT))),
+    "z1-pp2": ((2, Zero(zero=1, pp=2)), (1, Mcore(distributed=False, **CONSTANT))),
+    "z3-dp2-bf16": (
+        (2, Zero(zero=3, dtype="bf16")),
+        (4, Mcore(dtype="bf16", tp=2, **BUCKETS, **CONSTANT)),
+    ),
+    "z1-ep2": (
+        (4, Zero("mixtral", layers=2, ep=2)),
+        (4, Mcore("mixtral", layers=2, ep=4, **CONSTANT)),
+    ),
+    "z2-moe": (
+        (2, Zero("mixtral", layers=2, zero=2)),
+        (4, Mcore("mixtral", layers=2, tp=2, ep=2, **CONSTANT)),
+    ),
+    "z1-gpt-tied": (
+        (2, Zero("gpt", tied=True)),
+        (4, Mcore("gpt", tied=True, pp=2, vpp=2, tp=2, **CONSTANT)),
+    ),
+}
+
+
+def check(found: list[dict], loss: float | None = 1e-5) -> None:
+    """Every rank saw equal bits, and saw that they were different before."""
+    for rank in found:
+        wrong = {tag: said[:6] for tag, said in rank["differences"].items() if said}
+        assert rank["differences"] and not wrong, wrong
+        assert all(len(said) > 10 for said in rank["before"].values()), (
+            "the engine was equal before the load"
+        )
+        if loss is not None:
+            assert rank["loss"] <= loss
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pair(sources: Sources, pair: str) -> None:
+    (dp, source), (world, target) = PAIRS[pair]
+    folder = sources.get(dp, source, SAVE)
+    more = 20 if source.dtype == "fp32" else 0
+    found = sources.ranks.run(world, RESUME, target, folder, more=more)
+    check(found, 1e-5 if more else None)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["one bit", "two elements swapped", "one step", "one group's weight decay", "one weight"],
+)
+def test_the_comparison_sees_a_planted_fault(sources: Sources, fault: str) -> None:
+    folder = sources.get(2, Zero(zero=0), SAVE)
+    (found,) = sources.ranks.run(
+        1, RESUME, Mcore(**CONSTANT), folder, tags=("filled",), plant=fault
+    )
+    assert found["differences"]["filled"] != []

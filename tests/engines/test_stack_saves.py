@@ -1,0 +1,109 @@
+"""`ucp.save` of megatron-core's own stack: loaded by megatron-core's own reader, and by this
+package into both engines."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from tests.engines.cross_jobs import Zero
+from tests.engines.sources import Sources
+from tests.engines.stack_jobs import Mcore
+from tests.engines.test_stack_loads import check
+from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
+from tests.formats.megatron_files import by_torch, split
+
+RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
+# several buckets, and overlaps: of such runs stock's own writer loses elements
+SOURCES: dict[str, tuple[int, Any]] = {
+    "dp4": (4, Mcore(**BUCKETS, **CONSTANT)),
+    "tp2pp2vpp2": (4, Mcore("gpt", tied=True, tp=2, pp=2, vpp=2, dtype="bf16")),
+    # three ranks of four have nothing, which stock's own writer does not take
+    "padded": (4, Mcore(pad=True, layers=2)),
+    "dropout": (4, Mcore(tp=2, dropout=0.2)),
+    "fp16": (2, Mcore(dtype="fp16", layers=2, **CONSTANT)),
+    "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "target"),
+    [
+        ("dp4", 4, Mcore(tp=2, pp=2, vpp=1, **CONSTANT)),
+        ("dp4", 4, Mcore(pp=2, vpp=2, **CONSTANT)),
+        ("tp2pp2vpp2", 2, Mcore("gpt", tied=True, dtype="bf16")),
+        ("moe", 4, Mcore(ep=4, **MOE)),
+    ],
+    ids=show,
+)
+def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    check(sources.ranks.run(world, STOCK, target, folder, ("filled", "trained")), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "target"),
+    [
+        ("dp4", 2, Mcore(tp=2, **CONSTANT)),
+        ("tp2pp2vpp2", 4, Mcore("gpt", tied=True, dtype="bf16", **BUCKETS)),
+        ("moe", 4, Mcore(tp=2, ep=2, **MOE)),
+        ("moe", 1, Mcore(distributed=False, **MOE)),
+        ("padded", 2, Mcore(layers=2)),
+        ("fp16", 4, Mcore(dtype="fp16", layers=2, tp=2, **CONSTANT)),
+    ],
+    ids=show,
+)
+def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    check(sources.ranks.run(world, RESUME, target, folder), None)
+
+
+# with dropout: the generators of every rank come back, those of tensor-parallel regions too
+@pytest.mark.parametrize("source", ["dp4", "dropout", "fp16", "tp2pp2vpp2", "moe"])
+def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
+    ranks, setup = SOURCES[source]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("trained",), three=True)
+    check(found, None)
+    assert all(rank["after"] == [] for rank in found)
+
+
+@pytest.mark.parametrize("target", [Zero(zero=1), Zero(zero=3)], ids=show)
+def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
+    folder = sources.get(*SOURCES["dp4"], SAVE, kind="ours")
+    found = sources.ranks.run(
+        2, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
+    )
+    check(found)
+
+
+def test_the_loss_scale_crosses_engines(sources: Sources) -> None:
+    """With it all bits of the masters: both scale by a power of two."""
+    folder = sources.get(*SOURCES["fp16"], SAVE, kind="ours")
+    found = sources.ranks.run(
+        2,
+        UNDER_DEEPSPEED,
+        Zero(zero=2, dtype="fp16", layers=2),
+        folder,
+        load_lr_scheduler_states=False,
+    )
+    check(found, None)
+    assert {rank["scale"] for rank in found} == {rank["saved_scale"] for rank in found}
+
+
+def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
+    folder = Path(sources.get(*SOURCES["moe"], SAVE, kind="ours"))
+    (tag,) = (folder / "trained").glob("iter_*")
+    want = torch.load(folder / "oracle.pt", weights_only=False)["states"]["trained"]
+    compared = 0
+    for name, state, values in split(by_torch(tag)):
+        known = want["weights"][name] if state == "weight" else want["full"][name, state]
+        assert torch.equal(values, known), (name, state)
+        compared += 1
+    assert compared == len(want["weights"]) + len(want["full"])
+    assert not ucp.verify(folder / "trained", deep=True).findings
+    assert ucp.describe(folder / "trained").run["global_steps"] == 3

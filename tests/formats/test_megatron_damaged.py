@@ -1,0 +1,273 @@
+"""Damaged and hostile folders of Megatron: each is refused by name before a tensor is read, and
+nothing that a pickle names is run."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ForeignFileError,
+    NotFoundError,
+    StateMismatchError,
+    UcpError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.verify import verify
+from tests.formats.hostile_pickles import System
+from tests.formats.megatron_files import (
+    GOLDEN,
+    TAG,
+    changed_arguments,
+    changed_index,
+    copied,
+    rewritten,
+    swapped_chunks,
+)
+
+CASE = "td_full_tp2dp2"
+FC2 = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
+WEIGHT = "decoder.layers.mlp.linear_fc2.weight"
+
+
+def check_all(tag: Path) -> None:
+    with open_checkpoint(tag) as checkpoint:
+        for name in checkpoint.file_names:
+            checkpoint.check(name)
+        assert checkpoint.extras.counters["global_steps"] == 3
+
+
+def chunks_of(metadata: Any, key: str = WEIGHT) -> list[Any]:
+    return metadata.state_dict_metadata[key].chunks
+
+
+def moved_chunk(metadata: Any) -> None:
+    """One chunk of the index lies where another one does, and leaves a gap."""
+    import torch
+
+    chunk = chunks_of(metadata)[1]
+    index = next(i for i in metadata.storage_data if i.fqn == WEIGHT and i.offset == chunk.offsets)
+    place = metadata.storage_data.pop(index)
+    chunk.offsets = torch.Size((*chunk.offsets[:-1], 8))
+    metadata.storage_data[type(index)(WEIGHT, chunk.offsets)] = place
+
+
+def dropped_chunk(metadata: Any) -> None:
+    chunk = chunks_of(metadata).pop()
+    index = next(i for i in metadata.storage_data if i.fqn == WEIGHT and i.offset == chunk.offsets)
+    del metadata.storage_data[index]
+
+
+def lost_place(metadata: Any) -> None:
+    del metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == WEIGHT)]
+
+
+def shared_bytes(metadata: Any) -> None:
+    one, other = [i for i in metadata.storage_data if i.fqn == WEIGHT][:2]
+    metadata.storage_data[one] = metadata.storage_data[other]
+
+
+def outside(name: str) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = name
+
+    return change
+
+
+def negative(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).offset = -1
+
+
+def orphan(metadata: Any) -> None:
+    """States of a parameter that is not there."""
+    for key in [k for k in metadata.state_dict_metadata if k == WEIGHT]:
+        del metadata.state_dict_metadata[key]
+    for index in [i for i in metadata.storage_data if i.fqn == WEIGHT]:
+        del metadata.storage_data[index]
+
+
+def lost_state(metadata: Any) -> None:
+    key = FC2.replace(".param.", ".exp_avg_sq.")
+    del metadata.state_dict_metadata[key]
+    for index in [i for i in metadata.storage_data if i.fqn == key]:
+        del metadata.storage_data[index]
+
+
+def huge(metadata: Any) -> None:
+    """A grid of chunks that no file has, in a small index."""
+    import torch
+
+    entry = metadata.state_dict_metadata[WEIGHT]
+    entry.size = torch.Size((2**40, 2**40, 2**40))
+
+
+def transformed(metadata: Any) -> None:
+    place = next(iter(metadata.storage_data.values()))
+    object.__setattr__(place, "transform_descriptors", ["zstd"])
+
+
+def other_kind(tag: Path) -> None:
+    """`common.pt` of a run with expert parallelism."""
+
+    def change(tree: Any) -> None:
+        tree["optimizer"] = {0: tree["optimizer"], 1: tree["optimizer"]}
+
+    rewritten(tag / "common.pt", change)
+
+
+def shifted_masters(tag: Path) -> None:
+    """As megatron-core's error does where a bucket has padding: a slice begins elsewhere."""
+    changed_arguments(tag, overlap_grad_reduce=True)
+    swapped_chunks(tag, (FC2, (1, 0, 0)), (FC2, (2, 0, 0)))  # type: ignore[arg-type]
+
+
+def cut_file(tag: Path) -> None:
+    path = tag / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def backend(tag: Path) -> None:
+    (tag / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+
+
+def groups(change: Callable[[list[Any]], None]) -> Callable[[Path], None]:
+    return lambda tag: rewritten(
+        tag / "common.pt", lambda tree: change(tree["optimizer"]["optimizer"]["param_groups"])
+    )
+
+
+def third_group(found: list[Any]) -> None:
+    found.append({**found[0], "lr": 1.0})
+
+
+def index_of(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    return lambda tag: changed_index(tag, change)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], type[UcpError], str]] = {
+    "a file is missing": (
+        lambda tag: (tag / "__2_1.distcp").unlink(),
+        NotFoundError,
+        "files that the index lists are missing",
+    ),
+    "common.pt is missing": (lambda tag: (tag / "common.pt").unlink(), NotFoundError, "not exist"),
+    "a file is cut": (cut_file, DamagedFileError, "shorter than the index says"),
+    "the index is cut": (
+        lambda tag: os.truncate(tag / ".metadata", 1000),
+        DamagedFileError,
+        "truncated",
+    ),
+    "the index is empty": (lambda tag: os.truncate(tag / ".metadata", 0), DamagedFileError, "malf"),
+    "the index is a dict": (
+        lambda tag: (tag / ".metadata").write_bytes(pickle.dumps({})) and None,
+        DamagedFileError,
+        "another structure",
+    ),
+    "chunks overlap": (index_of(moved_chunk), DamagedFileError, "overlap"),
+    "chunks leave a gap": (index_of(dropped_chunk), DamagedFileError, "gap"),
+    "a chunk lies nowhere": (index_of(lost_place), DamagedFileError, "lies nowhere"),
+    "two chunks share bytes": (index_of(shared_bytes), DamagedFileError, "share bytes"),
+    "a path upwards": (index_of(outside("../x")), DamagedFileError, "outside of its folder"),
+    "an absolute path": (index_of(outside("/etc/passwd")), DamagedFileError, "outside of its"),
+    "a negative place": (index_of(negative), DamagedFileError, "impossible place"),
+    "a parameter of 2**120 elements": (index_of(huge), DamagedFileError, "gap"),
+    "states without a parameter": (index_of(orphan), DamagedFileError, "that is not there"),
+    "one state is missing": (index_of(lost_state), DamagedFileError, "has not all of the optim"),
+    "a compressed file": (index_of(transformed), UnsupportedError, "stream transformation"),
+    "chunks of two layers swapped": (
+        lambda tag: swapped_chunks(tag, (FC2, (1, 0, 0)), (FC2, (2, 0, 0))),  # type: ignore[arg-type]
+        StateMismatchError,
+        "not the weights beside them",
+    ),
+    "the bucket error of 0.16.1": (shifted_masters, StateMismatchError, "0.16.1 to 0.19.0"),
+    "chunks of other tensors": (
+        lambda tag: swapped_chunks(tag, (FC2, (1, 0, 0)), ("output_layer.weight", (0, 0))),  # type: ignore[arg-type]
+        DamagedFileError,
+        "not the one that the index says",
+    ),
+    "experts' optimizer in common.pt": (other_kind, ForeignFileError, "expert parallelism"),
+    "one optimizer for experts": (
+        lambda tag: changed_arguments(tag, expert_model_parallel_size=2),
+        ForeignFileError,
+        "expert parallelism",
+    ),
+    "another backend": (backend, UnsupportedError, "Megatron-core writes by default"),
+    "no metadata.json": (
+        lambda tag: (tag / "metadata.json").unlink(),
+        UnsupportedError,
+        "Megatron-core writes by default",
+    ),
+    "precision-aware": (
+        lambda tag: changed_arguments(tag, use_precision_aware_optimizer=True),
+        UnsupportedError,
+        "precision-aware",
+    ),
+    "a group that could be another": (
+        groups(third_group),
+        StateMismatchError,
+        "which parameter group",
+    ),
+    "a step that is a text": (
+        groups(lambda found: found[0].update(step="3")),
+        DamagedFileError,
+        "a step is no number",
+    ),
+    "an iteration that is a text": (
+        lambda tag: rewritten(tag / "common.pt", lambda tree: tree.update(iteration="3")),
+        DamagedFileError,
+        "iteration is no number",
+    ),
+    "a scheduler that is a list": (
+        lambda tag: rewritten(tag / "common.pt", lambda t: t.update(opt_param_scheduler=[1])),
+        DamagedFileError,
+        "no dictionary",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_by_name(what: str, tmp_path: Path) -> None:
+    change, error, says = REFUSED[what]
+    tag = copied(CASE, tmp_path / CASE)
+    change(tag)
+    with pytest.raises(error, match=says):
+        check_all(tag)
+
+
+def test_the_golden_folder_itself_is_whole() -> None:
+    check_all(GOLDEN / CASE / TAG)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_nothing_of_a_pickle_is_run(name: str, tmp_path: Path) -> None:
+    tag, mark = copied(CASE, tmp_path / CASE), tmp_path / "mark"
+    hostile = System(f"touch {mark}")
+    if name == ".metadata":
+        (tag / name).write_bytes(pickle.dumps(hostile, protocol=4))
+    else:
+        import torch
+
+        torch.save({"args": hostile, "iteration": 3}, tag / name)
+    with pytest.raises(UnsafePickleError, match="not on the closed list"):
+        check_all(tag)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(hostile))
+    assert mark.exists(), "the pickle would have run"
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    tag = copied(CASE, tmp_path / CASE)
+    assert verify(tag, deep=True).findings == ()
+    path = tag / "__1_1.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert any("checksum" in one.what for one in verify(tag, deep=True).findings)

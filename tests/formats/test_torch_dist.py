@@ -1,0 +1,129 @@
+"""Megatron's distributed checkpoints, as stock Megatron-LM wrote them, are read bit for bit: what
+each must hold comes from torch's own reader."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.families import families, find_family
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.canonical import read_state
+from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split
+
+Found = dict[tuple[str, str], torch.Tensor]
+
+
+def expected(case: str) -> Found:
+    return {
+        (name, state): values.reshape(-1)
+        for name, state, values in split(by_torch(GOLDEN / case / TAG))
+        if state != "weight"
+    }
+
+
+def differences(checkpoint: Checkpoint, want: Found) -> list[tuple[str, str]]:
+    """The (parameter, state) pairs that are not what torch's reader gives; all must be there."""
+    manifest = checkpoint.manifest
+    found = {(s.name, state) for s in manifest.params for state in manifest.states_of(s.name)}
+    assert found == set(want)
+    out: list[tuple[str, str]] = []
+    for name, state in sorted(found):
+        have = read_state(checkpoint, name, state)
+        assert have.dtype == want[name, state].dtype and have.numel() == want[name, state].numel()
+        if not torch.equal(have.view(torch.uint8), want[name, state].view(torch.uint8)):
+            out.append((name, state))
+    return out
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_every_state_is_read_as_torch_reads_it(case: str) -> None:
+    with open_checkpoint(GOLDEN / case) as checkpoint:
+        for name in checkpoint.file_names:
+            checkpoint.check(name)
+        assert differences(checkpoint, expected(case)) == []
+
+
+def test_the_comparison_finds_two_layers_that_are_swapped() -> None:
+    want = expected("td_full_tp2dp2")
+    one, other = (f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (1, 2))
+    want[one, "exp_avg"], want[other, "exp_avg"] = want[other, "exp_avg"], want[one, "exp_avg"]
+    with open_checkpoint(GOLDEN / "td_full_tp2dp2") as checkpoint:
+        assert differences(checkpoint, want) == [(one, "exp_avg"), (other, "exp_avg")]
+
+
+def test_parameters_shapes_groups_and_steps() -> None:
+    with open_checkpoint(GOLDEN / "td_full_moe_ep2" / TAG) as checkpoint:
+        manifest = checkpoint.manifest
+    assert (manifest.engine, str(manifest.mesh)) == ("torch_dist", "tp=1,pp=1,dp=1,zero=0")
+    assert manifest.run["saved_on"] == "tp=1,pp=1,ep=2,dp=2,zero=0"
+    expert = "decoder.layers.3.mlp.experts.local_experts.2.linear_fc1.weight"
+    spec = manifest.by_name[expert]
+    assert (spec.shape, spec.expert, spec.dtype) == ((128, 32), (2, 4), "float32")
+    assert isinstance(spec.layout, Chunks) and len(spec.layout.held) == 2, "gate and up"
+    decay = {
+        name: (
+            manifest.group_of(name)["weight_decay"],
+            manifest.groups[manifest.group_number(name) or 0].marks["megatron"],
+        )
+        for name in manifest.by_name
+    }
+    assert decay[expert][0] == 0.1 and decay[expert][1]["is_expert_parallel"] is True
+    assert decay["decoder.layers.0.input_layernorm.weight"][0] == 0.0
+    assert decay["decoder.layers.0.mlp.router.weight"][0] == 0.1
+    assert decay["output_layer.weight"][1] == {
+        **{"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False},
+        **{"max_lr": 0.003, "min_lr": 0.0001, "default_config": True},
+    }
+    assert all(manifest.scalars_of(name) == {"step": 3.0} for name in manifest.by_name)
+    assert {group.optimizer for group in manifest.groups} == {"torch.AdamW"}
+
+
+def test_counters_scheduler_and_arguments() -> None:
+    with open_checkpoint(GOLDEN / "td_full_tp2dp2") as checkpoint:
+        extras = checkpoint.extras
+    assert extras.counters == {"global_steps": 3, "global_samples": 12, "skipped_steps": 0}
+    assert extras.scheduler is not None
+    assert (extras.scheduler["num_steps"], extras.scheduler["lr_decay_style"]) == (12, "cosine")
+    args = extras.client_state["args"]
+    assert len(args) == 658 and args["iteration"] == 0, "the one that counts is beside them"
+    assert args["model_type"] == 1 and args["params_dtype"] == "torch.float32", "plain values"
+    assert extras.clip_grad == 1.0
+    assert "decoder.layers.3.mlp.linear_fc2._extra_state" in extras.stateless
+
+
+def test_a_tag_is_found_as_megatron_names_it(tmp_path: Path) -> None:
+    with open_checkpoint(GOLDEN / "td_full_tp2dp2", tag=TAG) as checkpoint:
+        assert checkpoint.folder == GOLDEN / "td_full_tp2dp2" / TAG
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_megatrons_own_cuts_are_those_of_the_families(family: str) -> None:
+    """The table of names in formats/megatron and the families' tables say the same."""
+    sizes = find_family(family).sizes(**SIZES[family])
+    for name, row in find_family(family).table(sizes).items():
+        assert layout_of(name, row.shape, sizes.gated) == row.layout, name
+
+
+_PLAIN = dict(layers=2, hidden=8, heads=4, groups=2, head_dim=2, ffn=12, vocab=16, true_vocab=16)
+_LLAMA = {**_PLAIN, "gated": True, "biases": False, "norm_biases": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt": {**_PLAIN, "positions": 8},
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": {**_LLAMA, "qkv_biases": True},
+    "qwen3": {**_LLAMA, "qk_norms": True},
+    "mixtral": {**_LLAMA, "experts": 4, "shared_ffn": 12, "every": 2},
+}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_keys_and_names_are_inverse(stacked: bool) -> None:
+    for family, sizes in SIZES.items():
+        for name in find_family(family).table(find_family(family).sizes(**sizes)):
+            at = key_of(name, stacked)
+            assert read_key(at.key).canonical(at.index)[0] == name

@@ -1,0 +1,64 @@
+"""The training program on megatron-core's own stack: the same model, data and schedule as under
+DeepSpeed, whose files it resumes."""
+
+import pytest
+
+from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
+from tests.ranks import RankPool
+
+MEGATRON = ["--engine", "megatron"]
+SHARED = [*MEGATRON, "--use-distributed-optimizer"]
+MESHES = {
+    "tp2pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+    "layout": [
+        *["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "E|t|t|L"],
+    ],
+    "overlap": [
+        *["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"],
+    ],
+}
+
+
+def test_it_trains_as_under_deepspeed(ranks: RankPool, llama: Source) -> None:
+    tp = ["--tensor-model-parallel-size", "2"]  # decides the padding of the vocabulary
+    found = ranks.run(4, JOB, llama.argv(SHARED, tp, MESHES["layout"]))[-1]
+    assert found["losses"] == pytest.approx(llama.result["losses"], rel=0, abs=1e-5)
+    rates = [part for part in found["said"].split("|") if "learning rate" in part]
+    assert rates == [p for p in llama.result["said"].split("|") if "learning rate" in p]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_it_resumes_deepspeeds_files(ranks: RankPool, llama: Source, mesh: str) -> None:
+    argv = llama.resume(SHARED, MESHES[mesh], "--universal-checkpoint")
+    check_resumed(llama, ranks.run(4, JOB, argv)[-1])
+
+
+def test_one_rank_with_a_plain_optimizer(ranks: RankPool, gpt: Source) -> None:
+    check_resumed(gpt, ranks.run(1, JOB, gpt.resume(MEGATRON, "--universal-checkpoint"))[-1])
+
+
+@pytest.fixture(scope="module")
+def own(ranks: RankPool, llama: Source, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """The run of `llama` on megatron-core's stack, with checkpoints of its own."""
+    folder = tmp_path_factory.mktemp("stack") / "run"
+    tp = ["--tensor-model-parallel-size", "2"]
+    argv = llama.argv(SHARED, tp, "--save", str(folder), "--save-interval", str(SAVED))
+    return Source(llama.model, folder, ranks.run(4, JOB, argv)[-1])
+
+
+def test_its_files_resume_on_other_meshes(ranks: RankPool, own: Source) -> None:
+    newest = own.folder / "latest_checkpointed_iteration.txt"
+    assert newest.read_text() == str(ITERATIONS)
+    argv = own.resume(SHARED, MESHES["overlap"], "--universal-checkpoint")
+    check_resumed(own, ranks.run(4, JOB, argv)[-1])
+
+
+def test_its_files_resume_under_deepspeed(ranks: RankPool, own: Source) -> None:
+    argv = own.resume("--zero-stage", "3", "--universal-checkpoint")
+    check_resumed(own, ranks.run(2, JOB, argv)[-1])
+
+
+def test_on_the_same_mesh_not_a_bit_differs(ranks: RankPool, own: Source) -> None:
+    tp = ["--tensor-model-parallel-size", "2"]
+    result = ranks.run(4, JOB, own.resume(SHARED, tp, "--universal-checkpoint"))[-1]
+    assert result["losses"] == own.result["losses"][SAVED:]

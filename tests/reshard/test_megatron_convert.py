@@ -1,0 +1,186 @@
+"""Megatron's folders converted to DeepSpeed's files and back: states, steps, hyper-parameters,
+scheduler and counters are equal bit by bit, and torch's own reader reads what was written."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.errors import StateMismatchError, UsageError
+from megatron_ucp.families import find_family
+from megatron_ucp.families.base import Model
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.canonical import read_state
+from megatron_ucp.reshard.convert import convert
+from megatron_ucp.reshard.diff import diff
+from megatron_ucp.reshard.export import export_hf
+from megatron_ucp.reshard.newest import newest_whole
+from megatron_ucp.reshard.verify import verify
+from tests.formats.megatron_files import GOLDEN, TAG, by_torch, copied, split, swapped_chunks
+
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+MIXTURE = "td_full_moe_ep2"
+
+
+def mesh_of(case: str) -> ucp.Mesh | None:
+    return ucp.Mesh(dp=2, ep=2) if case == MIXTURE else None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_to_torch_dist_and_through_deepspeed_back(case: str, tmp_path: Path) -> None:
+    one, native, two = tmp_path / TAG, tmp_path / "native" / "tag", tmp_path / "back" / TAG
+    found = convert(GOLDEN / case, one, to="torch_dist", target=mesh_of(case))
+    assert found.notes == () and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    convert(one, native, target=ucp.Mesh(tp=2, dp=2, zero=1))
+    convert(native.parent, two, to="torch_dist", target=mesh_of(case))
+    for other in (one, native, two):
+        assert diff(GOLDEN / case, other) == [], other
+        assert verify(other, deep=True).findings == ()
+
+
+def test_to_a_universal_folder(tmp_path: Path) -> None:
+    for case in ("td_dpr_dp2_bf16", MIXTURE):
+        convert(GOLDEN / case, tmp_path / case / "universal", to="universal")
+        assert diff(GOLDEN / case, tmp_path / case / "universal") == []
+
+
+@pytest.mark.parametrize("case", ["td_dpr_pp2vpp2", MIXTURE])
+def test_torchs_own_reader_reads_the_same_bytes(case: str, tmp_path: Path) -> None:
+    """And it reads the same of every tensor that stock Megatron wrote under names."""
+    folder = tmp_path / TAG
+    convert(GOLDEN / case, folder, to="torch_dist", target=mesh_of(case))
+    found = by_torch(folder)
+    stock = {k: v for k, v in by_torch(GOLDEN / case / TAG).items() if "optimizer.dist" not in k}
+    assert stock.items() and {*stock} <= {*found}
+    for key, values in stock.items():
+        assert found[key].dtype == values.dtype and torch.equal(found[key], values), key
+    with open_checkpoint(folder) as checkpoint:
+        for name, state, values in split(found):
+            if state != "weight":
+                assert torch.equal(read_state(checkpoint, name, state), values.reshape(-1)), name
+
+
+def test_what_stock_asks_for_besides_tensors(tmp_path: Path) -> None:
+    """Every key of stock's own folder is there, and its `common.pt` loads as Megatron loads it."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for case in ("td_full_tp2dp2", MIXTURE):
+        folder = tmp_path / case / TAG
+        convert(GOLDEN / case, folder, to="torch_dist", target=mesh_of(case))
+        keys = [
+            set(FileSystemReader(path).read_metadata().state_dict_metadata)
+            for path in (GOLDEN / case / TAG, folder)
+        ]
+        assert keys[0] <= keys[1], sorted(keys[0] - keys[1])
+        ours, stock = (_common(path) for path in (folder, GOLDEN / case / TAG))
+        assert {*stock} <= {*ours}
+        assert ours["optimizer"].keys() == stock["optimizer"].keys()
+        assert ours["iteration"] == 3 and ours["args"].num_attention_heads == 4
+        assert ours["args"].consumed_train_samples == 12 and ours["args"].no_save_rng
+        assert [_identity(group) for group in _groups(ours)] == [
+            _identity(group) for group in _groups(stock)
+        ]
+        for one, other in zip(_groups(ours), _groups(stock), strict=True):
+            assert {key: one[key] for key in other} == other
+
+
+def _common(folder: Path) -> Any:
+    return torch.load(folder / "common.pt", weights_only=False)
+
+
+def _groups(common: Any) -> list[dict[str, Any]]:
+    tree = common["optimizer"]
+    trees = [tree[0], tree[1]] if 0 in tree else [tree]
+    return [group for one in trees for group in one["optimizer"]["param_groups"]]
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return tuple(group[key] for key in keys)
+
+
+def test_a_difference_is_seen(tmp_path: Path) -> None:
+    """The control of all comparisons above: two layers' moments that change places."""
+    tag = copied("td_full_tp2dp2", tmp_path / "changed")
+    key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
+    swapped_chunks(tag, (key, (1, 0, 0)), (key, (2, 0, 0)))  # type: ignore[arg-type]
+    found = diff(GOLDEN / "td_full_tp2dp2", tag)
+    assert {one.parameter.split(".")[2] for one in found} == {"1", "2"}
+    assert all(one.what.startswith("exp_avg,") for one in found)
+
+
+def test_the_written_folder_is_the_same_from_every_source(tmp_path: Path) -> None:
+    """Tensors and index depend on the state alone, not on the mesh that holds it."""
+    native = tmp_path / "native" / "tag"
+    convert(GOLDEN / "td_full_tp2dp2", native, target=ucp.Mesh(dp=2, zero=3))
+    for at, source in enumerate((GOLDEN / "td_full_tp2dp2", native)):
+        convert(source, tmp_path / str(at) / TAG, to="torch_dist")
+    one, two = (by_torch(tmp_path / str(at) / TAG) for at in range(2))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_experts_optimizer_follows_the_mesh(tmp_path: Path) -> None:
+    """With and without expert parallelism `common.pt` has another form; either becomes the
+    other."""
+    convert(GOLDEN / MIXTURE, tmp_path / "one" / TAG, to="torch_dist")
+    convert(tmp_path / "one", tmp_path / "two" / TAG, to="torch_dist", target=mesh_of(MIXTURE))
+    forms = [_common(tmp_path / name / TAG)["optimizer"].keys() for name in ("one", "two")]
+    assert 0 not in forms[0] and {*forms[1]} == {0, 1}
+    assert (
+        diff(GOLDEN / MIXTURE, tmp_path / "one") == diff(GOLDEN / MIXTURE, tmp_path / "two") == []
+    )
+
+
+def test_newest_and_weights_alone_of_a_damaged_folder(tmp_path: Path) -> None:
+    tag = copied("td_full_tp2dp2", tmp_path / "run")
+    assert newest_whole(tmp_path / "run").folder == tag
+    key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
+    swapped_chunks(tag, (key, (1, 0, 0)), (key, (2, 0, 0)))  # type: ignore[arg-type]
+    with pytest.raises(StateMismatchError, match="--allow weights"):
+        export_hf(tag, tmp_path / "hf")
+    export_hf(GOLDEN / "td_full_tp2dp2", tmp_path / "good")
+    found = export_hf(tag, tmp_path / "hf", allow={"weights"})
+    assert "weights alone: no states of an optimizer" in found.notes
+    assert diff(tmp_path / "good", tmp_path / "hf") == []
+    shutil.copytree(GOLDEN / "td_full_tp2dp2" / TAG, tmp_path / "run" / "iter_0000002")
+    newest = newest_whole(tmp_path / "run")
+    assert newest.folder.name == "iter_0000002" and "iter_0000003" in newest.passed_over[0]
+
+
+def test_refused(tmp_path: Path) -> None:
+    case = GOLDEN / "td_full_tp2dp2"
+    with pytest.raises(UsageError, match="the output exists"):
+        convert(case, case / TAG, to="torch_dist")
+    with pytest.raises(UsageError, match="no such format"):
+        convert(case, tmp_path / "x", to="zarr")
+    found = convert(case, tmp_path / "odd_name", to="torch_dist")
+    assert "Megatron looks for folders such as" in found.notes[0]
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_the_family_follows_from_the_arguments() -> None:
+    from megatron_ucp.families.arguments import with_model
+
+    found: dict[str, Manifest] = {}
+    for case in CASES:
+        with open_checkpoint(GOLDEN / case) as checkpoint:
+            found[case] = with_model(checkpoint.manifest)
+    assert {case: one.family for case, one in found.items()} == {
+        case: "mixtral" if case == MIXTURE else "llama" for case in CASES
+    }
+    for one in found.values():
+        sizes = one.run["model"]["sizes"]
+        assert (sizes["layers"], sizes["heads"], sizes["groups"], sizes["vocab"]) == (4, 4, 2, 64)
+        model = Model(find_family(one.family), find_family(one.family).sizes(**sizes))
+        cuts = {spec.name: spec.without_chunks().layout for spec in one.params}
+        assert {name: row.layout for name, row in model.table.items()} == cuts
+
+
+def test_without_moments_there_is_nothing_that_megatron_would_load(tmp_path: Path) -> None:
+    export_hf(GOLDEN / "td_full_tp2dp2", tmp_path / "hf")
+    with pytest.raises(StateMismatchError, match="holds no optimizer"):
+        convert(tmp_path / "hf", tmp_path / TAG, to="torch_dist")
