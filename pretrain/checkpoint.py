@@ -25,8 +25,13 @@ from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.registry import is_hugging_face, open_checkpoint
-from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
+from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
+from megatron_ucp.formats.tags import (
+    has_state_files,
+    iteration_name,
+    nothing_there,
+    tag_folder,
+)
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.output_folder import require_plain
 from pretrain import hugging_face
@@ -76,7 +81,7 @@ def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | Non
 def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
     if args.load is None:
         return None
-    tag = args.load_tag if args.ckpt_step is None else f"global_step{args.ckpt_step}"
+    tag = args.load_tag if args.ckpt_step is None else _tag_of(Path(args.load), args.ckpt_step)
     if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
         return _weights(args.load, tag)
     if tag is None and nothing_there(args.load):
@@ -114,6 +119,12 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
+
+
+def _tag_of(load: Path, step: int) -> str:
+    """The tag of an iteration: as Megatron names it, where there is such a folder."""
+    megatron = iteration_name(step)
+    return megatron if (load / megatron).is_dir() else f"global_step{step}"
 
 
 def _weights(folder: str, tag: str | None) -> Saved:
@@ -154,7 +165,7 @@ def _declared(
 ) -> Mapping[str, ParamSpec] | None:
     """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every
     other one."""
-    if (folder / FILE_NAME).is_file():
+    if (folder / FILE_NAME).is_file() or is_megatron(folder):
         return None
     rows, tp = _embedding_rows(scan(folder))
     if tp < 2 or not rows:
@@ -303,7 +314,10 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         load_lr_scheduler_states=keep and saved.has_schedule,
         family=args.model_family,
         rng=not args.no_load_rng,
-        allow={"vocab"} if args.allow_vocab_resize else (),
+        allow={
+            *(["vocab"] if args.allow_vocab_resize else []),
+            *(["scheduler"] if saved.has_schedule else []),  # Megatron's own fits this program's
+        },
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")
