@@ -81,7 +81,7 @@ def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | Non
 def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
     if args.load is None:
         return None
-    tag = args.load_tag if args.ckpt_step is None else _tag_of(Path(args.load), args.ckpt_step)
+    tag = _tag_of(args)
     if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
         return _weights(args.load, tag)
     if tag is None and nothing_there(args.load):
@@ -121,10 +121,13 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         )
 
 
-def _tag_of(load: Path, step: int) -> str:
-    """The tag of an iteration: as Megatron names it, where there is such a folder."""
-    megatron = iteration_name(step)
-    return megatron if (load / megatron).is_dir() else f"global_step{step}"
+def _tag_of(args: argparse.Namespace) -> str | None:
+    """The tag that is asked for; that of an iteration is named as Megatron does, where there is
+    such a folder."""
+    if args.ckpt_step is None:
+        return args.load_tag
+    megatron = iteration_name(args.ckpt_step)
+    return megatron if (Path(args.load) / megatron).is_dir() else f"global_step{args.ckpt_step}"
 
 
 def _weights(folder: str, tag: str | None) -> Saved:
@@ -301,6 +304,12 @@ def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> i
     return stored
 
 
+def _allowed(args: argparse.Namespace, saved: Saved) -> set[str]:
+    """What a load may do: Megatron's own scheduler fits this program's."""
+    vocab = {"vocab"} if args.allow_vocab_resize else set[str]()
+    return vocab | {"scheduler"} if saved.has_schedule else vocab
+
+
 def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position, Report]:
     """Fills the engine; returns where to go on, and what was read. Collective. Raises a UcpError on
     every rank."""
@@ -314,10 +323,7 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         load_lr_scheduler_states=keep and saved.has_schedule,
         family=args.model_family,
         rng=not args.no_load_rng,
-        allow={
-            *(["vocab"] if args.allow_vocab_resize else []),
-            *(["scheduler"] if saved.has_schedule else []),  # Megatron's own fits this program's
-        },
+        allow=_allowed(args, saved),
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")
