@@ -24,7 +24,7 @@ from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.registry import is_hugging_face, open_checkpoint
+from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
 from megatron_ucp.formats.tags import (
     has_state_files,
     iteration_name,
@@ -82,7 +82,7 @@ def peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | Non
 def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | None:
     if args.load is None:
         return None
-    tag = args.load_tag if args.ckpt_step is None else _tag_of(args)
+    tag = _tag_of(args)
     if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
         return _weights(args.load, tag)
     if tag is None and nothing_there(args.load):
@@ -122,8 +122,11 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         )
 
 
-def _tag_of(args: argparse.Namespace) -> str:
-    """The tag of an iteration: Megatron's where there is one."""
+def _tag_of(args: argparse.Namespace) -> str | None:
+    """The tag that is asked for; that of an iteration is named as Megatron does, where there is
+    such a folder."""
+    if args.ckpt_step is None:
+        return args.load_tag
     megatron = iteration_name(args.ckpt_step)
     return megatron if (Path(args.load) / megatron).is_dir() else f"global_step{args.ckpt_step}"
 
@@ -166,7 +169,7 @@ def _declared(
 ) -> Mapping[str, ParamSpec] | None:
     """Layouts of the family for a tensor-parallel checkpoint without a manifest; None for every
     other one."""
-    if (folder / FILE_NAME).is_file():
+    if (folder / FILE_NAME).is_file() or is_megatron(folder):
         return None
     rows, tp = _embedding_rows(scan(folder))
     if tp < 2 or not rows:
@@ -302,6 +305,12 @@ def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> i
     return stored
 
 
+def _allowed(args: argparse.Namespace, saved: Saved) -> set[str]:
+    """What a load may do: Megatron's own scheduler fits this program's."""
+    vocab = {"vocab"} if args.allow_vocab_resize else set[str]()
+    return vocab | {"scheduler"} if saved.has_schedule else vocab
+
+
 def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position, Report]:
     """Fills the engine; returns where to go on, and what was read. Collective. Raises a UcpError on
     every rank."""
@@ -315,8 +324,7 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
         load_lr_scheduler_states=keep and (saved.has_schedule or args.engine == MEGATRON),
         family=args.model_family,
         rng=not args.no_load_rng,
-        # a schedule that counts samples is this program's or Megatron's, which says the same
-        allow={*(["vocab"] if args.allow_vocab_resize else []), "scheduler"},
+        allow=_allowed(args, saved),
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")

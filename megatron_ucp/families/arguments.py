@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import ARGUMENTS, Manifest
 from megatron_ucp.families import families
 from megatron_ucp.families.architecture import (
     NEUTRAL,
@@ -14,7 +14,6 @@ from megatron_ucp.families.architecture import (
 )
 from megatron_ucp.families.base import Family
 
-ARGUMENTS = "arguments"  # of a manifest's run: what a reader of Megatron's files puts there
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
 
 

@@ -15,10 +15,10 @@ from megatron_ucp.formats.tags import tag_folder
 
 # the first one that recognises a folder opens it
 _HUGGING_FACE = HuggingFaceFormat()
+_MEGATRON: tuple[Format, ...] = (TorchDistFormat(), LegacyFormat())
 FORMATS: tuple[Format, ...] = (
     _HUGGING_FACE,
-    TorchDistFormat(),
-    LegacyFormat(),
+    *_MEGATRON,
     UniversalFormat(),
     NativeFormat(),
 )
@@ -56,6 +56,11 @@ def checkpoint_folder(path: str | Path, tag: str | None = None) -> Path:
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder is one of a Hugging Face model."""
     return _HUGGING_FACE.recognises(folder)
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether a tag folder is one that Megatron wrote, or that was written for it."""
+    return any(row.recognises(folder) for row in _MEGATRON)
 
 
 def format_of(folder: Path) -> Format:

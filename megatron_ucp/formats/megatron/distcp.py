@@ -24,13 +24,8 @@ class DistcpFile(OpenFile):
     def __init__(self, path: str | os.PathLike[str], index: Index) -> None:
         super().__init__(path)
         name = os.path.basename(self.path)
-        self.chunks = [
-            (tensor, chunk)
-            for tensor in index.tensors.values()
-            for chunk in tensor.chunks
-            if chunk.place.file == name
-        ]
-        self.objects = {key: at for key, at in index.objects.items() if at.file == name}
+        self.chunks = index.chunks_by_file.get(name, ())
+        self.objects = index.objects_by_file.get(name, {})
         self._archives: dict[int, PtArchive] = {}
         self._records: dict[int, Record] = {}
 

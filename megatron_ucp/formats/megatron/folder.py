@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import ARGUMENTS, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Extras, Record, Told, Where
@@ -25,7 +25,6 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import storages_of
 from megatron_ucp.formats.recorded import Recorded
 
-ARGUMENTS = "arguments"  # of a manifest's run: what Megatron-LM's flags were, as plain values
 SAVED_ON = "saved_on"  # the mesh of the run, where the files don't depend on it
 Read = TypeVar("Read")
 

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +68,23 @@ class Index:
     def file_names(self) -> list[str]:
         """Every file that something lies in."""
         return sorted({place.file for place in self.places()})
+
+    @cached_property
+    def chunks_by_file(self) -> Mapping[str, Sequence[tuple[StoredTensor, Chunk]]]:
+        """What each file has of tensors."""
+        out: dict[str, list[tuple[StoredTensor, Chunk]]] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                out.setdefault(chunk.place.file, []).append((tensor, chunk))
+        return out
+
+    @cached_property
+    def objects_by_file(self) -> Mapping[str, Mapping[str, ArchivePlace]]:
+        """The objects of each file, by key."""
+        out: dict[str, dict[str, ArchivePlace]] = {}
+        for key, place in self.objects.items():
+            out.setdefault(place.file, {})[key] = place
+        return out
 
     def places(self) -> Iterator[ArchivePlace]:
         for tensor in self.tensors.values():

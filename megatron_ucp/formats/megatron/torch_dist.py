@@ -1,7 +1,7 @@
 """Megatron-core's distributed checkpoints (`torch_dist`), opened."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -162,19 +162,19 @@ class TorchDistCheckpoint(MegatronFolder):
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file, and proves the masters of the weights in it."""
         file = self.file(name)
-        if not isinstance(file, DistcpFile):
-            return
-        keys = {tensor.key for tensor, _ in file.chunks}
-        wrong = [
-            weight.name
-            for weight in self.states.weights.values()
-            if weight.blocks
-            and weight.blocks[0].tensor.key in keys
-            and weight.blocks[0].chunk.place.file == name
-            and not self._is_proved(weight)
-        ]
+        weights = self._weights_by_file.get(name, ())
+        wrong = [weight.name for weight in weights if not self._is_proved(weight)]
         if wrong:
             raise not_proved(wrong, self.arguments, file.path)
+
+    @cached_property
+    def _weights_by_file(self) -> Mapping[str, Sequence[StoredParam]]:
+        """Each weight in the file that has its first chunk."""
+        out: dict[str, list[StoredParam]] = {}
+        for weight in self.states.weights.values():
+            if weight.blocks:
+                out.setdefault(weight.blocks[0].chunk.place.file, []).append(weight)
+        return out
 
     def _is_proved(self, weight: StoredParam) -> bool:
         """Whether the masters of a weight are stored beside it, and are not it."""
