@@ -22,6 +22,7 @@ from megatron_ucp.reshard.newest import newest_whole
 from megatron_ucp.reshard.verify import verify
 from tests.formats.megatron_files import GOLDEN, TAG, by_torch, copied, split, swapped_chunks
 
+pytestmark = pytest.mark.long  # each writes and syncs several folders
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 MIXTURE = "td_full_moe_ep2"
 
