@@ -30,11 +30,13 @@ class Engine(Protocol):
     """A live engine on this rank, and what the ranks together hold.
 
     `manifest` describes the whole engine: of its optimizer's states the masters alone, as the
-    others come with a checkpoint. Describing it changed nothing in the engine.
+    others come with a checkpoint. Describing it changed nothing in the engine. `has_one_step` says
+    that its optimizer counts one step for all parameters.
     """
 
     manifest: Manifest
     has_optimizer: bool
+    has_one_step: bool
 
     def told(self) -> Told:
         """What the engine knows of checkpoints of its own model."""

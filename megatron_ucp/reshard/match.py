@@ -175,9 +175,19 @@ def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str
     )
 
 
-def require_alone(target: Manifest, fit: Fit, file: str) -> None:
+def require_alone(target: Manifest, fit: Fit, one_step: bool, file: str) -> None:
     """Raises StateMismatchError where parameters whose states begin afresh share a flat buffer with
-    others: an optimizer counts one step for all of a buffer."""
+    others, as an optimizer counts one step for all of a buffer; or at all, where it counts
+    `one_step` for all parameters."""
+    if fit.fresh and one_step:
+        raise StateMismatchError(
+            "parameters can't begin afresh: the engine's optimizer counts one step for all",
+            file=file,
+            parameter=min(fit.fresh),
+            expected="the parameters that the run trained",
+            found=f"{len(fit.fresh)} others",
+            fix="load with load_optimizer_states=False, or go on under DeepSpeed",
+        )
     kinds = {name: "new" for name in fit.new} | {name: "unfrozen" for name in fit.unfrozen}
     for buffer in target.buffers if kinds else ():
         found = {kinds.get(m.param, "going on"): m.param for m in buffer.members}

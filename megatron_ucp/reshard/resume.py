@@ -153,7 +153,7 @@ class _Job:
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
-        require_alone(bare, fit, file)
+        require_alone(bare, fit, optimizer and engine.has_one_step, file)
         states = _states(bare, source.manifest, fit, optimizer, file)
         target = _with_states(engine, states)
         groups = _groups(target, source.manifest, fit, file) if optimizer else []

@@ -6,6 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ucp.core.flat import alone
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines.megatron.engine.live import LiveMegatron
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.reshard.match import Fit, require_alone
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
 
@@ -109,6 +115,18 @@ def test_only_what_was_allowed(sources: Sources) -> None:
         found = go_on(sources, 2, setup, folder, allow=allow)
         assert found["error"].startswith(error) and word in found["error"], found["error"]
         assert found["unchanged"]
+
+
+def test_an_engine_with_one_step_for_all_refuses() -> None:
+    """megatron-core's optimizers count one step, DeepSpeed's one for each buffer."""
+    apart = [alone(name, 2, (), group) for group, name in enumerate("ab")]
+    specs = tuple(ParamSpec(name, (2,), "float32") for name in "ab")
+    target = Manifest("", Mesh(), specs, tuple(apart), (ParamGroup({}), ParamGroup({})))
+    fit = Fit(new=["b"])
+    require_alone(target, fit, False, "x")
+    require_alone(target, Fit(), LiveMegatron.has_one_step, "x")
+    with pytest.raises(StateMismatchError, match="one step for all"):
+        require_alone(target, fit, LiveMegatron.has_one_step, "x")
 
 
 def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:

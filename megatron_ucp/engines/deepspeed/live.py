@@ -72,7 +72,7 @@ class LiveEngine:
         self.first_group = joined.first_group[here]
         self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
         self.manifest = _manifest(own, joined, parts)
-        self.has_optimizer = own.wrapper.base is not None
+        self.has_optimizer, self.has_one_step = own.wrapper.base is not None, False
 
     @property
     def buffers(self) -> list[LiveBuffer]:

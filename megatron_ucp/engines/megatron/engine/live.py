@@ -58,6 +58,7 @@ class LiveMegatron:
     ModelMismatchError where they don't fit."""
 
     has_optimizer = True
+    has_one_step = True
 
     def __init__(self, stack: MegatronStack, own: OwnPlace, stages: Sequence[Stage]) -> None:
         places = [stage.at for stage in stages]
