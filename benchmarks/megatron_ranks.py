@@ -56,7 +56,7 @@ class Large(Mcore):
         )
 
 
-def measure(folder: str, size: dict[str, int], repetitions: int) -> dict[str, Any]:
+def measure(folder: str, size: dict[str, Any], repetitions: int) -> dict[str, Any]:
     """Seconds of every way to save and to load, interleaved; the first round is not counted."""
     engine = make(Large("gpt", dtype="bf16", tied=True, **size))
     train(engine, 1)
