@@ -220,6 +220,39 @@ def measure(
     }
 
 
+def measure_weights(
+    folder: str, mesh: Mesh, size: dict[str, int], repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of loads from a Hugging Face folder of the mesh's own save, in fp32, and of one
+    reading of as many bytes of it; the first round is not counted."""
+    weights = Path(folder, f"{mesh}_hf")
+    if dist.get_rank() == 0:
+        ucp.export_hf(Path(folder, str(mesh)), weights, "float32")
+    loads = Loads(folder, mesh, size)
+    left = loads.needed_bytes() // 3  # masters alone
+
+    def floor() -> None:
+        memory = torch.empty(left, dtype=torch.uint8)
+        with (weights / "model.safetensors").open("rb", buffering=0) as file:
+            at = 0
+            while at < left:
+                at += file.readinto(memory.numpy().data[at : min(at + 2**28, left)]) or 0
+
+    ways: dict[str, Callable[[], Any]] = {
+        "floor": floor,
+        "load": lambda: ucp.load(loads.engine, weights, family=family(mesh)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repetition in range(repetitions + 1):
+        for name, call in ways.items():
+            loads.clear()
+            taken = timed(call)[0]
+            if repetition:
+                seconds[name].append(taken)
+    loads.close()
+    return seconds
+
+
 def observed(
     folder: str, mesh: Mesh, pairs: tuple[Pair, ...], size: dict[str, int], way: str, marker: str
 ) -> dict[str, int]:

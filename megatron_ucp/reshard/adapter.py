@@ -48,10 +48,10 @@ def adapter_of(manifest: Manifest, file: str) -> Adapter | None:
     Raises UnsupportedError for several adapters, and for one that is not of low rank.
     """
     kinds = {spec.name: spec.kind for spec in manifest.params}
+    if not any(name.startswith(PREFIX) for name in kinds):
+        return None  # other implementations of adapters: names are what they are
     if not any(map(_PART.fullmatch, kinds)):
-        if any(name.startswith(PREFIX) for name in kinds):
-            raise _unsupported("the model has an adapter that is not of low rank", kinds, file)
-        return None
+        raise _unsupported("the model has an adapter that is not of low rank", kinds, file)
     found, names, unknown = Adapter(), set[str](), list[str]()
     for name, kind in kinds.items():
         if match := _PART.fullmatch(name) or _WHOLE.fullmatch(name):

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.reshard.adapter import adapter_of
 from tests.engines.canonical import differences
 from tests.ranks import RankPool
 from tests.reshard import twins
@@ -205,6 +208,30 @@ def test_another_base_is_found_by_the_frozen_weights(saved: Saved, tmp_path: Pat
     assert "model.layers.1.mlp.up_proj.weight" in said
     blind, _ = saved("llama", 1, True)
     ucp.export_hf(blind, tmp_path / "out", **options)
+
+
+def test_names_that_are_not_pefts() -> None:
+    """Only what peft wrapped is renamed: others' factors have its words without its wrapper."""
+
+    def of(*names: str) -> Manifest:
+        specs = tuple(ParamSpec(name, (4, 2), "float32") for name in names)
+        return Manifest("zero12", Mesh(), specs, ())
+
+    inner = "base_model.model.lm"
+    assert (
+        adapter_of(of("layer.q.weight", "layer.q.lora_A.weight", "layer.q.lora_B.weight"), "")
+        is None
+    )
+    found = adapter_of(of(f"{inner}.lora_A.mine.weight", f"{inner}.lora_B.mine.weight"), "")
+    assert found is not None and found.name == "mine"
+    assert [*found.files.values()] == [f"{inner}.lora_A.weight", f"{inner}.lora_B.weight"]
+    for wrong in (
+        of(f"{inner}.ia3_l.default"),
+        of(f"{inner}.lora_A.one.weight", f"{inner}.lora_A.two.weight"),
+        of(f"{inner}.lora_A.one.weight", f"{inner}.weight"),
+    ):
+        with pytest.raises(UnsupportedError):
+            adapter_of(wrong, "")
 
 
 def test_a_merge_of_nothing(tmp_path: Path, saved: Saved) -> None:

@@ -1,0 +1,70 @@
+"""Loading a Hugging Face folder into a live engine, against one reading of the bytes that a rank
+needs: 124 million parameters, two ranks.
+
+    python -m benchmarks.import_hf                         # two minutes
+    python -m benchmarks.import_hf --tiny --repetitions 2  # to see that it runs
+
+The folder is an export in fp32 of a save of the same model. `floor` reads as many bytes as a rank
+has of the masters, once, into fresh memory. Ratios are of medians of one run, interleaved, the page
+cache warm. Writes benchmarks/results/import_hf.json.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import TP1Z1, TP2Z1
+from benchmarks.machine import description
+from benchmarks.model import HEADS, TINY
+from benchmarks.tool import claim
+from tests.ranks import RankPool
+
+RANKS, RESULTS, LIMIT = 2, Path(__file__).parent / "results" / "import_hf.json", 1.3
+JOBS = "benchmarks.load_ranks:"
+SMALL = TINY | {"width": 8 * HEADS}  # GPT-2 has as many elements as its heads have together
+
+
+def main() -> int:
+    args = parse()
+    size, rows, seconds = SMALL if args.tiny else {}, list[dict[str, Any]](), dict[str, Any]()
+    folder = Path(tempfile.mkdtemp(prefix="import_hf_", dir=args.folder))
+    pool = RankPool(RANKS)
+    try:
+        for mesh in (TP1Z1, TP2Z1):
+            pool.run(RANKS, JOBS + "save", str(folder), mesh, size, timeout_s=600)
+            found = pool.run(
+                RANKS,
+                JOBS + "measure_weights",
+                str(folder),
+                mesh,
+                size,
+                args.repetitions,
+                timeout_s=600,
+            )[0]
+            load, floor = (statistics.median(found[name]) for name in ("load", "floor"))
+            rows.append(claim(f"load into {mesh} / floor", load / floor, LIMIT))
+            seconds[str(mesh)] = found
+            print(f"{rows[-1]['what']}: {load / floor:.2f} (at most {LIMIT}); {load:.2f} s")
+    finally:
+        pool.close()
+        shutil.rmtree(folder)
+    result = {"ratios": rows, "seconds": seconds, "ranks": RANKS, "machine": description()}
+    if not args.tiny:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if args.tiny or all(row["met"] for row in rows) else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, nothing is written")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--folder", help="for the checkpoints; default: the temporary folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
