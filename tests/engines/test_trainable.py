@@ -1,4 +1,5 @@
-"""Other trainable parameters than in the checkpoint: unfrozen, frozen and new ones."""
+"""Other trainable parameters than in the checkpoint, unfrozen, frozen and new ones; and other
+parameter groups."""
 
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,29 @@ def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
     assert wrong(want["full"], found["after"]["full"]) == []
     steps = {key[0]: v for key, v in found["stepped"]["scalars"].items() if key[1] == "step"}
     assert steps.pop(THAWED) == 1 and {*steps.values()} == {STEPS + 1}
+
+
+@pytest.mark.parametrize(
+    ("world", "zero", "groups"), [(1, 0, 2), (4, 1, 3), (2, 2, 2), (4, 3, 2), (2, 3, 3)]
+)
+def test_one_group_becomes_several(sources: Sources, world: int, zero: int, groups: int) -> None:
+    """Every member has the hyper-parameters and the rate of its group in the checkpoint."""
+    folder = str(sources.get(2, Setup(1, groups=1)))
+    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    found = go_on(sources, world, Setup(zero, seed=5, groups=groups), folder)
+    after = found["after"]
+    assert wrong(want["full"], found["before"]["full"])
+    for part in ("full", "scalars", "hyper"):
+        assert wrong(want[part], after[part]) == [], part
+    assert {s["lr"] for s in found["before"]["hyper"].values()} != {
+        s["lr"] for s in after["hyper"].values()
+    }
+    rates = [settings["lr"] for settings in found["stepped"]["hyper"].values()]
+    assert rates == pytest.approx([3e-3 / (1 + STEPS + 1)] * len(rates)) and len(rates) > 5
+
+
+def test_groups_that_differ_are_not_joined(sources: Sources) -> None:
+    folder, _ = source(sources, "fp32")
+    found = go_on(sources, 2, Setup(2, groups=1), folder)
+    assert found["error"].startswith("StateMismatchError") and found["unchanged"]
+    assert "different hyper-parameters" in found["error"] and "lr: " in found["error"]
