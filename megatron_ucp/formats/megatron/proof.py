@@ -3,14 +3,16 @@ weight, bit for bit. What is read in a wrong order, or was saved under wrong nam
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_ucp.core.box import Ints, whole
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
+
+if TYPE_CHECKING:
+    import torch
 
 Bounds = tuple[Ints, Ints]
 _WINDOW_ELEMS = 512 * 1024
@@ -66,12 +68,16 @@ def same_run(master: Run, weight: Run, elems: int) -> bool:
     return True
 
 
-def _same_bits(master: torch.Tensor, weight: torch.Tensor) -> bool:
+def _same_bits(master: "torch.Tensor", weight: "torch.Tensor") -> bool:
+    import torch  # inspecting a checkpoint must not need it
+
     rounded = master.to(weight.dtype)
     return torch.equal(rounded.view(torch.uint8), weight.view(torch.uint8))
 
 
-def _read(run: Run, low: int, count: int) -> torch.Tensor:
+def _read(run: Run, low: int, count: int) -> "torch.Tensor":
+    import torch
+
     where, size = run.where, ITEMSIZE[run.where.dtype]
     data = bytearray(count * size)
     first = where.offset_bytes + (run.offset_elems + low) * size
@@ -79,8 +85,10 @@ def _read(run: Run, low: int, count: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=getattr(torch, where.dtype))
 
 
-def _assembled(runs: Runs, shape: Ints) -> torch.Tensor:
+def _assembled(runs: Runs, shape: Ints) -> "torch.Tensor":
     """A whole parameter, for the rare one of which masters and weights are cut differently."""
+    import torch
+
     first = next(iter(runs.values()))
     out = torch.empty(whole(shape).shape, dtype=getattr(torch, first.where.dtype))
     for (start, stop), run in runs.items():
