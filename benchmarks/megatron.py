@@ -1,5 +1,5 @@
 """Megatron-core's own stack: `ucp.save` and `ucp.load` beside megatron-core's own save and load of
-`fully_reshardable` files, about 100 million parameters in bf16 on two ranks.
+`fully_reshardable` files, 80 million parameters in bf16 on two ranks.
 
     python -m benchmarks.megatron                         # about four minutes
     python -m benchmarks.megatron --tiny --repetitions 2  # to see that it runs
