@@ -31,6 +31,8 @@ from tests.formats.megatron_files import (
     swapped_chunks,
 )
 
+pytestmark = pytest.mark.long
+
 FLAT = ("td_dpr_dp2_bf16", "td_dpr_pp2vpp2")
 LAYER = (
     *("input_layernorm.weight", "self_attention.linear_proj.weight"),
