@@ -6,7 +6,6 @@ has to their places: nothing is gathered. Files are written aside; the folder ge
 of them are on disk.
 """
 
-import os
 import shutil
 import time
 import uuid
@@ -52,6 +51,7 @@ from megatron_ucp.formats.megatron.writer import (
 from megatron_ucp.formats.tags import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.outgoing import write_at
 
 _WINDOW_BYTES = 8 << 20
 _DATA = ".distcp"
@@ -271,10 +271,7 @@ def _write(handle: int, elements: torch.Tensor, chunk: PlannedChunk, aside: Path
     while done < len(data):
         window = data[done : done + _WINDOW_BYTES]
         crc = crc32(window, crc)
-        written = 0
-        while written < len(window):
-            at = chunk.data_offset + done + written
-            written += os.pwrite(handle, window[written:], at)
+        write_at(handle, window, chunk.data_offset + done)
         done += len(window)
     write_around(aside, chunk, crc)
 
