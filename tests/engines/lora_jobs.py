@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines.canonical import canonical
-from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data
+from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama
 
 RANK, ALPHA = 4, 12
 KINDS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def base_model(kind: str, seed: int) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
     if kind == "gpt2":
@@ -37,19 +37,7 @@ def base_model(kind: str, seed: int) -> Any:
         )
         sizes.attn_pdrop = sizes.embd_pdrop = sizes.resid_pdrop = 0.0
         return GPT2LMHeadModel(sizes)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=SEQUENCE,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
-    )
+    return tiny_llama(tied=False)
 
 
 def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:

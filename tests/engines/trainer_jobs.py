@@ -15,11 +15,10 @@ VOCAB, SEQUENCE, GLOBAL_BATCH, SAMPLES = 32, 8, 4, 64
 ON: Mapping[str, Any] = {"universal_checkpoint": {"enabled": True}}
 
 
-def make_model(seed: int) -> Any:
+def tiny_llama(tied: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=16,
@@ -28,10 +27,15 @@ def make_model(seed: int) -> Any:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=SEQUENCE,
-            tie_word_embeddings=True,
+            tie_word_embeddings=tied,
             use_cache=False,
         )
     )
+
+
+def make_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = tiny_llama(tied=True)
     model.register_buffer("mark", torch.full((3,), float(seed)))
     return model
 
