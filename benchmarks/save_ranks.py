@@ -9,7 +9,8 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
 from benchmarks.model import make_engine, train_step
-from megatron_ucp.engines.deepspeed.save import Saving, save
+from megatron_ucp.engines.deepspeed.save import save
+from megatron_ucp.engines.saves import Saving
 
 
 def measure(

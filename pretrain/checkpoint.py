@@ -405,6 +405,7 @@ def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> No
         args.save,
         arguments=flags,
         durable=not args.no_durable,
+        keep_latest=args.keep_latest,
         rng=not args.no_save_rng,
     )
     say(f"saved {report.path} at iteration {position.iteration}")
@@ -416,7 +417,8 @@ def export(engine: Any, args: argparse.Namespace) -> None:
     """The weights as a folder of a Hugging Face model, from the memory of all ranks. Collective."""
     model = args.tokenizer_model
     tokenizer = model if model and Path(model).is_dir() else None
-    found = engine.ucp_export_hf(args.export_hf, tokenizer=tokenizer)
+    exporting = engine.handle if args.engine == MEGATRON else engine
+    found = exporting.ucp_export_hf(args.export_hf, tokenizer=tokenizer)
     say(f"exported {found.path}: {found.tensors} tensors of {found.dtype}")
 
 

@@ -19,8 +19,6 @@ _NOT_DEEPSPEED = {
 _NOT_MEGATRON = {
     "zero_stage": "its counterpart of --zero-stage 1 is --use-distributed-optimizer",
     "deepspeed_config": "there is no DeepSpeed",
-    "export_hf": "megatron-ucp export-hf writes the folder from a checkpoint",
-    "keep_latest": "every save stays",
 }
 _USUAL_PARTITION = "type:transformer"
 

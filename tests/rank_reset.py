@@ -11,8 +11,8 @@ import gc
 import sys
 from typing import Any
 
-# Module -> global -> value after the import. A list or a dict is emptied in place: others may have
-# imported the object.
+# Module -> global -> value after the import. A list, dict or set is emptied in place: others may
+# have imported the object.
 FRESH: dict[str, dict[str, Any]] = {
     # the next init_distributed believes that it is initialised, with the old world
     "deepspeed.comm.comm": {"cdb": None},
@@ -60,6 +60,8 @@ FRESH: dict[str, dict[str, Any]] = {
         "_CUDA_RNG_STATE_TRACKER": None,
         "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
     },
+    # names of groups, which count from zero again: the next job would close DeepSpeed's
+    "megatron_ucp.engines.megatron.groups": {"_groups": set()},
 }
 
 frozen_modules = 0
@@ -80,7 +82,7 @@ def take_down() -> None:
     for module_name, values in FRESH.items():
         module = sys.modules.get(module_name)
         for name, value in values.items() if module else ():
-            if isinstance(value, list | dict):
+            if isinstance(value, list | dict | set):
                 getattr(module, name).clear()
             else:
                 setattr(module, name, value)

@@ -12,6 +12,7 @@ from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Repli
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
 
 FILE_NAME = "ucp_manifest.json"
+RECORDED = "model"  # of a manifest's run: sizes and architecture of the model, as its family says
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
 KINDS = ("trainable", "frozen", "buffer")
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.carried import carried_as
-from megatron_ucp.engines.deepspeed.export import export
 from megatron_ucp.engines.deepspeed.family import model_of
+from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine, refuse_writer
-from megatron_ucp.engines.deepspeed.save import Saving, save
+from megatron_ucp.engines.deepspeed.save import save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
+from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.saves import Saving
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
@@ -72,7 +74,8 @@ def attach(
     engine.__dict__[_ATTACHED] = True
     engine.save_checkpoint = _saver(engine, model, how)
     engine.load_checkpoint = _load_method(engine, family, loader, options)
-    engine.ucp_export_hf = functools.partial(export, engine, model)
+    described = functools.partial(describe, engine, model)
+    engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
     return engine
 
 

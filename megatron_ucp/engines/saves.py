@@ -1,13 +1,36 @@
-"""The end of a save, whatever engine makes it: files get their names, and what failed is a
-SaveError."""
+"""What saves of every engine share: how they are made, and their end. Files get their names, older
+tags go, and what failed is a SaveError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME
-from megatron_ucp.errors import DamagedFileError, SaveError
+from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.errors import DamagedFileError, SaveError, UsageError
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.tags import LATEST, read_pointer
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How saves are made. `durable`: files are on disk before they count. `keep_latest`: whole tags
+    that are left after a save (None: all). `rng`: random states are kept. `loader`: its position is
+    kept."""
+
+    durable: bool = True
+    keep_latest: int | None = None
+    rng: bool = True
+    loader: ResumableLoader | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_latest is not None and (
+            isinstance(self.keep_latest, bool) or self.keep_latest < 1
+        ):
+            raise UsageError(
+                "keep_latest is a number of tags", expected="at least 1", found=self.keep_latest
+            )
 
 
 def publish(
@@ -29,8 +52,8 @@ def publish(
         written = folder / tag / FILE_NAME
         if not written.is_file() or written.read_text(encoding="utf-8") != text:
             raise
-        name, wanted = pointer or (durable.LATEST, "")
-        named = durable.read_pointer(folder / name)
+        name, wanted = pointer or (LATEST, "")
+        named = read_pointer(folder / name)
         if named == wanted or pointer is None:
             what = "the tag is there and whole, but it may not be on disk yet"
         else:
@@ -57,3 +80,14 @@ def as_save_error() -> Iterator[None]:
             file=error.file,
             found=error.found,
         ) from error
+
+
+def prune(folder: Path, keep: int | None) -> list[str]:
+    """Lines about older tags. The save is done by now: what can't be removed is said, and no
+    error."""
+    if keep is None:
+        return []
+    try:
+        return durable.prune(folder, keep)
+    except OSError as error:
+        return [f"older tags could not be removed: {error}"]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.families.base import Model, Sizes
 
-RECORDED = "model"  # under this key a manifest's `run` says sizes and architecture
 _LONG = 8192.0  # positions that megatron-core's scaled rotary base was trained with
 
 # Fields of megatron-core's TransformerConfig, and of its GPTModel, that change what is computed:

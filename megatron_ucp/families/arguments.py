@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, cast
 
-from megatron_ucp.core.manifest import ARGUMENTS, Manifest
+from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest
 from megatron_ucp.families import families
 from megatron_ucp.families.architecture import (
     NEUTRAL,
     NEUTRAL_OF_EXPERTS,
-    RECORDED,
     Architecture,
 )
 from megatron_ucp.families.base import Family

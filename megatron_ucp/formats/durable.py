@@ -23,7 +23,7 @@ from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.tags import LATEST, is_unfinished, read_pointer
+from megatron_ucp.formats.tags import is_unfinished, newest_named
 
 _OURS = re.compile(r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
@@ -196,14 +196,14 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def prune(save_dir: Path, keep: int) -> list[str]:
-    """Removes all but the `keep` newest whole tags that `latest` has named; returns lines that say
-    what went, what stayed.
+    """Removes all but the `keep` newest whole tags that the pointer to the newest one (`latest`, or
+    Megatron's) has named; returns lines that say what went, what stayed.
 
-    Never touched: the tag that `latest` names, one without our manifest or that is not whole, one
+    Never touched: the tag that it names, one without our manifest or that is not whole, one
     that was saved without moving `latest`, one that somebody reads (see NativeCheckpoint). A tag
     stops looking like one before its first file goes.
     """
-    named = read_pointer(save_dir / LATEST)
+    _, named = newest_named(save_dir) or ("", "")
     mine: list[tuple[float, str]] = []
     for folder in save_dir.iterdir():
         if (

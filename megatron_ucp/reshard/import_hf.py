@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import Manifest, ParamGroup
+from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
-from megatron_ucp.families.architecture import RECORDED, Architecture
+from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings

@@ -23,7 +23,7 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.torch_dist import BACKEND
 from megatron_ucp.formats.megatron.writer import (
-    STATE_NAMES,
+    ADAM_STATES,
     WEIGHT,
     PlannedChunk,
     TorchDistPlan,
@@ -79,7 +79,7 @@ def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
     for spec in params.values():
         if spec.kind == "trainable":
             found, number = source.states_of(spec.name), source.group_number(spec.name)
-            held = tuple((state, found[state]) for state in STATE_NAMES)
+            held = tuple((state, found[state]) for state in ADAM_STATES)
             scalars = source.scalars_of(spec.name)
             elems = math.prod(spec.shape)
             buffers.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
@@ -120,20 +120,20 @@ def _check_states(source: Manifest, file: str) -> None:
         )
     for spec in trained:
         found = source.states_of(spec.name)
-        if {*found} - {*STATE_NAMES} - {VALUE}:
+        if {*found} - {*ADAM_STATES} - {VALUE}:
             raise UnsupportedError(
                 "Megatron-LM loads the states of Adam alone",
                 file=file,
                 parameter=spec.name,
-                expected=", ".join(STATE_NAMES),
+                expected=", ".join(ADAM_STATES),
                 found=", ".join(found),
             )
-        if {*STATE_NAMES} - {*found} or set(found.values()) != {"float32"}:
+        if {*ADAM_STATES} - {*found} or set(found.values()) != {"float32"}:
             raise StateMismatchError(
                 "the checkpoint does not hold all states in fp32 that Megatron-LM asks for",
                 file=file,
                 parameter=spec.name,
-                expected=", ".join(STATE_NAMES),
+                expected=", ".join(ADAM_STATES),
                 found=", ".join(f"{state} in {dtype}" for state, dtype in found.items()),
                 fix="convert a checkpoint that was saved after its first step",
             )

@@ -184,7 +184,7 @@ def test_keep_latest(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True])
 def test_keep_latest_is_a_number_of_tags(value: int) -> None:
-    from megatron_ucp.engines.deepspeed.save import Saving
+    from megatron_ucp.engines.saves import Saving
 
     with pytest.raises(UsageError, match="at least 1"):
         Saving(keep_latest=value)

@@ -25,6 +25,10 @@ SOURCES: dict[str, tuple[int, Any]] = {
     "dropout": (4, Mcore(tp=2, dropout=0.2)),
     "fp16": (2, Mcore(dtype="fp16", layers=2, **CONSTANT)),
     "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
+    # optimizers that every data-parallel rank has whole
+    "plain32": (2, Mcore(distributed=False, layers=2, **CONSTANT)),
+    "plain16": (2, Mcore("gpt", distributed=False, tied=True, tp=2, layers=2, dtype="bf16")),
+    "plainmoe": (2, Mcore(distributed=False, ep=2, **MOE)),
 }
 
 
@@ -35,6 +39,9 @@ SOURCES: dict[str, tuple[int, Any]] = {
         ("dp4", 4, Mcore(pp=2, vpp=2, **CONSTANT)),
         ("tp2pp2vpp2", 2, Mcore("gpt", tied=True, dtype="bf16")),
         ("moe", 4, Mcore(ep=4, **MOE)),
+        ("plain32", 2, Mcore(distributed=False, pp=2, layers=2, **CONSTANT)),
+        ("plain16", 2, Mcore("gpt", distributed=False, tied=True, layers=2, dtype="bf16")),
+        ("plainmoe", 4, Mcore(distributed=False, ep=4, **MOE)),
     ],
     ids=show,
 )
@@ -53,6 +60,8 @@ def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore
         ("moe", 1, Mcore(distributed=False, **MOE)),
         ("padded", 2, Mcore(layers=2)),
         ("fp16", 4, Mcore(dtype="fp16", layers=2, tp=2, **CONSTANT)),
+        ("plain16", 2, Mcore("gpt", tied=True, layers=2, dtype="bf16")),
+        ("plainmoe", 1, Mcore(distributed=False, **MOE)),
     ],
     ids=show,
 )
@@ -63,7 +72,9 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
 
 
 # with dropout: the generators of every rank come back, those of tensor-parallel regions too
-@pytest.mark.parametrize("source", ["dp4", "dropout", "fp16", "tp2pp2vpp2", "moe"])
+@pytest.mark.parametrize(
+    "source", ["dp4", "dropout", "fp16", "tp2pp2vpp2", "moe", "plain32", "plain16"]
+)
 def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE, kind="ours")

@@ -18,7 +18,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.recorded import Recorded
-from megatron_ucp.formats.tags import nothing_there, tag_folder
+from megatron_ucp.formats.tags import LATEST, nothing_there, tag_folder
 
 STATE = "mp_rank_00_model_states.pt"
 KILLED = 9
@@ -45,7 +45,7 @@ def save(folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = Tr
     sync = durable.Syncs()
     durable.commit(aside, manifest(content, at, moved), sync)
     if moved:
-        durable.replace_text(folder / durable.LATEST, tag, sync)
+        durable.replace_text(folder / LATEST, tag, sync)
 
 
 def content_of(folder: Path) -> str:
@@ -101,7 +101,7 @@ def test_killed_between_any_two_operations_the_newest_tag_is_whole(
         save(folder, "global_step1", "old")
         (folder / "global_step1" / "mine.txt").write_text("kept")
         killed = killed_at(operation, lambda folder=folder: save(folder, tag, "new"))
-        named = (folder / durable.LATEST).read_text()
+        named = (folder / LATEST).read_text()
         if not exchange and tag == "global_step1" and not (folder / tag).exists():
             # without renameat2 there is such a moment: the old one stays, under another name
             seen.add("between two renames")

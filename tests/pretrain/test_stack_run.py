@@ -1,8 +1,14 @@
 """The training program on megatron-core's own stack: the same model, data and schedule as under
 DeepSpeed, whose files it resumes."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
+import megatron_ucp as ucp
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.registry import open_checkpoint
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
 from tests.ranks import RankPool
 
@@ -62,3 +68,30 @@ def test_on_the_same_mesh_not_a_bit_differs(ranks: RankPool, own: Source) -> Non
     tp = ["--tensor-model-parallel-size", "2"]
     result = ranks.run(4, JOB, own.resume(SHARED, tp, "--universal-checkpoint"))[-1]
     assert result["losses"] == own.result["losses"][SAVED:]
+
+
+def test_the_end_of_a_run(ranks: RankPool, llama: Source, tmp_path: Path) -> None:
+    """Older tags go, and the export from memory is that of the files: with several buckets, of
+    which a rank has pieces."""
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    flags = ["--save-interval", "1", "--keep-latest", "2", "--no-durable", "--export-hf", str(out)]
+    argv = llama.argv(SHARED, MESHES["overlap"], "--save", str(saved), flags, iterations=4)
+    said = ranks.run(2, JOB, argv)[-1]["said"]
+    tags = sorted(path.name for path in saved.iterdir() if path.is_dir())
+    assert tags == ["iter_0000003", "iter_0000004"] and "removed iter_0000002" in said
+    ucp.export_hf(saved, tmp_path / "again")
+    for path in out.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+    assert ucp.diff(saved, out) == []
+    assert ucp.diff(saved / tags[0], out) != []
+
+
+def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) -> None:
+    """Of two tags one would go."""
+    copy = tmp_path / "run"
+    shutil.copytree(own.folder, copy)
+    tags = sorted(path.name for path in copy.iterdir() if path.is_dir())
+    with open_checkpoint(copy, tags[0]):
+        assert durable.prune(copy, 1) == [f"kept {tags[0]}: it is being read"]
+    assert durable.prune(copy, 1) == [f"removed {tags[0]}"]
+    assert (copy / tags[-1]).is_dir()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
+from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.errors import (
     DamagedFileError,
     InexactError,
@@ -27,7 +28,6 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.families.architecture import RECORDED
 from megatron_ucp.reshard import outgoing as module
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES

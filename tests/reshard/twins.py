@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.families.architecture import RECORDED, Architecture
+from megatron_ucp.core.manifest import RECORDED
+from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.mixtral import MixtralSizes
 from tests.reshard import paper

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.client_state import check_client_state
@@ -30,37 +30,17 @@ from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
-from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.saves import as_save_error, publish
+from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.errors import RankError, SaveError, UsageError
-from megatron_ucp.families.architecture import RECORDED, recorded
+from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
+from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """How saves are made. `durable`: files are on disk before they count. `keep_latest`: whole tags
-    that are left after a save (None: all). `rng`: random states are kept. `loader`: its position is
-    kept."""
-
-    durable: bool = True
-    keep_latest: int | None = None
-    rng: bool = True
-    loader: ResumableLoader | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep_latest is not None and (
-            isinstance(self.keep_latest, bool) or self.keep_latest < 1
-        ):
-            raise UsageError(
-                "keep_latest is a number of tags", expected="at least 1", found=self.keep_latest
-            )
 
 
 @dataclass(frozen=True)
@@ -138,14 +118,14 @@ def _save(
         said = _said(engine, model, waiting if middle else None)
         with as_save_error(), agree.together():
             if rank == 0:
-                pointer = (durable.LATEST, tag) if save_latest else None
+                pointer = (LATEST, tag) if save_latest else None
                 whole = _complete(
                     live.manifest, entries, engine, how, save_latest, exclude_frozen, said
                 )
                 publish(aside, folder, tag, to_json(whole), pointer, sync)
     notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
     if rank == 0 and save_latest:
-        notes += _prune(folder, how.keep_latest)
+        notes += prune(folder, how.keep_latest)
     return _reported(folder / tag, started, stock_seconds, sync, notes)
 
 
@@ -334,14 +314,3 @@ def _complete(
         run=run,
         groups=groups,
     )
-
-
-def _prune(folder: Path, keep: int | None) -> list[str]:
-    """Lines about older tags. The save is done by now: what can't be removed is said, and no
-    error."""
-    if keep is None:
-        return []
-    try:
-        return durable.prune(folder, keep)
-    except OSError as error:
-        return [f"older tags could not be removed: {error}"]

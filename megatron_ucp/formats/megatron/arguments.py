@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.pt.values import ITEMSIZE, DtypeName, Stand
 
 # the arguments that say the sizes of a mesh, by the names of its axes
@@ -85,12 +86,13 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def written_arguments(
-    known: Mapping[str, Any], manifest: Manifest, mesh: Mesh, samples: int
+    known: Mapping[str, Any], manifest: Manifest, mesh: Mesh, samples: int, kind: Kind
 ) -> dict[str, Any]:
     """The arguments that a folder for Megatron-LM says: those of the source's run, the sizes that
     its manifest says, and what the files are. Empty where nobody knows the model's sizes."""
+    distributed = kind is Kind.DISTRIBUTED
     out = {name: _restored(value) for name, value in known.items() if name not in _ENUMS}
-    said: Any = manifest.run.get("model")
+    said: Any = manifest.run.get(RECORDED)
     sizes: Any = said.get("sizes") if isinstance(said, dict) else None
     if isinstance(sizes, dict):
         out |= {name: sizes[key] for name, key in _OF_SIZES.items() if key in sizes}
@@ -115,9 +117,9 @@ def written_arguments(
         "world_size": mesh.world,
         "consumed_train_samples": samples,
         "no_save_rng": True,
-        "use_distributed_optimizer": True,
+        "use_distributed_optimizer": distributed,
         "ckpt_format": "torch_dist",
-        "dist_ckpt_optim_fully_reshardable": True,
+        "dist_ckpt_optim_fully_reshardable": distributed,
     }
 
 

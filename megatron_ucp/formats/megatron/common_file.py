@@ -14,15 +14,17 @@ from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
 from megatron_ucp.formats.megatron.arguments import written_arguments
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, SCHEDULER
 from megatron_ucp.formats.megatron.groups import is_not_decayed
+from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
 from megatron_ucp.formats.pt.output import Output, plain
 from megatron_ucp.formats.pt.values import Stand
 
-_CONTENT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
+_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_SHARDING = "fully_reshardable"
+_DISTRIBUTED_CONTENT = {
+    "distrib_optim_sharding_type": _SHARDING,
     "distrib_optim_fully_reshardable_mem_efficient": False,
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
+    **_CONTENT,
 }
 # what torch's AdamW reads of a group; a load replaces the running one's group by the saved one
 _TORCH_DEFAULTS = {
@@ -45,19 +47,21 @@ _SCHEDULE = ("max_lr", "min_lr", "num_steps", "lr_decay_style")
 class CommonFile:
     """What is written there. `manifest` says the parameters, their groups and steps; `mesh` is the
     one that the files are for: with expert parallelism experts have an optimizer of their own.
-    `notes` say what does not cross."""
+    `kind` is that optimizer; `notes` say what does not cross."""
 
     manifest: Manifest
     extras: Extras
     mesh: Mesh
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
+    kind: Kind = Kind.DISTRIBUTED
     notes: list[str] = field(default_factory=list[str])
 
     def output(self) -> Output:
         """The file, with the bytes of its tensors. Raises StateMismatchError for parameters of one
         group of Megatron that have different hyper-parameters or steps."""
         out = Output(COMMON_FILE)
+        content = _DISTRIBUTED_CONTENT if self.kind is Kind.DISTRIBUTED else _CONTENT
         arguments = self._arguments()
         iteration = self.extras.counters.get("global_steps", 0)
         out.tree = {
@@ -68,7 +72,7 @@ class CommonFile:
             "num_floating_point_operations_so_far": self.extras.client_state.get(
                 "num_floating_point_operations_so_far", 0
             ),
-            "content_metadata": dict(_CONTENT),
+            "content_metadata": dict(content),
         }
         if arguments:
             out.tree["args"] = Stand("argparse.Namespace", (), arguments)
@@ -90,10 +94,24 @@ class CommonFile:
 
     def _optimizer(self, out: Output, groups: list[dict[str, Any]]) -> dict[str, Any]:
         inner: dict[str, Any] = {"param_groups": groups}
-        found = {"optimizer": inner, "param_state_sharding_type": _CONTENT[_SHARDING]}
+        if self.kind is not Kind.DISTRIBUTED:
+            inner["state"] = self._common_step(out, groups)
+        if self.kind is Kind.FP32:
+            return inner
+        found: dict[str, Any] = {"optimizer": inner}
+        if self.kind is Kind.DISTRIBUTED:
+            found["param_state_sharding_type"] = _SHARDING
         if scaler := self._scaler(out):
             found["grad_scaler"] = scaler
         return found
+
+    def _common_step(self, out: Output, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The step of an optimizer, which the plain ones keep once for all of its groups."""
+        steps = {group.pop("step") for group in groups if "step" in group}
+        if not steps:
+            return {}
+        (step,) = steps  # a live optimizer of megatron-core has one
+        return {"common_step": out.tensor(struct.pack("<f", step), "float32", ())}
 
     def _groups(self, chained: bool) -> list[list[dict[str, Any]]]:
         """The groups of what is no expert's and, apart, of experts, each in Megatron's order: what
@@ -214,7 +232,4 @@ class CommonFile:
         said = self.extras.client_state.get(ARGUMENTS_KEY)
         known = dict(said) if isinstance(said, Mapping) else {}
         samples = self.extras.counters.get("global_samples", 0)
-        return written_arguments(known, self.manifest, self.mesh, samples)
-
-
-_SHARDING = "distrib_optim_sharding_type"
+        return written_arguments(known, self.manifest, self.mesh, samples, self.kind)

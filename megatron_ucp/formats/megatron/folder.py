@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
-from megatron_ucp.core.manifest import ARGUMENTS, Manifest, ParamSpec
+from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Extras, Record, Told, Where
@@ -224,6 +224,20 @@ class MegatronFolder:
                     found=f"{name}={self.arguments[name]}",
                     fix="save it again without that option",
                 )
+
+    def as_recorded(self, found: Manifest) -> Manifest:
+        """With what the manifest beside the files knows of the model: its family and sizes, and
+        which rows of a vocabulary are data."""
+        kept = self.recorded
+        if kept is None or RECORDED not in kept.run:
+            return found
+        extents = {(spec.name, spec.shape): spec.extent for spec in kept.params}
+        params = tuple(
+            replace(spec, extent=extents.get((spec.name, spec.shape))) for spec in found.params
+        )
+        run = {key: value for key, value in found.run.items() if key != ARGUMENTS}
+        run[RECORDED] = kept.run[RECORDED]
+        return replace(found, params=params, family=kept.family, run=run)
 
     def described(self, counters: Mapping[str, int]) -> dict[str, Any]:
         """What a manifest's `run` says."""

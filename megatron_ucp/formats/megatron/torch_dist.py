@@ -113,7 +113,7 @@ class TorchDistCheckpoint(MegatronFolder):
             group = membership.number(spec) if held.stepped else None
             buffers += self.chunk_buffers(name, held, group)
         counters = counters_of(self.iteration, self.arguments, self.groups)
-        return Manifest(
+        found = Manifest(
             BACKEND if self.groups else WEIGHTS,
             Mesh(),
             tuple(params),
@@ -121,6 +121,7 @@ class TorchDistCheckpoint(MegatronFolder):
             tuple(one.group for one in self.groups),
             run=self.described(counters),
         )
+        return self.as_recorded(found)
 
     def _spec(self, weight: StoredParam) -> ParamSpec:
         """A parameter as a mesh cuts it, before it is known whether an optimizer steps it."""

@@ -20,6 +20,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.megatron.index import INDEX_FILE
+from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
     key_of,
     number_of_layer,
@@ -30,7 +31,7 @@ from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.writer import TensorArchive, tensor_archive, write_pt
 
 WEIGHT = "weight"  # what a plan calls the training copy of a parameter
-STATE_NAMES = {MASTER: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+ADAM_STATES = (MASTER, "exp_avg", "exp_avg_sq")  # of Adam, which are all that Megatron-LM loads
 _METADATA = {
     "sharded_backend": BACKEND,
     "sharded_backend_version": 1,
@@ -101,9 +102,11 @@ def plan_torch_dist(
     wishes: Sequence[Wish],
     files: int = 1,
     objects: Mapping[str, Any] | None = None,
+    kind: Kind = Kind.DISTRIBUTED,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
-    by canonical name; `objects` are what else is stored by key, such as random states."""
+    by canonical name; `objects` are what else is stored by key, such as random states; `kind` is
+    the optimizer that they are for."""
     stacked = layers_are_alike(params)
     room = _Room(files)
     saved = {key: _saved([value]) for key, value in (objects or {}).items()}
@@ -113,7 +116,7 @@ def plan_torch_dist(
     placed: list[PlannedChunk] = []
     for wish in wishes:
         at = key_of(wish.param, stacked)
-        key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish)}.{at.key}"
+        key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish, kind)}.{at.key}"
         whole = (*(n + 1 for n in at.index), *params[wish.param].shape)
         shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
         for number, (start, stop) in enumerate(wish.boxes):
@@ -147,8 +150,8 @@ class _Room:
         return {name: size for name, size in self._ends.items() if size}
 
 
-def _name(wish: Wish) -> str:
-    return STATE_NAMES.get(wish.state, wish.state)
+def _name(wish: Wish, kind: Kind) -> str:
+    return kind.value if wish.state == MASTER else wish.state
 
 
 def layers_are_alike(params: Iterable[str]) -> bool:

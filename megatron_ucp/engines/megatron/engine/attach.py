@@ -1,8 +1,10 @@
 """The way in: a stack that ucp.load fills and ucp.save writes."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from megatron_ucp.engines.export import export
 from megatron_ucp.engines.megatron.engine.family import model_of
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
 from megatron_ucp.engines.megatron.engine.live import describe
@@ -43,6 +45,7 @@ def attach_megatron(
         model = model_of(bare_model(chunks[0]), names, mesh.tp, family)
         stack = MegatronStack(chunks, optimizer, scheduler, mesh, model)
     describe(stack)  # compares every parameter with its family, and every position
+    stack.ucp_export_hf = partial(export, partial(describe, stack), bare_model(chunks[0]), model)
     return stack
 
 

@@ -11,6 +11,7 @@ from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 
 # Keys of a parameter group that are none of its optimizer's: by the first four megatron-core knows
@@ -71,6 +72,16 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
         if not one.is_stub_optimizer:
             out.append(one)
     return out
+
+
+def kind_of(optimizer: Any) -> Kind:
+    """Which of megatron-core's optimizers it is, or a chain is made of."""
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    one = inner_optimizers(optimizer)[0]
+    if is_distributed(one):
+        return Kind.DISTRIBUTED
+    return Kind.FP32 if isinstance(one, FP32Optimizer) else Kind.FLOAT16
 
 
 def is_distributed(inner: Any) -> bool:
@@ -138,7 +149,7 @@ class LiveBucket:
         return lengths == [self.flat.partition_elems]
 
     def tensor(self, state: str) -> torch.Tensor:
-        """The memory of a state, flat, to be filled: its values are not kept."""
+        """The memory of a state, flat."""
         if state == MASTER and self.weights is not None:
             return self.weights
         if state not in self._homes:
@@ -154,6 +165,8 @@ class LiveBucket:
         for number, piece in self.pieces.items():
             at = self.flat.offset(self.flat.members[number], self.part, piece.first)
             view = home[at : at + piece.last - piece.first]
+            if state == MASTER or state in piece.held:
+                view.copy_(flat_view(piece.tensor(state).detach()))
             if state == MASTER:
                 piece.master.data = view
             else:

@@ -19,25 +19,27 @@ import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp.core.flat import Scalars, States
-from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.megatron.engine.inner import kind_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
-from megatron_ucp.engines.saves import as_save_error, publish
+from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.errors import EngineUnusableError, UsageError
-from megatron_ucp.families.architecture import RECORDED, recorded
+from megatron_ucp.families.architecture import recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
 from megatron_ucp.formats.megatron.index import INDEX_FILE
+from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     PlannedChunk,
@@ -73,6 +75,7 @@ def save(
     *,
     arguments: Mapping[str, Any] | Any = None,
     durable: bool = True,
+    keep_latest: int | None = None,
     rng: bool = True,
     loader: ResumableLoader | None = None,
 ) -> StackSaved:
@@ -80,18 +83,26 @@ def save(
     newest one. Collective.
 
     `arguments` are Megatron-LM's flags (a Namespace or a mapping), which its own load asks for;
-    without them those that the model shows are written. `rng` keeps random states, `loader` its
-    position. `durable` False leaves fsync out. Raises a UcpError on every rank: SaveError
+    without them those that the model shows are written. `durable`, `keep_latest`, `rng` and
+    `loader` are those of `Saving`. Raises a UcpError on every rank: SaveError
     where a file can't be written (older tags are as they were), UsageError before the first step.
     """
     _refuse_other(stack)
+    how = Saving(durable, keep_latest, rng, loader)
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
-    aside, sync = aside_of(folder, tag), Syncs(durable)
-    rank, _ = agree.world()
+    sync = Syncs(how.durable)
+    notes = _save(_Job(stack, *_described(stack)), folder, tag, arguments, how, sync)
+    seconds = time.perf_counter() - started
+    return StackSaved(str(folder / tag), seconds, sync.seconds, tuple(notes))
+
+
+def _save(
+    job: "_Job", folder: Path, tag: str, arguments: Any, how: Saving, sync: Syncs
+) -> list[str]:
+    """Writes the tag; returns the notes. Collective. Raises as `save`."""
+    aside, rank = aside_of(folder, tag), agree.world()[0]
     with ExitStack() as left:
-        live, manifest = _described(stack)
-        job = _Job(stack, live, manifest)
         with as_save_error(), agree.together() as block:
             block.value = str(folder), tag
             if rank == 0:
@@ -100,16 +111,15 @@ def save(
                 make_files(aside, job.plan)
         _check_one_folder(block.values)
         with as_save_error(), agree.together():
-            job.write(aside, rng, rank, sync)
+            job.write(aside, how.rng, rank, sync)
         with as_save_error(), agree.together():
             if rank == 0:
                 job.finish(aside, arguments, sync)
-                whole = _recorded(manifest, _entries(aside), loader)
-                pointer = MEGATRON_LATEST, str(stack.iteration)
+                whole = _recorded(job.manifest, _entries(aside), how.loader)
+                pointer = MEGATRON_LATEST, str(job.stack.iteration)
                 publish(aside, folder, tag, to_json(whole), pointer, sync)
-    notes = agree.gather(job.notes)[0]
-    seconds = time.perf_counter() - started
-    return StackSaved(str(folder / tag), seconds, sync.seconds, tuple(notes))
+                job.notes += prune(folder, how.keep_latest)
+    return agree.gather(job.notes)[0]
 
 
 def _refuse_other(stack: Any) -> None:
@@ -179,17 +189,23 @@ class _Job:
         self.stack, self.live, self.manifest = stack, live, manifest
         self._params = {name: tensor for tensor, name in live.own.names.items()}
         self.notes: list[str] = []
+        self.kind = kind_of(stack.optimizer)
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
         files = max(1, min(agree.world()[1], 64))
-        self.plan: TorchDistPlan = plan_torch_dist(manifest.by_name, list(self._wishes()), files)
+        self.plan: TorchDistPlan = plan_torch_dist(
+            manifest.by_name, list(self._wishes()), files, kind=self.kind
+        )
 
     def _wishes(self) -> Iterator[Wish]:
         for spec in self.manifest.params:
             boxes = tuple((run.start, run.stop) for run in self.runs[spec.name])
             yield Wish(spec.name, WEIGHT, spec.dtype, boxes)
             for state, dtype in self.manifest.states_of(spec.name).items():
-                if state != VALUE:
+                if state != VALUE and not (state == MASTER and self._is_own_master(spec)):
                     yield Wish(spec.name, state, dtype, boxes)
+
+    def _is_own_master(self, spec: ParamSpec) -> bool:
+        return spec.dtype == "float32" and self.kind is not Kind.DISTRIBUTED
 
     def finish(self, aside: Path, arguments: Any, sync: Syncs) -> None:
         """Writes what is no element; all files are on disk after it. Raises OSError."""
@@ -210,7 +226,7 @@ class _Job:
         }
         schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
         extras = Extras(counters, schedule, self._scaler(), None, {ARGUMENTS_KEY: said})
-        return CommonFile(self.manifest, extras, stack.mesh, extras.scaler, file)
+        return CommonFile(self.manifest, extras, stack.mesh, extras.scaler, file, self.kind)
 
     def _scaler(self) -> Mapping[str, Any]:
         """The loss scale in its canonical form (see `Extras`)."""

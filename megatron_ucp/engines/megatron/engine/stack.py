@@ -1,10 +1,12 @@
 """A live stack of megatron-core's, as its user handed it over."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.families.base import Model
+from megatron_ucp.reshard.export import Exported
 
 
 @dataclass
@@ -12,7 +14,8 @@ class MegatronStack:
     """Chunks of a model in megatron-core's DistributedDataParallel, their optimizer and scheduler.
 
     `iteration`, `consumed_samples` and `skipped_iterations` are the run's position: a load sets
-    them, a save writes them; in between they are the training loop's.
+    them, a save writes them; in between they are the training loop's. `ucp_export_hf(dst, ...)` is
+    `engines.export.export` of it.
     """
 
     chunks: list[Any] = field(repr=False)
@@ -20,6 +23,7 @@ class MegatronStack:
     scheduler: Any = field(repr=False)
     mesh: Mesh
     model: Model = field(repr=False)
+    ucp_export_hf: Callable[..., Exported] = field(init=False, repr=False)
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0

@@ -1,12 +1,14 @@
-"""`engine.ucp_export_hf`: the weights of a live engine as a folder of a Hugging Face model."""
+"""`ucp_export_hf` of every engine: its live weights as a folder of a Hugging Face model."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.live import describe
-from megatron_ucp.families.architecture import RECORDED, recorded
+from megatron_ucp.core.manifest import RECORDED
+from megatron_ucp.engines.base import Engine
+from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
@@ -17,7 +19,8 @@ from megatron_ucp.reshard.twin import given_config, twin_of
 
 
 def export(
-    engine: Any,
+    describe: Callable[[], Engine],
+    module: Any,
     model: Model | None,
     dst: str | Path,
     dtype: str | None = None,
@@ -28,33 +31,34 @@ def export(
     """Writes the masters of an engine, rounded to `dtype` (None: that of training), as the new
     folder `dst`: the same bytes as `export_hf` of a save. Each rank writes its share.
 
-    `config` is a folder with the config.json of the model; without it a model of transformers says
-    its own, and a family what it computes. Collective. Raises a UcpError on every rank; nothing is
-    left of the folder then.
+    `describe` gives the engine, whose bare model (of one chunk) is `module`, of the family's
+    `model` if it is of any. `config` is a folder with the config.json of the model; without it a
+    model of transformers says its own, and a family what it computes. Collective. Raises a UcpError
+    on every rank; nothing is left of the folder then.
     """
     folder = Path(dst)
-    live = describe(engine, model)
+    live = describe()
     with agree.together():
         if agree.world()[0] == 0:
             check_output(folder, dtype, ())
         manifest = live.manifest
         if model is not None:
-            manifest = replace(manifest, run={RECORDED: recorded(model, engine.module)})
+            manifest = replace(manifest, run={RECORDED: recorded(model, module)})
         chosen = dtype or training_dtype(manifest)
-        given = given_config(manifest, config, str(folder)) or _config(engine, model)
+        given = given_config(manifest, config, str(folder)) or _config(module, model)
         twin = twin_of(manifest, given, "", chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer or config)
     return export_live(live, out, folder, beside)
 
 
-def _config(engine: Any, model: Model | None) -> dict[str, Any] | None:
+def _config(module: Any, model: Model | None) -> dict[str, Any] | None:
     """The config of a model of transformers, or of the adapter that peft put around one."""
-    adapters = getattr(engine.module, "peft_config", None)
+    adapters = getattr(module, "peft_config", None)
     if isinstance(adapters, dict) and len(adapters) == 1:  # several are refused
         (adapter,) = adapters.values()
         return {name: _plain(value) for name, value in adapter.to_dict().items()}
-    said = getattr(getattr(engine.module, "config", None), "to_dict", None)
+    said = getattr(getattr(module, "config", None), "to_dict", None)
     return None if model is not None or said is None else dict(said())
 
 
