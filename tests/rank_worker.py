@@ -1,7 +1,8 @@
-"""The process behind one rank of `tests.ranks.RankPool`: gets ready once, then runs what comes down
-its pipe."""
+"""The processes behind `tests.ranks.RankPool`: a server that imports once, and its forks, each one
+rank, which run what comes down their pipes."""
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -9,6 +10,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -20,21 +22,47 @@ from typing import Any
 from tests.rank_reset import freeze_imports, take_down
 from tests.ranks import remove_buffers
 
+GPU = Path("/dev/nvidiactl")
+PRELOADED = (
+    "deepspeed",
+    "deepspeed.module_inject",
+    "deepspeed.moe.layer",
+    "pytest",
+    "torch._dynamo",  # the first step of an optimizer imports it, in seconds
+    "megatron_ucp.engines.attach",
+    "megatron_ucp.engines.load",
+    "megatron_ucp.engines.megatron.engine.save",
+    "megatron_ucp.engines.megatron.models",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def prepare() -> None:
+    """What the ranks need, imported before they are forked. Not where there is a GPU: a process
+    that asked for it can't be forked, so each rank imports for itself there."""
+    os.environ.pop("LOCAL_SIZE", None)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    if GPU.exists():
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    freeze_imports()
+
 
 def serve(pipe: Connection, life: int, stacks: Path) -> None:
     """A worker's life: get ready, say so, run jobs until the pipe ends."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"))
     threading.Thread(target=die_with_parent, args=(life, stacks.parent), daemon=True).start()
-    os.environ.pop("LOCAL_SIZE", None)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    import deepspeed
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
-    import deepspeed
-
     # The shared-memory op takes world size and rank once per process, in C++. Training does not use
     # it; without it DeepSpeed takes gloo for all. (The attribute deepspeed.comm.torch is PyTorch
     # itself, hence sys.modules.)
@@ -136,22 +164,50 @@ def die_with_parent(life: int, folder: Path) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def start(server: socket.socket, stacks: Path, pipe: int, life: int, log: int) -> int:
+    """Forks a worker; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        server.close()
+        os.setsid()  # its children can be killed as a group
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for handle in (1, 2):
+            os.dup2(log, handle)
+        os.close(log)
+        serve(Connection(pipe), life, stacks)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="A worker of tests.ranks.RankPool; not for use by hand."
+        description="The server behind tests.ranks.ForkServer; not for use by hand."
     )
-    parser.add_argument("--pipe", type=int, required=True, help="our end of the pipe to the pool")
-    parser.add_argument(
-        "--life",
-        type=int,
-        required=True,
-        help="read end of a pipe that ends with the pool's process",
-    )
-    parser.add_argument(
-        "--stacks", type=Path, required=True, help="file for the stacks that SIGUSR1 asks for"
-    )
-    options = parser.parse_args()
-    serve(Connection(options.pipe), options.life, options.stacks)
+    parser.add_argument("--socket", type=int, required=True, help="requests come down this one")
+    server = socket.socket(fileno=parser.parse_args().socket)
+    prepare()
+    while True:
+        request, handles, _, _ = socket.recv_fds(server, 4096, 3)
+        if not request:
+            return
+        what, value = pickle.loads(request)
+        if what == "start":
+            answer = start(server, Path(value), *handles)
+            for handle in handles:
+                os.close(handle)
+        else:
+            keep = os.WNOWAIT if what == "status" else 0
+            found = os.waitid(os.P_PID, value, os.WEXITED | keep)
+            answer = found.si_status if found else 0
+        server.send(str(answer).encode())
 
 
 if __name__ == "__main__":  # Megatron-Core's save spawns a Manager, which imports this module again

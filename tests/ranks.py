@@ -6,7 +6,8 @@ size.
     pool.close()
 
 Starting Python and importing DeepSpeed takes seconds per rank; rebuilding the process groups takes
-milliseconds. So the workers start once. For each job the first `world` of them bring up DeepSpeed's
+milliseconds. So the workers start once, as forks of one process that has imported it
+(`ForkServer`). For each job the first `world` of them bring up DeepSpeed's
 communication (gloo on loopback, a fresh store), call the function that the job names, and take
 everything down again, so that worlds of 4, 2, 1 and 4 ranks follow each other in the same processes
 (see `rank_worker` and `rank_reset`). Arguments and results are pickled. A job starts with the same
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -59,7 +60,7 @@ class RanksFailed(AssertionError):
 class Worker:
     """One process of the pool with our end of its pipe and the files that it writes."""
 
-    process: "subprocess.Popen[bytes]"
+    pid: int
     pipe: Connection
     log: Path
     stacks: Path
@@ -132,7 +133,7 @@ class RankPool:
             self._finalizer()
 
     def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def _start(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
@@ -172,32 +173,63 @@ def collect(workers: list[Worker], deadline: float) -> tuple[dict[int, Any], dic
     return results, failures
 
 
+class ForkServer:
+    """The process that all workers of this one are forks of; it has imported what jobs need. It
+    ends with this process, however that ends."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(START_TIMEOUT_S)
+        self._log = os.memfd_create("ranks_server")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_worker", "--socket", str(theirs.fileno())],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+
+    def ask(self, request: tuple[Any, ...], handles: Sequence[int] = ()) -> int:
+        """Its answer to a request: the pid of a new worker ("start", stacks), or the status with
+        which one ended, ("status", pid), and ("reap", pid) for the last time."""
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(request)], handles)
+            answer = self._socket.recv(64)
+        except OSError as error:
+            raise RanksFailed(f"{request[0]} of a worker", {0: f"{error}{self._said()}"}) from error
+        if not answer:
+            raise RanksFailed(f"{request[0]} of a worker", {0: f"its server ended{self._said()}"})
+        return int(answer)
+
+    def _said(self) -> str:
+        size = os.fstat(self._log).st_size
+        tail = os.pread(self._log, LOG_TAIL_CHARS, max(0, size - LOG_TAIL_CHARS))
+        return f"\n{tail.decode(errors='replace')}"
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+
+_servers: list[ForkServer] = []
+
+
+def fork_server() -> ForkServer:
+    """The one of this process."""
+    if not _servers or not _servers[-1].is_alive():
+        _servers.append(ForkServer())
+    return _servers[-1]
+
+
 def start_worker(index: int, life: int, folder: Path) -> Worker:
     ours, theirs = Pipe()
     log, stacks = folder / f"worker{index}.log", folder / f"worker{index}.stacks"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.rank_worker",
-        "--pipe",
-        str(theirs.fileno()),
-        "--life",
-        str(life),
-        "--stacks",
-        str(stacks),
-    ]
     with theirs, log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno(), life],
-            # a group of its own: Ctrl-C is ours to handle, and its children can be killed
-            start_new_session=True,
-        )
-    return Worker(process, ours, log, stacks)
+        handles = [theirs.fileno(), life, output.fileno()]
+        pid = fork_server().ask(("start", str(stacks)), handles)
+    return Worker(pid, ours, log, stacks)
 
 
 def stop_workers(workers: list[Worker], life: int, folder: Path) -> None:
@@ -207,42 +239,41 @@ def stop_workers(workers: list[Worker], life: int, folder: Path) -> None:
         worker.pipe.close()
     # never reaped before the group is killed: until then the pid can't belong to anybody else
     for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
-        left = [worker for worker in workers if not has_exited(worker.process.pid)]
+        left = [worker for worker in workers if not has_exited(worker.pid)]
         for worker in left if signal_number else []:
-            os.kill(worker.process.pid, signal_number)  # type: ignore[arg-type]
+            os.kill(worker.pid, signal_number)  # type: ignore[arg-type]
         deadline = time.monotonic() + STOP_S
-        while time.monotonic() < deadline and not all(
-            has_exited(worker.process.pid) for worker in left
-        ):
+        while time.monotonic() < deadline and not all(has_exited(worker.pid) for worker in left):
             time.sleep(0.01)
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait()
+            os.killpg(worker.pid, signal.SIGKILL)
+        with contextlib.suppress(RanksFailed):  # the server has ended: nobody has to reap
+            fork_server().ask(("reap", worker.pid))
     os.close(life)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def has_exited(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 def receive(worker: Worker) -> tuple[bool, Any]:
     try:
         return pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, ConnectionError):
-        status = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
-        return (
-            False,
-            "the process ended with status "
-            f"{status.si_status if status else '?'}{worker.log_tail()}",
-        )
+        status = fork_server().ask(("status", worker.pid))
+        return False, f"the process ended with status {status}{worker.log_tail()}"
 
 
 def stacks_of(workers: dict[int, Worker]) -> dict[int, str]:
     """What the workers are doing: the Python stacks of all their threads, by rank."""
     for worker in workers.values():
-        os.kill(worker.process.pid, signal.SIGUSR1)
+        os.kill(worker.pid, signal.SIGUSR1)
     time.sleep(0.5)  # written by a signal handler, also while the rank waits in C++
     return {
         rank: "did not return in time; its threads were "

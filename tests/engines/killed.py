@@ -20,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests import rank_worker
+
 MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
 STEPS = 80  # more than a trial reaches
 SAVES_S = 0.5  # within which the kill falls, counted from the end of the first save
@@ -165,8 +167,7 @@ def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
 
 def prepare() -> None:
     """Imports all that a rank needs, before the forks."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.pop("LOCAL_SIZE", None)
+    rank_worker.prepare()
     import torch
 
     torch.set_num_threads(1)
