@@ -13,8 +13,11 @@ from tests.engines.sources import PLAIN, Sources
 from tests.ranks import RankPool
 
 SHOWN_JOBS = 10
-CASES = 4  # of one test, that the default run takes in any case
+CASES = 3  # of one test, that the default run takes in any case
+# These take minutes: begun last, one of them would run alone in the end.
+FIRST = ("test_examples", "test_saves", "test_experts", "test_stack_pairs", "test_tensor_parallel")
 pools: list[RankPool] = []
+jobs_of_workers: list[tuple[str, int, float]] = []
 
 
 # A shell starts a job in the background with SIGINT ignored, and what the tests start would inherit
@@ -66,6 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     _mark_most_cases_slow(items)
+    with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
+    items.sort(key=lambda item: (item.path.stem not in FIRST, item.path not in with_ranks))
 
 
 def _mark_most_cases_slow(items: list[pytest.Item]) -> None:
@@ -78,7 +83,7 @@ def _mark_most_cases_slow(items: list[pytest.Item]) -> None:
     for test, every in cases.items():
         if test.endswith("::test_pair") or len(every) <= CASES:
             continue
-        kept = CASES + (len(every) - CASES) // 4
+        kept = CASES + (len(every) - CASES) // 6
         chosen = {number * len(every) // kept for number in range(kept)}
         for number, item in enumerate(every):
             if number not in chosen:
@@ -91,8 +96,20 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    told: Any = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["jobs"] = [job for pool in pools for job in pool.jobs]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of several processes that share the tests is done."""
+    jobs_of_workers.extend(map(tuple, getattr(node, "workeroutput", {}).get("jobs", ())))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    jobs = [job for pool in pools for job in pool.jobs]
+    jobs = jobs_of_workers + [job for pool in pools for job in pool.jobs]
     if jobs:
         terminalreporter.section(f"{len(jobs)} jobs on ranks, {sum(job[2] for job in jobs):.1f} s")
         for function, world, seconds in sorted(jobs, key=lambda job: -job[2])[:SHOWN_JOBS]:

@@ -37,45 +37,31 @@ check() {
     echo "run: $*"
     "$@" || code=$?
 }
-tests() { # marks, then further arguments of pytest; that nothing fits them is no failure of one half
-    local result=0
-    python -m pytest -m "$1" -rs --durations=10 "${@:2}" || result=$?
-    if [ "$result" != 5 ]; then touch "$beside.some"; return "$result"; fi
-}
 
-# Two cores, and ranks mostly wait for each other: what starts none runs beside them. Its output comes when both are done.
-beside=$(mktemp -d)/beside
-and=${marks:+$marks and }
-# Without ranks half of the tests run beside the other half.
-here=() there=()
-if [ -n "$quick" ] && [ $# = 0 ]; then
-    here=(tests/core tests/engines tests/families tests/formats tests/pretrain tests/test_*.py)
-    for path in tests/*/; do
-        case " ${here[*]} " in *" ${path%/} "*) ;; *) there+=("${path%/}") ;; esac
-    done
-fi
-run_beside() {
+check ruff format --check --quiet .
+check ruff check .
+if [ -z "$quick" ]; then build_comm_op; fi
+
+# What is no test runs beside the tests. Its output comes when both are done.
+beside() {
     if [ -n "$quick" ]; then # all types take a minute alone: the default run checks them
-        if [ -n "${there[*]}" ]; then check tests "${and}not ranks" "${there[@]}"; fi
         check pyright --warnings megatron_ucp/core megatron_ucp/families
     else
         check pyright --warnings
         check bash tests/wheel.sh
-        check tests "${and}not ranks" "$@"
     fi
     exit "$code"
 }
-check ruff format --check --quiet .
-check ruff check .
-if [ -z "$quick" ]; then build_comm_op; fi
+log=$(mktemp)
 set -m # a process group of its own, which can be stopped as a whole
-run_beside "$@" >"$beside.log" 2>&1 &
+beside >"$log" 2>&1 &
 set +m
-trap 'kill -- -$! 2>/dev/null || true; rm -rf "${beside%/*}"' EXIT
-check tests "${and}${quick:+not }ranks" ${here[@]+"${here[@]}"} "$@"
-before=$code code=0
+trap 'kill -- -$! 2>/dev/null || true; rm -f "$log"' EXIT
+# Ranks mostly wait for each other: two files of tests at a time, each with ranks of its own.
+check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+    -m "$marks${quick:+ and not ranks}" -rs --durations=10 "$@"
+tested=$code code=0
 wait $! || code=$?
-cat "$beside.log"
-if [ "$before" != 0 ]; then code=$before; fi
-if [ "$code" = 0 ] && [ ! -e "$beside.some" ]; then code=5; fi # as pytest says it: nothing was run
+cat "$log"
+if [ "$tested" != 0 ]; then code=$tested; fi
 exit "$code"
