@@ -206,15 +206,15 @@ def _explicit(name: str, length: int, cut: Cut, size: int, index: int) -> list[t
         )
     at = 0
     for start, stop in sorted(itertools.chain.from_iterable(cut.runs)):
-        if start > at:
+        if start != at:
             break
-        at = max(at, stop)
+        at = stop
     if at != length:
         raise LayoutError(
-            f"the explicit shares of dim {cut.dim} are not all of it",
+            f"the explicit shares of dim {cut.dim} don't follow each other to its end",
             parameter=name,
-            expected=f"{length} elements",
-            found=f"none for element {at}" if at < length else f"{at} elements",
+            expected=f"each of {length} elements once",
+            found=f"up to element {at} only",
         )
     return list(cut.runs[index])
 
@@ -291,8 +291,8 @@ class ShardNC(Layout):
 class ShardRuns(Layout):
     """Explicit runs of `dim`: rank i of `axis` holds the runs `held[i]`, each one (start, stop), in
     the order of its memory. For shares of different sizes, and for blocks in an order that is no
-    cut of fused sub-tensors; a rank may hold none. Together they are the whole dim; the same run
-    at two ranks is a copy. On a mesh where the axis has one rank the parameter is whole.
+    cut of fused sub-tensors; a rank may hold none. Together they are the whole dim, each element
+    once. On a mesh where the axis has one rank the parameter is whole.
     """
 
     axis: str

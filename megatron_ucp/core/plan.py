@@ -242,7 +242,7 @@ class _Planner:
             for cut, pieces in self._places_of(b, m, slot.cut):
                 for have in pieces:
                     common = have.clip_full(want.full) if have.full not in seen else None
-                    seen.add(have.full)  # the same elements at another rank are a copy
+                    seen.add(have.full)  # another rank's own buffer may hold a copy
                     if common is not None:
                         yield from self._from(b, m, cut, common, slot, index, want, mean)
 

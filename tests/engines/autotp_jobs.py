@@ -21,7 +21,7 @@ class Auto:
     """A model on `tp` ranks times as many copies as the job has ranks for; at tp=1 without AutoTP.
     Kinds: "llama" (untied, biases, 3 key-value heads: at 2 ranks 2 and 1, at 4 ranks the last one
     has none; some parameters frozen), "even" (every dim divides), "gpt2" (tied, rows of the
-    vocabulary cut), "bigcode" (fused, the keys and values on every rank)."""
+    vocabulary cut), "phi3" (fused gate and up)."""
 
     kind: str
     tp: int
@@ -34,14 +34,26 @@ def network(setup: Auto) -> Any:
     import transformers
 
     torch.manual_seed(setup.seed)
-    if setup.kind in ("gpt2", "bigcode"):
-        name = {"gpt2": "GPT2", "bigcode": "GPTBigCode"}[setup.kind]
-        sizes = getattr(transformers, f"{name}Config")(
+    if setup.kind == "gpt2":
+        sizes = transformers.GPT2Config(
             vocab_size=VOCAB, n_embd=24, n_head=6, n_layer=2, n_positions=SEQUENCE, use_cache=False
         )
         sizes.attn_pdrop = sizes.embd_pdrop = sizes.resid_pdrop = 0.0
-        kind = {"gpt2": "GPT2LMHeadModel", "bigcode": "GPTBigCodeForCausalLM"}[setup.kind]
-        return getattr(transformers, kind)(sizes)
+        return transformers.GPT2LMHeadModel(sizes)
+    if setup.kind == "phi3":
+        return transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(
+                vocab_size=VOCAB,
+                hidden_size=24,
+                intermediate_size=34,
+                num_hidden_layers=2,
+                num_attention_heads=6,
+                num_key_value_heads=3,
+                max_position_embeddings=SEQUENCE,
+                pad_token_id=0,
+                use_cache=False,
+            )
+        )
     even = setup.kind == "even"
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -62,14 +74,30 @@ def network(setup: Auto) -> Any:
     return model
 
 
+# What AutoTP is told of models that it does not take by itself. GPT-2's Conv1D stays whole, its
+# vocabulary is cut; of Phi-3 gate and up, which are one weight, each for itself.
+TOLD: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [{"patterns": [r".*lm_head\.weight$"], "partition_type": "column"}],
+    "phi3": [
+        {
+            "patterns": [r".*gate_up_proj\.weight$"],
+            "partition_type": "column",
+            "shape": [2, -1],
+            "partition_dim": 0,
+        },
+        {"patterns": [r".*down_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+
+
 def tensor_parallel(setup: Auto) -> dict[str, Any]:
-    """AutoTP takes no GPT-2 by itself: its Conv1D stays whole, and the vocabulary is cut."""
     if setup.tp == 1:
         return {}
     section: dict[str, Any] = {"autotp_size": setup.tp}
+    if setup.kind in TOLD:
+        specs = TOLD[setup.kind]
+        section["partition_config"] = {"use_default_specs": False, "layer_specs": specs}
     if setup.kind == "gpt2":
-        head = {"patterns": [r".*lm_head\.weight$"], "partition_type": "column"}
-        section["partition_config"] = {"use_default_specs": False, "layer_specs": [head]}
         section["vocab_parallel_lm_head"] = True
     return {"tensor_parallel": section}
 

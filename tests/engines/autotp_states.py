@@ -19,8 +19,6 @@ from tests.engines.canonical import _held_here as held_here
 from tests.engines.canonical import values as values_of
 from tests.engines.masters import base_of, named, runs_of
 
-KEYS_AND_VALUES = 8  # rows of GPT-BigCode's fused weight that every rank has: two heads' width
-
 
 def tensor_place(engine: Any) -> tuple[int, int]:
     """(Tensor-parallel size, rank), from DeepSpeed's own groups."""
@@ -37,23 +35,15 @@ def shapes_here(engine: Any) -> dict[str, torch.Size]:
 
 
 def cut(name: str, whole: torch.Tensor, shares: list[torch.Size]) -> list[torch.Tensor]:
-    """What each rank has of a whole tensor, by the shapes of their shares alone: runs of the dim
-    that differs, one after the other. A fused weight with one key-value head: a run of the queries,
-    and all keys and values."""
-    if name.rpartition(".")[0].endswith("attn.c_attn") and len({*shares}) > 1:
-        rows = len(whole) - KEYS_AND_VALUES
-        queries = whole[:rows].split([len_of(share) - KEYS_AND_VALUES for share in shares])
-        return [torch.cat([one, whole[rows:]]) for one in queries]
+    """What each rank has of a whole tensor, by the shapes of their shares alone: a run of the dim
+    that differs, one rank after the other; of gate and up in one tensor a run of each."""
     if all(share == whole.shape for share in shares):
         return [whole] * len(shares)
-    (dim,) = (
-        d for d, n in enumerate(whole.shape) if sum(s[d] for s in shares) == n != shares[0][d]
-    )
-    return list(whole.split([share[dim] for share in shares], dim))
-
-
-def len_of(shape: torch.Size) -> int:
-    return int(shape[0])
+    (dim,) = (d for d, n in enumerate(whole.shape) if shares[0][d] < n)
+    parts = 2 if name.endswith("gate_up_proj.weight") else 1
+    widths = [share[dim] // parts for share in shares]
+    by_part = [part.split(widths, dim) for part in whole.chunk(parts, dim)]
+    return [torch.cat(own, dim) for own in zip(*by_part, strict=True)]
 
 
 def join(name: str, parts: list[torch.Tensor], whole: torch.Size) -> torch.Tensor:
@@ -108,6 +98,8 @@ def canonical(engine: Any) -> dict[str, Any]:
     local: dict[tuple[str, str, int], torch.Tensor] = {}
     for place, found, said in everywhere((rank, pieces, numbers)):
         for name, counters, settings in said:
+            if not shares[name][place].numel():
+                continue  # stage 0 keeps a step of nothing
             agreed(hyper, name, settings)
             for key, value in counters.items():
                 agreed(scalars, (name, key), value)

@@ -47,8 +47,9 @@ def affine_layout(
     """Whole shape and layout of a parameter, under the simplest name that puts the same elements
     at the same places.
 
-    Raises UnsupportedError for scaled blocks, for blocks that are no runs of one dim and for
-    another version of the map, DamagedFileError for a map of another structure.
+    Raises UnsupportedError for scaled blocks, for blocks that are no runs of one dim, for a part
+    that several ranks hold beside shares of their own (DeepSpeed lets such copies drift apart) and
+    for another version of the map, DamagedFileError for a map of another structure.
     """
     try:
         if version != _VERSION:
@@ -64,6 +65,9 @@ def affine_layout(
             _refuse("shares that are cut along several dims", name, file, shape, shares)
         if not dims:
             return shape, Replicate()
+        if sum(math.prod(held) for held in shares) > math.prod(shape):
+            # GPT-BigCode's keys and values: their gradients are not reduced, the copies drift
+            _refuse("a part that several ranks hold", name, file, shape, shares)
         (dim,) = dims
         runs = tuple(
             tuple(_runs(rank["pieces"], shape, held, dim, name, file))
