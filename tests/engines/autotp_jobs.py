@@ -183,6 +183,7 @@ def resume(
     more: int = 0,
     plant: str = "",
     tags: tuple[str, ...] = ("filled", "trained"),
+    **options: Any,
 ) -> dict[str, Any]:
     """Loads each tag into an engine of another seed and compares; trains on after the last one."""
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
@@ -190,7 +191,7 @@ def resume(
     before = canonical(engine)
     found: dict[str, Any] = {"differences": {}, "before": {}, "loss": 0.0}
     for tag in tags:
-        ucp.load(engine, folder, tag=tag)
+        ucp.load(engine, folder, tag=tag, **options)
         PLANTS[plant](engine)
         want = oracle["states"][tag]
         found["before"][tag] = differences(want, before)
@@ -202,6 +203,64 @@ def resume(
         )
     engine.destroy()
     return found
+
+
+def from_hugging_face(setup: Auto, folder: str) -> list[str]:
+    """Loads `in`, compares masters and weights with the file's tensors, and writes `out`."""
+    from safetensors.torch import load_file
+
+    want = load_file(Path(folder) / "in" / "model.safetensors")
+    engine = make(setup)
+    ucp.load(engine, Path(folder) / "in")
+    found = canonical(engine)
+    masters = {name: value for (name, key), value in found["full"].items() if key == "fp32"}
+    wrong = [
+        name
+        for held in (masters, found["weights"])
+        for name, value in held.items()
+        if not torch.equal(value, want[name])
+    ]
+    engine.ucp_export_hf(Path(folder) / "out", "float32")
+    engine.destroy()
+    return wrong
+
+
+def refused(setup: Auto, fault: str) -> dict[str, Any]:
+    """What `attach` and `load` say of an engine with a parameter that can't be put together, and
+    whether it trains on as if nobody had asked."""
+    engine = make(setup, attach=False)
+    want = train(engine, 3)
+    engine.destroy()
+    engine = make(setup, attach=False)
+    said = engine.module.lm_head.weight.ds_autotp_universal_checkpoint_meta["conversion"]
+    entry, options, words = said["affine_map"], {}, ""
+    if fault == "unsupported":
+        said["unsupported_reason"] = words = "its heads are paired"
+    elif fault == "scaled":
+        entry["ranks"][1]["pieces"][0]["scale"] = 0.5
+        words = "scaled values"
+    elif fault == "another shape":
+        entry["ranks"][0], entry["ranks"][1] = entry["ranks"][1], entry["ranks"][0]
+        words = "another shape than AutoTP says"
+    elif fault == "held twice":
+        for rank, rows in ((0, 31), (1, 32)):
+            entry["ranks"][rank]["shard_shape"] = [rows, 24]
+        words = "a part that several ranks hold"
+    else:
+        options, words = {"family": "gpt"}, "family"
+    messages: list[str] = []
+    for call in (
+        lambda: ucp.attach(engine, **options),
+        lambda: ucp.load(engine, "nowhere", **options),
+    ):
+        try:
+            call()
+            messages.append("nothing was refused")
+        except ucp.UcpError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    same = train(engine, 3) == want
+    engine.destroy()
+    return {"messages": messages, "words": words, "same losses": same}
 
 
 # ------------------------------------------------ planted faults

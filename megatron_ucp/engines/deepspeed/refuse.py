@@ -4,9 +4,9 @@ touched."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_ucp.engines.deepspeed.autotp import is_autotp
+from megatron_ucp.engines.deepspeed.autotp import is_autotp, layouts_of
 from megatron_ucp.engines.deepspeed.experts import autoep_layers, refuse_unplaced
-from megatron_ucp.engines.deepspeed.stage import is_pipeline
+from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
 from megatron_ucp.families.base import Model
@@ -143,6 +143,7 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             found=model.family.name,
             fix="leave family= out",
         )
+    layouts_of(engine, *parallel_of(engine)[0])  # says what of them can't be put together
     _refuse(engine, _REFUSED)
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)
