@@ -103,8 +103,8 @@ class Manifest:
             raise ValueError("a parameter is listed twice")
         for buffer in self.buffers:
             for axis, index in buffer.at:
-                known = axis in PLACEMENT or axis in buffer.axes
-                if not known or index >= self.mesh.size(axis):
+                cut = axis in buffer.axes and self.mesh.size(axis) > 1
+                if not (cut or axis in PLACEMENT) or index >= self.mesh.size(axis):
                     raise ValueError(f"{buffer.at} is no place of the mesh {self.mesh}")
             for member in buffer.members:
                 self._check_member(member)
