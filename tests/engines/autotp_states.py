@@ -91,7 +91,7 @@ def canonical(engine: Any) -> dict[str, Any]:
     """As `tests.engines.canonical.canonical`, which knows megatron-core's attributes alone."""
     schedule = engine.lr_scheduler.state_dict()
     pieces, numbers = held_here(engine, schedule)
-    size, rank = tensor_place(engine)
+    _, rank = tensor_place(engine)
     shares = shares_of(engine)
     scalars: dict[tuple[str, str], float] = {}
     hyper: dict[str, dict[str, Any]] = {}
@@ -106,11 +106,7 @@ def canonical(engine: Any) -> dict[str, Any]:
         for name, key, first, elements in found:
             empty = torch.full((shares[name][place].numel(),), float("nan"))
             local.setdefault((name, key, place), empty)[first : first + len(elements)] = elements
-    full: dict[tuple[str, str], torch.Tensor] = {}
-    for name, key in {(name, key) for name, key, _ in local}:
-        nothing = torch.zeros(0)
-        parts = [local.get((name, key, r), nothing).reshape(shares[name][r]) for r in range(size)]
-        full[name, key] = join(name, parts, engine.plain_shapes[name])
+    full = joined(local, shares, engine.plain_shapes)
     return {
         "full": full,
         "scalars": scalars,
@@ -121,6 +117,20 @@ def canonical(engine: Any) -> dict[str, Any]:
         "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
         "scale": loss_scale(engine),
     }
+
+
+def joined(
+    local: dict[tuple[str, str, int], torch.Tensor],
+    shares: dict[str, list[torch.Size]],
+    plain: dict[str, torch.Size],
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Whole tensors from the flat shares of all ranks; a rank may have nothing of one."""
+    full: dict[tuple[str, str], torch.Tensor] = {}
+    for name, key in {(name, key) for name, key, _ in local}:
+        ranks = enumerate(shares[name])
+        parts = [local.get((name, key, r), torch.zeros(0)).reshape(shape) for r, shape in ranks]
+        full[name, key] = join(name, parts, plain[name])
+    return full
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:

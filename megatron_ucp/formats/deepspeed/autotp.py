@@ -8,7 +8,7 @@ share, and a `scale` by which the share was multiplied.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.box import Ints, strides
@@ -56,23 +56,10 @@ def affine_layout(
             _refuse("a map of another version", name, file, f"version {_VERSION}", version)
         shape: Ints = tuple(map(int, entry["logical_shape"]))
         ranks = [entry["ranks"][rank] for rank in sorted(entry["ranks"], key=int)]
-        shares: list[Ints] = [tuple(map(int, rank["shard_shape"])) for rank in ranks]
-        scales = {piece.get("scale", 1.0) for rank in ranks for piece in rank["pieces"]}
-        if scales - {1.0}:
-            _refuse("scaled values", name, file, "scale 1", sorted(scales))
-        dims = sorted({d for held in shares for d, n in enumerate(held) if n != shape[d]})
-        if any(len(held) != len(shape) for held in shares) or len(dims) > 1:
-            _refuse("shares that are cut along several dims", name, file, shape, shares)
-        if not dims:
+        dim = _dim_of(ranks, shape, name, file)
+        if dim is None:
             return shape, Replicate()
-        if sum(math.prod(held) for held in shares) > math.prod(shape):
-            # GPT-BigCode's keys and values: their gradients are not reduced, the copies drift
-            _refuse("a part that several ranks hold", name, file, shape, shares)
-        (dim,) = dims
-        runs = tuple(
-            tuple(_runs(rank["pieces"], shape, held, dim, name, file))
-            for rank, held in zip(ranks, shares, strict=True)
-        )
+        runs = tuple(tuple(_runs(rank, shape, dim, name, file)) for rank in ranks)
         return shape, _simplest(name, shape, ShardRuns(_AXIS, dim, runs))
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         raise DamagedFileError(
@@ -83,14 +70,31 @@ def affine_layout(
         ) from None
 
 
+def _dim_of(ranks: Sequence[Any], shape: Ints, name: str, file: str | None) -> int | None:
+    """The dim that the shares of all ranks cut, None where each has the whole parameter. Raises
+    UnsupportedError for scaled blocks and for what is no cut of one dim."""
+    scales = {piece.get("scale", 1.0) for rank in ranks for piece in rank["pieces"]}
+    if scales - {1.0}:
+        _refuse("scaled values", name, file, "scale 1", sorted(scales))
+    shares: list[Ints] = [tuple(map(int, rank["shard_shape"])) for rank in ranks]
+    dims = {d for held in shares for d, n in enumerate(held) if n != shape[d]}
+    if any(len(held) != len(shape) for held in shares) or len(dims) > 1:
+        _refuse("shares that are cut along several dims", name, file, shape, shares)
+    if dims and sum(map(math.prod, shares)) > math.prod(shape):
+        # GPT-BigCode's keys and values: their gradients are not reduced, the copies drift
+        _refuse("a part that several ranks hold", name, file, shape, shares)
+    return next(iter(dims), None)
+
+
 def _runs(
-    pieces: Any, shape: Ints, held: Ints, dim: int, name: str, file: str | None
+    rank: Mapping[str, Any], shape: Ints, dim: int, name: str, file: str | None
 ) -> Iterator[tuple[int, int]]:
-    """The runs of `dim` that a share of the shape `held` is made of, in the order of its memory.
-    Raises UnsupportedError for a block that is none."""
+    """The runs of `dim` that a rank's share is made of, in the order of its memory. Raises
+    UnsupportedError for a block that is none."""
+    held: Ints = tuple(map(int, rank["shard_shape"]))
     whole, own = strides(shape), strides(held)
     at = 0
-    for piece in sorted(pieces, key=lambda piece: piece["dest"][0]):
+    for piece in sorted(rank["pieces"], key=lambda piece: piece["dest"][0]):
         block = tuple(map(int, piece["shape"]))
         width = block[dim]
         start, beside = divmod(int(piece["source"][0]), whole[dim])
