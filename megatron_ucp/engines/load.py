@@ -33,9 +33,8 @@ def load(
     any engine on any number of ranks wrote. Collective.
 
     `family` names the model's family, which tensor parallelism of megatron-core needs (`attach`
-    remembers it). `rng`
-    restores random states; `loader` goes on where the save was. Neither happens with
-    `load_module_only`. `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps
+    remembers it); an engine that AutoTP cut says its layouts itself. `rng` restores random states;
+    `loader` goes on where the save was. Neither happens with `load_module_only`. `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps
     the engine's. `checksums` compares the CRC-32 of every record that the ranks read as a whole.
     `allow` names what else may happen (see `ALLOWANCES`); all of it is listed in the report. Raises
     a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
