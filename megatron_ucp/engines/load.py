@@ -34,9 +34,10 @@ def load(
 
     `family` names the model's family, which tensor parallelism of megatron-core needs (`attach`
     remembers it); an engine that AutoTP cut says its layouts itself. `rng` restores random states;
-    `loader` goes on where the save was. Neither happens with `load_module_only`. `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps
-    the engine's. `checksums` compares the CRC-32 of every record that the ranks read as a whole.
-    `allow` names what else may happen (see `ALLOWANCES`); all of it is listed in the report. Raises
+    `loader` goes on where the save was. Neither happens with `load_module_only`. `hyper`:
+    "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums`
+    compares the CRC-32 of every record that the ranks read as a whole. `allow` names what else may
+    happen (see `ALLOWANCES`); all of it is listed in the report. Raises
     a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
     refuses to step and to save where it could not.
     """
