@@ -179,3 +179,30 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     )
     assert [how for *_, how in lives] == ["killed", "killed", "finished"], done.stdout
     assert int(lives[1][0]) > 1 and "60 of 60 losses" in done.stdout
+
+
+def autotp(out: Path, *arguments: str) -> Done:
+    script = [sys.executable, str(ROOT / "examples" / "autotp.py"), "--out", str(out)]
+    return subprocess.run(
+        [*script, "--steps", "4", "--more", "3", *arguments],
+        cwd=out.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_the_example_of_autotp(tmp_path: Path) -> None:
+    done = autotp(tmp_path / "autotp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"\| (tp=\d, dp=\d, ZeRO-\d) +\| [\d,]+ +\| (yes|NO) ", done.stdout)
+    meshes = ["tp=1, dp=2, ZeRO-3", "tp=4, dp=1, ZeRO-2", "tp=2, dp=1, ZeRO-0"]
+    assert rows == [(mesh, "yes") for mesh in meshes]
+
+
+@pytest.mark.slow
+def test_the_example_of_autotp_sees_a_fault(tmp_path: Path) -> None:
+    """Negative control: one bit of one moment."""
+    done = autotp(tmp_path / "autotp", "--plant-fault")
+    assert done.returncode == 1 and done.stdout.count("NO (1 differ)") == 3, done.stdout

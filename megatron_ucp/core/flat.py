@@ -58,7 +58,8 @@ class FlatBuffer:
     cut). rule "each": every member is cut by ceil and partition r holds the r-th chunk of each
     member one after the other; `start` and `length` then count elements of one partition.
     `states` are (name, dtype) of the element-wise states; `at` is the placement, such as the
-    pipeline stage; `axes` are the mesh axes that cut the members.
+    pipeline stage; `axes` are the mesh axes that cut the members. Where the ranks of such an axis
+    have shares of different sizes, each has a buffer of its own: `at` names its place there too.
     """
 
     members: tuple[Member, ...]
@@ -123,6 +124,12 @@ class FlatBuffer:
         return {*self.at} <= {*at}
 
     @property
+    def share(self) -> Coords:
+        """The place of the only rank that it describes along the axes that cut it; () where all
+        ranks there have alike ones."""
+        return tuple((axis, index) for axis, index in self.at if axis in self.axes)
+
+    @property
     def stepped(self) -> bool:
         """Whether an optimizer steps it; else it is a frozen parameter or a module's buffer."""
         return VALUE not in dict(self.states)
@@ -135,7 +142,7 @@ class FlatBuffer:
     @property
     def spread(self) -> tuple[str, ...]:
         """Every axis that decides which ranks have a part of it."""
-        return (*self.axes, *(axis for axis, _ in self.at))
+        return tuple(dict.fromkeys((*self.axes, *(axis for axis, _ in self.at))))
 
     @property
     def partition_elems(self) -> int:

@@ -8,7 +8,7 @@ under a stored and a logical address.
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_ucp.core.box import Box, Ints, flat_index, strides
@@ -79,15 +79,20 @@ class Piece:
         return flat_index(tuple(b - 1 for b in self.local.stop), self.view) + 1
 
 
+HeldRuns = tuple[tuple[tuple[int, int], ...], ...]  # of each index: (start, stop), ...
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """One cut of a dim along a mesh axis. `parts` are the sizes of fused sub-tensors, each cut for
-    itself; () is one."""
+    itself; () is one. `runs` say for each index what it holds (see `ShardRuns`), where no rule
+    does."""
 
     axis: str
     dim: int
     parts: Ints = ()
     unit: int = 1
+    runs: HeldRuns = ()
 
 
 @dataclass(frozen=True)
@@ -132,8 +137,8 @@ class Layout:
             if cut.dim >= len(shape):
                 raise _no_dim(name, cut, shape)
             size, index = place.get(cut.axis, (1, 0))
-            _cut(name, [(0, out[cut.dim])], Cut(cut.axis, cut.dim, (), cut.unit), size, index)
-            out[cut.dim] //= size
+            spans = _cut(name, [(0, out[cut.dim])], replace(cut, parts=()), size, index)
+            out[cut.dim] = sum(stop - start for start, stop in spans)
         return tuple(out)
 
 
@@ -160,6 +165,8 @@ def _cut(
 ) -> list[tuple[int, int]]:
     """The index-th of `size` equal chunks of the spans, part by part."""
     length = sum(b - a for a, b in spans)
+    if cut.runs:
+        return _explicit(name, length, cut, size, index)
     parts = cut.parts or (length,)
     if sum(parts) != length:
         raise LayoutError(
@@ -183,6 +190,33 @@ def _cut(
         out += _span_range(spans, base + index * width, base + (index + 1) * width)
         base += part
     return out
+
+
+def _explicit(name: str, length: int, cut: Cut, size: int, index: int) -> list[tuple[int, int]]:
+    """What a dim's `runs` say of one rank; where the axis has one rank, that it holds all."""
+    if size == 1:
+        return [(0, length)]
+    if size != len(cut.runs):
+        raise LayoutError(
+            f"dim {cut.dim} is cut into explicit shares of another number of ranks",
+            parameter=name,
+            expected=f"{cut.axis}={len(cut.runs)}, or 1",
+            found=f"{cut.axis}={size}",
+            fix="load into an engine, which says itself how its parameters are cut",
+        )
+    at = 0
+    for start, stop in sorted(itertools.chain.from_iterable(cut.runs)):
+        if start != at:
+            break
+        at = stop
+    if at != length:
+        raise LayoutError(
+            f"the explicit shares of dim {cut.dim} don't follow each other to its end",
+            parameter=name,
+            expected=f"each of {length} elements once",
+            found=f"up to element {at} only",
+        )
+    return list(cut.runs[index])
 
 
 def _span_range(spans: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
@@ -251,6 +285,22 @@ class ShardNC(Layout):
 
     def cuts(self) -> tuple[Cut, ...]:
         return (Cut(self.axis, self.dim, self.parts, self.unit),)
+
+
+@dataclass(frozen=True)
+class ShardRuns(Layout):
+    """Explicit runs of `dim`: rank i of `axis` holds the runs `held[i]`, each one (start, stop), in
+    the order of its memory. For shares of different sizes, and for blocks in an order that is no
+    cut of fused sub-tensors; a rank may hold none. Together they are the whole dim, each element
+    once. On a mesh where the axis has one rank the parameter is whole.
+    """
+
+    axis: str
+    dim: int
+    held: HeldRuns
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return (Cut(self.axis, self.dim, runs=self.held),)
 
 
 @dataclass(frozen=True)
@@ -325,7 +375,7 @@ class Chunks(Layout):
 CHUNK = "chunk"  # what `place` calls the number of a chunk; no mesh has an axis of this name
 
 LAYOUTS: dict[str, type[Layout]] = {
-    kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC, Chunks)
+    kind.__name__: kind for kind in (Replicate, Partial, Shard, ShardHy, ShardNC, ShardRuns, Chunks)
 }
 
 
@@ -374,6 +424,8 @@ def _check_chunks(layout: Chunks) -> None:
 def _is_cut(cut: Cut) -> bool:
     """Whether the fields of a cut that came from a file are of their types and sizes."""
     sizes = [cut.dim, cut.unit - 1, *(part - 1 for part in cut.parts)]
+    for start, stop in itertools.chain.from_iterable(cut.runs):
+        sizes += [start, stop - start - 1]
     return type(cut.axis) is str and all(type(size) is int and size >= 0 for size in sizes)
 
 

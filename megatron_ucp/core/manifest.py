@@ -104,7 +104,8 @@ class Manifest:
             raise ValueError("a parameter is listed twice")
         for buffer in self.buffers:
             for axis, index in buffer.at:
-                if axis not in PLACEMENT or index >= self.mesh.size(axis):
+                cut = axis in buffer.axes and self.mesh.size(axis) > 1
+                if not (cut or axis in PLACEMENT) or index >= self.mesh.size(axis):
                     raise ValueError(f"{buffer.at} is no place of the mesh {self.mesh}")
             for member in buffer.members:
                 self._check_member(member)
@@ -154,11 +155,16 @@ class Manifest:
 
     def read_from(self, param: str) -> list[tuple[int, int]]:
         """(buffer, member) of what is read for a parameter: its first holder, or the first holder
-        of each of its chunks. Empty where nothing holds it."""
-        first: dict[int | None, tuple[int, int]] = {}
+        of each of its chunks, or of each rank that has a buffer of its own for its share. Empty
+        where nothing holds it."""
+        first: dict[tuple[int | None, Coords], tuple[int, int]] = {}
         for b, m in self.holders.get(param, ()):
-            first.setdefault(self.member(b, m).chunk, (b, m))
+            first.setdefault((self.member(b, m).chunk, self.buffers[b].share), (b, m))
         return list(first.values())
+
+    def is_read(self, param: str, buffer: int) -> bool:
+        """Whether a buffer is one of those that are read for a parameter that it holds."""
+        return any(b == buffer for b, _ in self.read_from(param))
 
     def states_of(self, param: str) -> dict[str, str]:
         """Name and dtype of every element-wise state that is held for a parameter."""
@@ -185,8 +191,9 @@ class Manifest:
     # ------------------------------------------------ places
 
     def cuts_of(self, buffer: FlatBuffer) -> list[Coords]:
-        """Every place along the axes that cut a buffer."""
-        return self.mesh.everywhere(buffer.axes)
+        """Every place along the axes that cut a buffer; of one rank's own buffer that rank's."""
+        share = {*buffer.share}
+        return [cut for cut in self.mesh.everywhere(buffer.axes) if share <= {*cut}]
 
     def place(self, member: Member, cut: Coords) -> Place:
         """Where a member of a buffer lies at a place along the axes that cut it, as its layout asks

@@ -46,6 +46,11 @@ def expert_rank_of(at: Coords) -> int:
     return index_on(at, EXPERT_RANK)
 
 
+def without_cuts(at: Coords) -> Coords:
+    """A place as it is for what all ranks say alike that cut a parameter: its groups."""
+    return tuple((axis, index) for axis, index in at if axis not in CUTTING)
+
+
 def without_experts(at: Coords) -> Coords:
     """A place as it is for what is no expert's."""
     return tuple((axis, index) for axis, index in at if axis not in EXPERTS)
@@ -232,10 +237,12 @@ class Mesh:
         """A rank's index among the expert-parallel ranks, and among those that cut an expert."""
         return self.index(rank, EXPERT_RANK), self.index(rank, EXPERT_CUT[0])
 
-    def holding(self) -> list[Coords]:
+    def holding(self, uneven: bool = False) -> list[Coords]:
         """Every place that has parameters of its own, stage by stage: a stage, and on it an
-        expert-parallel rank. An axis of one rank is not named."""
-        return self.everywhere([a for a in (STAGE, EXPERT_RANK) if self.size(a) > 1])
+        expert-parallel rank; where shares are `uneven`, each rank that cuts. An axis of one rank is
+        not named."""
+        axes = (STAGE, *(DENSE_CUT if uneven else ()), EXPERT_RANK)
+        return self.everywhere([axis for axis in axes if self.size(axis) > 1])
 
     def rank_of(self, at: Coords, part: int) -> int:
         """The first rank at a place, or the one with partition `part` of what lies there. A place

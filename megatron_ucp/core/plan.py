@@ -237,12 +237,23 @@ class _Planner:
         if not holders:
             raise PlanError("the checkpoint does not hold a parameter", parameter=param)
         mean = self._is_averaged(param)
-        for b, m in holders:
+        seen: set[Box] = set()
+        for b, m in self._nearest_first(holders, slot.cut):
             for cut, pieces in self._places_of(b, m, slot.cut):
                 for have in pieces:
-                    common = have.clip_full(want.full)
+                    common = have.clip_full(want.full) if have.full not in seen else None
+                    seen.add(have.full)  # another rank's own buffer may hold a copy
                     if common is not None:
                         yield from self._from(b, m, cut, common, slot, index, want, mean)
+
+    def _nearest_first(
+        self, holders: Sequence[tuple[int, int]], place: Coords
+    ) -> Sequence[tuple[int, int]]:
+        """Of ranks with buffers of their own, the one at the target's own place comes first."""
+        if len(holders) == 1:
+            return holders
+        shares = {bm: {*self.source.buffers[bm[0]].share} for bm in holders}
+        return sorted(holders, key=lambda bm: not shares[bm] <= {*place})
 
     def _from(
         self,

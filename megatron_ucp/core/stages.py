@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import EXPERTS, Coords, without_experts
+from megatron_ucp.core.mesh import EXPERTS, Coords, without_cuts, without_experts
 from megatron_ucp.errors import ModelMismatchError
 
 
@@ -50,7 +50,7 @@ def join(stages: Sequence[Stage]) -> Joined:
     first_group: list[int] = []
     first: dict[Coords, tuple[int, Stage]] = {}
     for stage in stages:
-        number, other = first.setdefault(without_experts(stage.at), (len(groups), stage))
+        number, other = first.setdefault(without_cuts(stage.at), (len(groups), stage))
         if other is stage:
             groups += stage.groups
         _same(other.groups, stage.groups, "have parameter groups")
@@ -60,6 +60,7 @@ def join(stages: Sequence[Stage]) -> Joined:
         buffers.of(stage.at, stage.buffers, group)
         for stage, group in zip(stages, first_group, strict=True)
     ]
+    _check_shares(buffers.all)
     values = _Numbered(len(buffers.all))
     value_numbers = [values.of(stage.at, stage.values, 0) for stage in stages]
     return Joined(
@@ -70,6 +71,17 @@ def join(stages: Sequence[Stage]) -> Joined:
         tuple(value_numbers),
         tuple(first_group),
     )
+
+
+def _check_shares(buffers: Sequence[FlatBuffer]) -> None:
+    """Raises ModelMismatchError where ranks that cut one parameter keep other states of it, or
+    other steps."""
+    first: dict[tuple[int, str], Any] = {}
+    for buffer in buffers:
+        for member in buffer.members if buffer.share else ():
+            kept = buffer.states, member.group, dict(member.scalars)
+            known = first.setdefault((buffer.stage, member.param), kept)
+            _same(known, kept, "keep something of a parameter", member.param)
 
 
 class _Numbered:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
-from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine, refuse_writer
+from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
@@ -47,7 +47,8 @@ def attach(
     returns the engine.
 
     `family` (the name of a registered one, or a Family) declares the layouts of the model, which
-    tensor parallelism needs. The position of `loader` is kept in saves and restored by loads.
+    tensor parallelism of megatron-core needs; what AutoTP cut says so itself. The position of
+    `loader` is kept in saves and restored by loads.
     `options` are `durable` and `keep_latest` of `Saving`, `hyper`, `checksums` and `allow` of
     `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be loaded exactly,
     on every rank. Twice is once.
@@ -59,7 +60,6 @@ def attach(
     check_options(**options)
     check_versions()
     with agree.together():
-        refuse_autotp(engine)
         model = model_of(engine, family)
         refuse_engine(engine, model)
         refuse_writer(engine)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
-from megatron_ucp.engines.deepspeed.refuse import refuse_autotp, refuse_engine
+from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
@@ -32,11 +32,12 @@ def load(
     """Fills a DeepSpeed engine, or the stack that `attach_megatron` gave, from a checkpoint that
     any engine on any number of ranks wrote. Collective.
 
-    `family` names the model's family, which tensor parallelism needs (`attach` remembers it). `rng`
-    restores random states; `loader` goes on where the save was. Neither happens with
-    `load_module_only`. `hyper`: "checkpoint" restores each group's hyper-parameters, "config" keeps
-    the engine's. `checksums` compares the CRC-32 of every record that the ranks read as a whole.
-    `allow` names what else may happen (see `ALLOWANCES`); all of it is listed in the report. Raises
+    `family` names the model's family, which tensor parallelism of megatron-core needs (`attach`
+    remembers it); an engine that AutoTP cut says its layouts itself. `rng` restores random states;
+    `loader` goes on where the save was. Neither happens with `load_module_only`. `hyper`:
+    "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums`
+    compares the CRC-32 of every record that the ranks read as a whole. `allow` names what else may
+    happen (see `ALLOWANCES`); all of it is listed in the report. Raises
     a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
     refuses to step and to save where it could not.
     """
@@ -54,7 +55,6 @@ def load(
     if isinstance(engine, MegatronStack):
         return resume(describe_stack(engine), path, tag, how)
     with agree.together():
-        refuse_autotp(engine)
         model = model_of(engine, family)
         refuse_engine(engine, model)
     return resume(describe(engine, model), path, tag, how)

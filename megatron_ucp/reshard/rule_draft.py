@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardHy, ShardNC
+from megatron_ucp.core.layout import (
+    Extent,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    ShardHy,
+    ShardNC,
+    ShardRuns,
+)
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.deepspeed import stock_info
@@ -138,10 +147,15 @@ def _rule(pattern: str, members: list[Held], known: _Known) -> Iterator[str]:
     yield from _body(known)
 
 
+_UNRULED = f'layout = "{UNKNOWN}"'
+
+
 def _body(known: _Known) -> list[str]:
     """The keys of a rule beside its pattern."""
     layout = known.layout
-    out = [f'layout = "{UNKNOWN if layout is None else type(layout).__name__}"']
+    if isinstance(layout, ShardRuns):
+        return ["# shares of different sizes: the files say them, and no rule does", _UNRULED]
+    out = [_UNRULED if layout is None else f'layout = "{type(layout).__name__}"']
     if isinstance(layout, Partial | Shard | ShardNC):
         out.append(f'axis = "{layout.axis}"')
     if isinstance(layout, Shard | ShardNC):

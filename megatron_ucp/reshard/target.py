@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
 from megatron_ucp.core.stages import Stage, join
@@ -132,7 +132,7 @@ def _check_cuts(wanted: Wanted) -> None:
             parameter=unknown[0].name,
             expected=f"a layout for tp={mesh.tp}",
             found=f"{len(unknown)} such parameters",
-            fix="give --rules FILE",
+            fix="give --rules FILE; or convert to tp=1, or load into a live engine",
         )
     if mesh.ep > 1 and not any(spec.expert for spec in source.params):
         raise UsageError(
@@ -144,7 +144,10 @@ def _check_cuts(wanted: Wanted) -> None:
 
 
 def _is_unknown(spec: ParamSpec) -> bool:
-    """Whether files hold a parameter in chunks that say nothing of how a mesh cuts it."""
+    """Whether files hold a parameter in chunks, or ranks in shares of different sizes, that say
+    nothing of how another mesh cuts it."""
+    if isinstance(spec.layout, ShardRuns):
+        return True
     chunked = isinstance(spec.layout, Chunks) and spec.kind != "buffer"
     return chunked and spec.on_mesh is None and len(spec.shape) > 0
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
-from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
+from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
@@ -284,6 +284,9 @@ def oracle_local(spec: ParamSpec, place: dict[str, tuple[int, int]]) -> np.ndarr
             [np.split(part, size, layout.dim)[index] for part in np.split(full, edges, layout.dim)],
             layout.dim,
         )
+    elif isinstance(layout, ShardRuns):
+        ranges = [np.arange(*run) for run in layout.held[place[layout.axis][1]]]
+        full = full.take(np.concatenate(ranges), layout.dim)
     return full.transpose(spec.order) if spec.order else full
 
 
@@ -320,7 +323,7 @@ def each(buffer: FlatBuffer, flats: list[np.ndarray]) -> list[np.ndarray]:
         if member.slice_of is None or member.slice_of[0] == 0:
             tensors.append([])
         tensors[-1].append(numbers)
-    rows = []
+    rows = [np.zeros((buffer.partitions, 0), dtype=np.int64)]
     for numbers in map(np.concatenate, tensors):
         width = -(-len(numbers) // buffer.partitions)
         padding = np.full(width * buffer.partitions - len(numbers), -1)

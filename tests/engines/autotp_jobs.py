@@ -1,54 +1,319 @@
-"""What the ranks do in the tests of DeepSpeed's AutoTP."""
+"""What the ranks do in the tests of DeepSpeed's AutoTP: models of transformers that it cuts."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
+from tests.engines.autotp_states import canonical, fill, tensor_place
+from tests.engines.canonical import base_of, differences
+
+VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
+FROZEN = ("layers.0.self_attn.k_proj.weight", "layers.1.input_layernorm.weight")
 
 
-def make(vocab: int, zero: int) -> Any:
-    """A tiny LLaMA of Hugging Face that AutoTP cuts over two ranks."""
+@dataclass(frozen=True)
+class Auto:
+    """A model on `tp` ranks times as many copies as the job has ranks for; at tp=1 without AutoTP.
+    Kinds: "llama" (untied, biases, 3 key-value heads: at 2 ranks 2 and 1, at 4 ranks the last one
+    has none; some parameters frozen), "even" (every dim divides), "gpt2" (tied, rows of the
+    vocabulary cut), "phi3" (fused gate and up)."""
+
+    kind: str
+    tp: int
+    zero: int
+    dtype: str = "fp32"
+    seed: int = 1
+
+
+def network(setup: Auto) -> Any:
+    import transformers
+
+    torch.manual_seed(setup.seed)
+    if setup.kind == "gpt2":
+        sizes = transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=24, n_head=6, n_layer=2, n_positions=SEQUENCE, use_cache=False
+        )
+        sizes.attn_pdrop = sizes.embd_pdrop = sizes.resid_pdrop = 0.0
+        return transformers.GPT2LMHeadModel(sizes)
+    if setup.kind == "phi3":
+        return transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(
+                vocab_size=VOCAB,
+                hidden_size=24,
+                intermediate_size=34,
+                num_hidden_layers=2,
+                num_attention_heads=6,
+                num_key_value_heads=3,
+                max_position_embeddings=SEQUENCE,
+                pad_token_id=0,
+                use_cache=False,
+            )
+        )
+    even = setup.kind == "even"
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=60 if even else VOCAB,
+            hidden_size=24,
+            intermediate_size=32 if even else 34,
+            num_hidden_layers=2,
+            num_attention_heads=4 if even else 6,
+            num_key_value_heads=4 if even else 3,
+            head_dim=4,
+            max_position_embeddings=SEQUENCE,
+            attention_bias=not even,
+            use_cache=False,
+        )
+    )
+    for name, param in model.named_parameters():
+        param.requires_grad_(even or not name.endswith(FROZEN))
+    return model
+
+
+# What AutoTP is told of models that it does not take by itself. GPT-2's Conv1D stays whole, its
+# vocabulary is cut; of Phi-3 gate and up, which are one weight, each for itself.
+TOLD: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [{"patterns": [r".*lm_head\.weight$"], "partition_type": "column"}],
+    "phi3": [
+        {
+            "patterns": [r".*gate_up_proj\.weight$"],
+            "partition_type": "column",
+            "shape": [2, -1],
+            "partition_dim": 0,
+        },
+        {"patterns": [r".*down_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+
+
+def tensor_parallel(setup: Auto) -> dict[str, Any]:
+    if setup.tp == 1:
+        return {}
+    section: dict[str, Any] = {"autotp_size": setup.tp}
+    if setup.kind in TOLD:
+        specs = TOLD[setup.kind]
+        section["partition_config"] = {"use_default_specs": False, "layer_specs": specs}
+    if setup.kind == "gpt2":
+        section["vocab_parallel_lm_head"] = True
+    return {"tensor_parallel": section}
+
+
+def make(setup: Auto, attach: bool = True) -> Any:
+    """An engine with two groups and LambdaLR."""
     import deepspeed
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
-    net = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **sizes, **heads))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": zero},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "tensor_parallel": {"autotp_size": 2},
+    net = network(setup)
+    whole = {name: param.shape for name, param in net.named_parameters()}
+    trained = [param for param in net.parameters() if param.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    # a larger epsilon: gradients that are 0 but for rounding (of biases of keys) must not steer
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
+    copies = dist.get_world_size() // setup.tp
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // copies,
         "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
+        **tensor_parallel(setup),
     }
-    parameters = list(net.parameters())
-    return deepspeed.initialize(
-        model=net, model_parameters=parameters, config=config, dist_init_required=False
+    if setup.dtype != "fp32":
+        config[setup.dtype] = {"enabled": True}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
+    engine = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=config,
+        dist_init_required=False,
     )[0]
+    engine.plain_shapes = whole
+    return ucp.attach(engine) if attach else engine
 
 
-def save(vocab: int, zero: int, folder: str) -> list[str]:
-    """Saves as DeepSpeed does; what `attach` and `load` say, without and with a family."""
-    engine = make(vocab, zero)
-    tokens = torch.randint(vocab, (2, 8), generator=torch.Generator().manual_seed(3))
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
-    engine.save_checkpoint(folder, tag="cut")
-    dist.barrier()
-    said: list[str] = []
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """Steps on batches that depend on the step number alone; the mean loss over all ranks."""
+    size, _ = tensor_place(engine)
+    copies, copy = dist.get_world_size() // size, dist.get_rank() // size
+    losses: list[float] = []
+    for step in range(first, first + steps):
+        dice = torch.Generator().manual_seed(1000 + step)
+        rows = torch.randint(60, (BATCH, SEQUENCE), generator=dice).chunk(copies)[copy]
+        loss = engine(input_ids=rows, labels=rows).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().double().reshape(1)
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+def save(
+    setup: Auto, folder: str, steps: int = 3, more: int = 20, attach: bool = True
+) -> dict[str, Any]:
+    """Saves the tag `trained`, and `filled` with provenance values; the states beside them. Then
+    trains on from the first."""
+    engine = make(setup, attach)
+    train(engine, steps)
+    engine.save_checkpoint(folder, tag="trained")
+    states = {"trained": canonical(engine)}
+    losses = train(engine, more, first=steps)
+    if attach:
+        ucp.load(engine, folder, tag="trained")
+        fill(engine)
+        engine.save_checkpoint(folder, tag="filled")
+        states["filled"] = canonical(engine)
+    engine.destroy()
+    oracle = {"states": states, "losses": losses, "steps": steps}
+    if dist.get_rank() == 0:
+        torch.save(oracle, Path(folder) / "oracle.pt")
+    return oracle
+
+
+def resume(
+    setup: Auto,
+    folder: str,
+    more: int = 0,
+    plant: str = "",
+    tags: tuple[str, ...] = ("filled", "trained"),
+    **options: Any,
+) -> dict[str, Any]:
+    """Loads each tag into an engine of another seed and compares; trains on after the last one."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
+    engine = make(setup)
+    before = canonical(engine)
+    found: dict[str, Any] = {"differences": {}, "before": {}, "loss": 0.0}
+    for tag in tags:
+        ucp.load(engine, folder, tag=tag, **options)
+        PLANTS[plant](engine)
+        want = oracle["states"][tag]
+        found["before"][tag] = differences(want, before)
+        found["differences"][tag] = differences(want, canonical(engine))
+    if more:
+        losses = train(engine, more, first=oracle["steps"])
+        found["loss"] = max(
+            abs(a - b) for a, b in zip(losses, oracle["losses"][:more], strict=True)
+        )
+    engine.destroy()
+    return found
+
+
+def from_hugging_face(setup: Auto, folder: str) -> list[str]:
+    """Loads `in`, compares masters and weights with the file's tensors, and writes `out`."""
+    from safetensors.torch import load_file
+
+    want = load_file(Path(folder) / "in" / "model.safetensors")
+    engine = make(setup)
+    ucp.load(engine, Path(folder) / "in")
+    found = canonical(engine)
+    masters = {name: value for (name, key), value in found["full"].items() if key == "fp32"}
+    wrong = [
+        name
+        for held in (masters, found["weights"])
+        for name, value in held.items()
+        if not torch.equal(value, want[name])
+    ]
+    engine.ucp_export_hf(Path(folder) / "out", "float32")
+    engine.destroy()
+    return wrong
+
+
+def refused(setup: Auto, fault: str) -> dict[str, Any]:
+    """What `attach` and `load` say of an engine with a parameter that can't be put together, and
+    whether it trains on as if nobody had asked."""
+    engine = make(setup, attach=False)
+    want = train(engine, 3)
+    engine.destroy()
+    engine = make(setup, attach=False)
+    said = engine.module.lm_head.weight.ds_autotp_universal_checkpoint_meta["conversion"]
+    entry, options, words = said["affine_map"], {}, ""
+    if fault == "unsupported":
+        said["unsupported_reason"] = words = "its heads are paired"
+    elif fault == "scaled":
+        entry["ranks"][1]["pieces"][0]["scale"] = 0.5
+        words = "scaled values"
+    elif fault == "another shape":
+        entry["ranks"][0], entry["ranks"][1] = entry["ranks"][1], entry["ranks"][0]
+        words = "another shape than AutoTP says"
+    elif fault == "held twice":
+        for rank, rows in ((0, 31), (1, 32)):
+            entry["ranks"][rank]["shard_shape"] = [rows, 24]
+        words = "a part that several ranks hold"
+    else:
+        options, words = {"family": "gpt"}, "family"
+    messages: list[str] = []
     for call in (
-        lambda: ucp.attach(engine),
-        lambda: ucp.attach(engine, family="gpt"),
-        lambda: ucp.load(engine, folder),
+        lambda: ucp.attach(engine, **options),
+        lambda: ucp.load(engine, "nowhere", **options),
     ):
         try:
             call()
-            said.append("nothing was refused")
+            messages.append("nothing was refused")
         except ucp.UcpError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
+    same = train(engine, 3) == want
     engine.destroy()
-    return said
+    return {"messages": messages, "words": words, "same losses": same}
+
+
+# ------------------------------------------------ planted faults
+
+
+def _masters(engine: Any, part: str) -> Any:
+    """This rank's share of a parameter, which at stage 0 in fp32 is its master."""
+    return next(p for name, p in engine.module.named_parameters() if part in name).data
+
+
+def _boundary(engine: Any) -> None:
+    """The last row of the first rank and the first row of the second one are swapped."""
+    rows, rank = _masters(engine, "lm_head"), tensor_place(engine)[1]
+    own = rows[-1 if rank == 0 else 0]
+    other = own.clone()
+    work = [
+        dist.P2POp(dist.isend, own.clone(), 1 - rank),
+        dist.P2POp(dist.irecv, other, 1 - rank),
+    ]
+    for one in dist.batch_isend_irecv(work):
+        one.wait()
+    own.copy_(other)
+
+
+def _rolled(part: str, dim: int) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        share = _masters(engine, part)
+        share.copy_(share.roll(1, dim))
+
+    return plant
+
+
+def _moment(engine: Any) -> None:
+    state = next(kept for kept in base_of(engine).state.values() if kept["exp_avg"].dim() > 1)
+    state["exp_avg"].view(-1)[0] += 1
+
+
+def _step(engine: Any) -> None:
+    for kept in base_of(engine).state.values():
+        kept["step"] += 1
+        return
+
+
+def _decay(engine: Any) -> None:
+    base_of(engine).param_groups[1]["weight_decay"] = 0.1
+
+
+PLANTS: dict[str, Callable[[Any], None]] = {
+    "": lambda engine: None,
+    "rows at the boundary of two ranks": _boundary,
+    "columns of a row-parallel weight": _rolled("o_proj.weight", 1),
+    "a frozen share": _rolled(FROZEN[0], 0),
+    "a moment": _moment,
+    "a step": _step,
+    "a group's decay": _decay,
+}

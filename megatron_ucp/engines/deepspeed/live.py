@@ -57,10 +57,10 @@ class LiveEngine:
 
     def __init__(self, own: OwnStage, parts: Sequence[Part]) -> None:
         places = [part.holds.at for part in parts]
-        if places != own.mesh.holding():
+        if places != own.places:
             raise UnsupportedError(
                 "the ranks of the engine don't make up whole stages",
-                expected=str(own.mesh.holding()),
+                expected=str(own.places),
                 found=str(places),
             )
         joined = join([part.holds for part in parts])

@@ -4,8 +4,9 @@ touched."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_ucp.engines.deepspeed.autotp import is_autotp, layouts_of
 from megatron_ucp.engines.deepspeed.experts import autoep_layers, refuse_unplaced
-from megatron_ucp.engines.deepspeed.stage import is_pipeline
+from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
 from megatron_ucp.families.base import Model
@@ -117,20 +118,6 @@ def refuse_writer(engine: Any) -> None:
         _refuse(engine, _REFUSED_WRITERS)
 
 
-def refuse_autotp(engine: Any) -> None:
-    """Raises UnsupportedError for an engine that DeepSpeed's AutoTP cut: no family describes it."""
-    size = int(engine.autotp_size())
-    if size > 1:
-        raise UnsupportedError(
-            "this engine was cut by DeepSpeed's AutoTP (tensor_parallel.autotp_size), which is not "
-            "supported yet",
-            expected="autotp_size 1, or tensor parallelism of megatron-core with a family",
-            found=f"autotp_size {size}",
-            fix="leave `attach` out: DeepSpeed's own save and load resume on the same mesh. A "
-            "checkpoint of an AutoTP run loads into an engine without tensor parallelism",
-        )
-
-
 def refuse_engine(engine: Any, model: Model | None) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be
     exact."""
@@ -142,12 +129,21 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             found=model.family.name if model else "no family",
             fix=f"give {_one_of(name for name, family in families().items() if family.pipe)}",
         )
-    if model is None and int(engine.mp_world_size) > 1:
+    if model is None and int(engine.mp_world_size) > 1 and not is_autotp(engine):
         raise UnsupportedError(
             "this engine uses tensor parallelism without a family, which is not supported",
             found=f"mp_world_size {engine.mp_world_size}",
             fix=f"give {_one_of(families())}",
         )
+    if model is not None and is_autotp(engine):
+        raise UnsupportedError(
+            "DeepSpeed's AutoTP cut this engine (tensor_parallel.autotp_size), and a family says "
+            "something else of its parameters",
+            expected="no family: each parameter says itself how it is cut",
+            found=model.family.name,
+            fix="leave family= out",
+        )
+    layouts_of(engine, *parallel_of(engine)[0])  # says what of them can't be put together
     _refuse(engine, _REFUSED)
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)

@@ -20,6 +20,7 @@ from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
+from megatron_ucp.engines.deepspeed.autotp import is_uneven, layouts_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
 from megatron_ucp.errors import UnsupportedError
@@ -79,6 +80,9 @@ class OwnStage:
         self.wrapper = wrapper_of(engine)
         sp, dp = sequence_parallel_of(engine)
         self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=self.wrapper.zero))
+        self.layouts = layouts_of(engine, tp, self.tp_rank)
+        self.uneven = is_uneven(self.layouts, tp)
+        self.places = self.mesh.holding(self.uneven)
         rank = torch.distributed.get_rank()
         self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
         self.stacks = stacks_of(engine)
@@ -87,7 +91,8 @@ class OwnStage:
         self.spread = Spread.on(self.mesh)
         staged = model is not None and is_pipeline(engine)
         self.pipe = PipeNames(model.pipe) if staged and model is not None else None
-        self.buffers = [own for live in self.wrapper.buffers() for own in self._by_expert(live)]
+        buffers = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
+        self.buffers = [own for live in buffers for own in self._by_expert(live)]
         self.names = {param: self._names_of(name) for param, name in engine.param_names.items()}
 
     def _own_names(self, name: str) -> list[str]:
@@ -122,15 +127,16 @@ class OwnStage:
     @property
     def at(self) -> Coords:
         """This rank's place (see `Mesh.holding`)."""
-        place = expert_place(self.number, self.ep_rank, self.etp_rank)
-        return tuple(at for at in place if at[0] in dict(self.mesh.holding()[0]))
+        experts = expert_place(self.number, self.ep_rank, self.etp_rank)
+        here = {**dict(at_tp(self.tp_rank)), **dict(experts)}
+        return tuple((axis, here[axis]) for axis, _ in self.places[0])
 
     @property
     def speaks(self) -> bool:
         """Whether this is the first rank at its place. Without experts the engine's own groups
         say so, whatever the order of its ranks."""
         if self.mesh.ep == 1:
-            return self.tp_rank == 0 and self.data_rank == 0
+            return (self.tp_rank == 0 or self.uneven) and self.data_rank == 0
         return torch.distributed.get_rank() == self.mesh.rank_of(self.at, 0)
 
     def cut(self, buffer: FlatBuffer) -> Coords:
@@ -160,7 +166,7 @@ class OwnStage:
         out: dict[str, LiveValue] = {}
         for name in listed:
             tensor = found.get(name)
-            if tensor is None or id(tensor) in stepped:
+            if tensor is None or id(tensor) in stepped or self._is_elsewhere(name, tensor):
                 continue
             value = self._value(tensor, name in params)
             if name in self.stacks:
@@ -168,6 +174,10 @@ class OwnStage:
             else:
                 out[self._name(name)] = value
         return out
+
+    def _is_elsewhere(self, name: str, tensor: Any) -> bool:
+        """Whether other ranks have all of a parameter, and this one has an empty share."""
+        return self.uneven and name in self.layouts and not _shape(tensor).numel()
 
     def _value(self, tensor: Any, is_param: bool) -> LiveValue:
         if not is_param:
@@ -310,7 +320,7 @@ class OwnStage:
     def _own_shape(self, param: Any) -> torch.Size:
         """The shape of a parameter on this rank, or that of each slice of a stacked one."""
         stacked = self.engine.param_names[param] in self.stacks
-        return torch.Size(_shape(param)[1:] if stacked else _shape(param))
+        return _shape(param)[1:] if stacked else _shape(param)
 
     def _specs_of(self, live: LiveBuffer) -> list[ParamSpec]:
         return [
@@ -320,6 +330,9 @@ class OwnStage:
         ]
 
     def _spec(self, name: str, local: tuple[int, ...], tensor: Any, kind: str) -> ParamSpec:
+        if name in self.layouts:
+            shape, layout = self.layouts[name]
+            return ParamSpec(name, shape, dtype_name(tensor.dtype), kind, layout)
         return spec_of(self.model, self.mesh, self._expert_counts, name, local, tensor, kind)
 
     @cached_property
@@ -332,9 +345,9 @@ class OwnStage:
         return self.pipe.find(name) if self.pipe else name
 
 
-def _shape(param: Any) -> tuple[int, ...]:
+def _shape(param: Any) -> torch.Size:
     """Rank-local, before ZeRO-3 cuts it."""
-    return tuple(getattr(param, "ds_shape", param.shape))
+    return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 def _value_buffer(name: str, value: LiveValue, axes: tuple[str, ...]) -> FlatBuffer:

@@ -1,19 +1,21 @@
 """The manifest that follows from a tag's files alone."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.mesh import expert_rank_of
+from megatron_ucp.core.mesh import Place, expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.flattened import names_at
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 
@@ -36,17 +38,9 @@ class Derived:
         shapes = self._flat_shapes()
         dtype = training_dtype(self.of.meta, module, shapes)
         ties = self.of.weights.ties(flat)
-        # in a plain optimizer's file the weights are the masters, of whatever dtype the model is
-        plain = any(isinstance(reader, PlainFile) for reader in self.of.readers)
-        params = [
-            self._spec(
-                name,
-                shapes[name] if name in shapes else self.of.shape_of(module, name),
-                self.of._weight_dtype(name) if plain else dtype,
-                "trainable",
-            )
-            for name in flat
-        ]
+        params = self._params(flat, shapes, module, dtype)
+        if self.of.uneven:
+            self._check_shares(params)
         values = self._values(module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
         mesh = replace(self.of.counts.mesh, zero=self._zero_stage(found))
         run = {
@@ -57,12 +51,28 @@ class Derived:
             found.engine,
             mesh,
             (*params, *(spec for spec, _ in values)),
-            (*found.buffers, *(buffer for _, buffer in values)),
+            (*found.buffers, *(share for spec, one in values for share in self._shares(spec, one))),
             found.groups,
             ties,
             names=self.of.pipe_names if self.of.pipeline else {},
             run=run,
         )
+
+    def _params(
+        self, flat: Iterable[str], shapes: Mapping[str, Ints], module: Mapping[str, Any], dtype: str
+    ) -> list[ParamSpec]:
+        """What the optimizer steps; `shapes` are those of the first rank, as far as files say."""
+        # in a plain optimizer's file the weights are the masters, of whatever dtype the model is
+        plain = any(isinstance(reader, PlainFile) for reader in self.of.readers)
+        return [
+            self._spec(
+                name,
+                shapes[name] if name in shapes else self.of.shape_of(module, name),
+                self.of._weight_dtype(name) if plain else dtype,
+                "trainable",
+            )
+            for name in flat
+        ]
 
     def _flat_shapes(self) -> dict[str, Ints]:
         """Rank-local shapes of what is flattened, as the model files say: of other expert-parallel
@@ -77,8 +87,52 @@ class Derived:
             name_of = names_at(self.of, rank, file)
             for named in shapes_by_group(self.of.tree(file)) or []:
                 inside = self.of.experts.autoep.in_slices(named, self.of.full_path(file))
-                out |= {name_of(name): shape for name, shape in inside.items()}
+                for name, shape in inside.items():
+                    out.setdefault(name_of(name), shape)  # the first rank's
         return out
+
+    def _check_shares(self, params: Sequence[ParamSpec]) -> None:
+        """Raises ModelMismatchError where another tensor-parallel rank than the first one has
+        another share than the layout says."""
+        for tp in range(1, self.of.counts.tp):
+            file = self.of.model_of(tp)
+            held = dict(self.of.weights.module(tp))
+            for named in shapes_by_group(self.of.tree(file)) or []:
+                held |= named
+            for spec in params:
+                want = spec.layout.local_shape(spec.name, spec.shape, self._place(tp))
+                found = getattr(held.get(spec.name), "shape", held.get(spec.name))
+                if found != want and 0 not in want:
+                    self._is_another(spec, found, want, file)
+
+    def _place(self, tp: int) -> Place:
+        return self.of.mesh.place(at_tp(tp))
+
+    def _is_another(self, spec: ParamSpec, found: Any, want: Ints, file: str) -> NoReturn:
+        raise ModelMismatchError(
+            "the checkpoint's share of a parameter is not what its layout says",
+            parameter=spec.name,
+            file=self.of.full_path(file),
+            found=found,
+            expected=f"{want} of {spec.shape} at tp={self.of.counts.tp}",
+        )
+
+    def _shares(self, spec: ParamSpec, buffer: FlatBuffer) -> Iterator[FlatBuffer]:
+        """The buffer of a value: of one that ranks have different shares of, those of all ranks."""
+        cuts = self.of.mesh.everywhere(buffer.axes) if self.of.uneven else []
+        local = [
+            spec.layout.local_shape(spec.name, spec.shape, dict(self.of.mesh.place(at)))
+            for at in cuts
+        ]
+        if len({*local}) < 2:
+            yield buffer
+            return
+        for at, shape in zip(cuts, local, strict=True):
+            size = math.prod(shape)
+            member = replace(buffer.members[0], size=size)
+            length = -(-size // buffer.partitions) if buffer.rule == "each" else size
+            if size:
+                yield replace(buffer, members=(member,), length=length, at=at)
 
     def _values(
         self, module: Mapping[str, Any], known: set[str]
@@ -132,13 +186,7 @@ class Derived:
         shares = self.of.counts.mesh.shares()
         share = declared.layout.local_shape(name, declared.shape, shares)
         if share != local:
-            raise ModelMismatchError(
-                "the checkpoint's share of a parameter is not what its layout says",
-                parameter=name,
-                file=self.of.main_file,
-                found=local,
-                expected=f"{share} of {declared.shape} at tp={self.of.counts.tp}",
-            )
+            self._is_another(declared, local, share, self.of.model_name)
         return replace(declared, dtype=dtype, kind=kind, expert=expert)
 
     def _zero_stage(self, found: Contents) -> int:

@@ -22,11 +22,11 @@ def flattened(
     NotFoundError."""
     _, mp = checkpoint.file_place(rank)
     model = checkpoint.model_of(mp)
-    shapes = shapes_by_group(checkpoint.tree(model))
+    listed = shapes_by_group(checkpoint.tree(model))
     name_of = names_at(checkpoint, rank, model)
-    if checkpoint.names.optimizer and isinstance(shapes, list):
+    if checkpoint.names.optimizer and isinstance(listed, list):
         file = checkpoint.full_path(model)
-        inside = (checkpoint.experts.autoep.in_slices(named, file) for named in shapes)
+        inside = (checkpoint.experts.autoep.in_slices(named, file) for named in listed)
         return [{name_of(name): shape for name, shape in named.items()} for named in inside]
     if checkpoint.names.optimizer and "param_slice_mappings" in tree:
         # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in order
@@ -39,7 +39,7 @@ def flattened(
             "the model file does not say how parameters are flattened",
             file=checkpoint.full_path(model),
             expected="param_shapes",
-            found=type(shapes).__name__,
+            found=type(listed).__name__,
         )
     if order is None:
         raise NotFoundError(
@@ -50,7 +50,11 @@ def flattened(
             fix="load it into an engine, which knows the order of its own groups",
         )
     module = checkpoint.weights.module(mp % checkpoint.counts.tp)
-    return [{name: checkpoint.shape_of(module, name) for name in names} for names in order]
+    shapes = [{name: checkpoint.shape_of(module, name) for name in names} for names in order]
+    if not checkpoint.uneven:
+        return shapes
+    # a rank without a share of a parameter does not step it
+    return [{name: shape for name, shape in named.items() if 0 not in shape} for named in shapes]
 
 
 def names_at(checkpoint: "NativeCheckpoint", rank: int, file: str) -> Callable[[str], str]:

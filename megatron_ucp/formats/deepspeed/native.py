@@ -28,7 +28,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Order, Told, Where
-from megatron_ucp.formats.deepspeed.autotp import refuse_autotp
+from megatron_ucp.formats.deepspeed.autotp import is_uneven
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.derived import Derived
@@ -119,7 +119,8 @@ class NativeCheckpoint(TagFolder):
         self.counts = count_ranks(self, self.model_name, self.pipeline, self.experts)
         self.mesh = self.counts.mesh
         self.spread = Spread.on(self.mesh, self.counts.partitions)
-        self.places = self.mesh.holding()
+        self.uneven = self._has_own_buffers()
+        self.places = self.mesh.holding(self.uneven)
         if recorded is not None:
             self._specs, self.pipe_names = recorded.by_name, recorded.names
         elif (
@@ -130,12 +131,19 @@ class NativeCheckpoint(TagFolder):
         ):
             self.pipe_names = pipe_names(self, self.first_of_stages, self._rules)
         self.weights: Weights = self._weights()
-        refuse_autotp(self)
         self.declared = self._layout_source()
         self.readers: list[OptimizerFile] = []
         self.stages = self._stages(order, positions_too)
         self.contents = self._joined()
         self.manifest: Manifest = self._with_evidence(Derived(self).manifest(), recorded)
+
+    def _has_own_buffers(self) -> bool:
+        """Whether each tensor-parallel rank has buffers of its own: AutoTP gives some ranks larger
+        shares."""
+        if self.recorded is not None:
+            return any(buffer.share for buffer in self.recorded.buffers)
+        info: Any = self.meta.get("universal_checkpoint_info")
+        return self.counts.tp > 1 and not self.pipeline and is_uneven(info)
 
     def _joined(self) -> Contents:
         """The optimizers of all places as one."""

@@ -17,6 +17,7 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import ByteFile, Record
 from megatron_ucp.formats.deepspeed.experts import in_order
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
@@ -69,8 +70,12 @@ class _Positions:
     @cached_property
     def stepped(self) -> list[tuple[int, FlatBuffer]]:
         """Numbers of the stage's buffers in the manifest, and the buffers."""
-        every = enumerate(self.checkpoint.manifest.buffers)
-        return [(b, buffer) for b, buffer in every if buffer.stepped and buffer.stage == self.stage]
+        own = (), at_tp(self.tp)  # a rank's own buffers, where shares are of different sizes
+        return [
+            (number, buffer)
+            for number, buffer in enumerate(self.checkpoint.manifest.buffers)
+            if buffer.stepped and buffer.stage == self.stage and buffer.share in own
+        ]
 
     @cached_property
     def module(self) -> Mapping[str, Any]:
@@ -100,7 +105,7 @@ class _Positions:
         for number, buffer in self.stepped:
             for member in buffer.members:
                 # of a tied parameter the first stage's copy is in a layer file, and no other
-                first = self.checkpoint.manifest.holders[member.param][0][0] == number
+                first = self.checkpoint.manifest.is_read(member.param, number)
                 if first and self._differs(number, member):
                     raise StateMismatchError(
                         "masters in the optimizer's states are not those of the weights that the "

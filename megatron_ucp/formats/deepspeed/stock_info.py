@@ -2,11 +2,12 @@
 the first model file.
 
 Semantics of `merge_tp_slices` in DeepSpeed 0.19.8's `ds_to_universal.py`: patterns match at the
-start of a name, and what no pattern matches is cut on dim 0.
+start of a name, and what no pattern matches is cut on dim 0. An affine map, which AutoTP writes,
+goes before patterns: it says more.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -15,6 +16,7 @@ from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, 
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
+from megatron_ucp.formats.deepspeed.autotp import UNSUPPORTED, affine_layout, entry_of
 from megatron_ucp.formats.patterns import problem_of
 from megatron_ucp.formats.pt.unpickler import Stand
 
@@ -28,10 +30,15 @@ def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str
     """Whole shape and layout of the parameter of which a rank holds `local`.
 
     Raises RuleError where two patterns match its name or one can't be used, UnsupportedError for
-    uneven sub-parameters, LayoutError for a dim that the parameter lacks, DamagedFileError for what
-    is no dict of patterns.
+    uneven sub-parameters and for what AutoTP can't describe, LayoutError for a dim that the
+    parameter lacks, DamagedFileError for what is no dict of patterns.
     """
     try:
+        _refuse_unsupported(name, info, file)
+        if (entry := entry_of(info, name)) is not None:
+            version = info["affine_map"].get("version")
+            shape, layout = affine_layout(entry, name, file, version)
+            return ParamSpec(name, shape, "", layout=layout)
         return _spec(name, local, info, tp, file)
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         raise DamagedFileError(
@@ -43,9 +50,24 @@ def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str
 
 
 def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
-    """Whether a pattern matches; without one a parameter is cut on dim 0 by stock's convention
-    alone. Raises RuleError, DamagedFileError."""
-    return bool(_matches(name, info, file))
+    """Whether a map or a pattern says how it is cut; without one a parameter is cut on dim 0 by
+    stock's convention alone. Raises RuleError, DamagedFileError."""
+    return entry_of(info, name) is not None or bool(_matches(name, info, file))
+
+
+def _refuse_unsupported(name: str, info: Mapping[str, Any], file: str) -> None:
+    """Raises UnsupportedError for a parameter of which AutoTP says that nothing describes it."""
+    reasons = info.get(UNSUPPORTED) or {}
+    for pattern in usable(list(reasons), UNSUPPORTED, file):
+        if re.match(pattern, name):
+            raise UnsupportedError(
+                "DeepSpeed marks a parameter that AutoTP cut as one that can't be put together",
+                file=file,
+                parameter=name,
+                expected="a layout that is described",
+                found=str(reasons[pattern])[:200],
+                fix="resume on the same mesh with DeepSpeed's own load",
+            )
 
 
 def _matches(name: str, info: Mapping[str, Any], file: str) -> list[tuple[str, Any]]:
@@ -159,37 +181,6 @@ def usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
                 fix="give a family or --rules instead",
             )
     return _listed(patterns, kind, file)
-
-
-def affine_shares(info: Mapping[str, Any], file: str) -> dict[str, tuple[list[Ints], bool]]:
-    """Pattern -> shape of each tensor-parallel rank's share, and whether shares are scaled, as the
-    `affine_map` says; empty without one. Raises DamagedFileError, RuleError."""
-    try:
-        params = (info.get("affine_map") or {}).get("params") or {}
-        usable(list(params), "affine_map", file)
-        return {
-            pattern: (
-                [tuple(map(int, entry["ranks"][rank]["shard_shape"])) for rank in _sorted(entry)],
-                any(piece.get("scale", 1.0) != 1.0 for piece in _pieces(entry)),
-            )
-            for pattern, entry in params.items()
-        }
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-        raise DamagedFileError(
-            "universal_checkpoint_info has another structure than DeepSpeed's",
-            file=file,
-            expected="affine_map: shares of each rank",
-            found=f"{type(error).__name__}: {error}",
-        ) from None
-
-
-def _sorted(entry: Any) -> list[Any]:
-    return sorted(entry["ranks"], key=int)
-
-
-def _pieces(entry: Any) -> Iterator[Any]:
-    for held in entry["ranks"].values():
-        yield from held["pieces"]
 
 
 def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -> ParamSpec:

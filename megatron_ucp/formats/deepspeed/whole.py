@@ -109,11 +109,13 @@ def _check_sharing(
 
 
 def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> int:
-    """Against the first one of the run, and what is flattened against the first one of its stage;
-    returns its model-parallel rank."""
+    """Against the first one of the run, and what is flattened against the first one that holds as
+    much; returns its model-parallel rank."""
     tree = checkpoint.tree(name)
     mp = next(mp for (_, mp), n in checkpoint.names.model.items() if n == name)
-    first = checkpoint.tree(checkpoint.model_of(mp - mp % checkpoint.counts.tp))
+    # shares of different sizes were compared with their layout
+    alike = mp if checkpoint.uneven else mp - mp % checkpoint.counts.tp
+    first = checkpoint.tree(checkpoint.model_of(alike))
     keys = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
     pairs = {key: (number(checkpoint.meta.get(key)), number(tree.get(key))) for key in keys}
     pairs["param_shapes"] = shapes_by_group(first), shapes_by_group(tree)
@@ -169,8 +171,8 @@ def _sampled(
             # Of a tied parameter only the first stage's copy is in a layer file, and the others
             # need not be equal: what a stage has of a tied module without using it stays as it was
             # initialised.
-            first = manifest.holders[name][0][0] == index
-            if first and isinstance(weight, TensorRef) and weight.is_contiguous:
+            comparable = isinstance(weight, TensorRef) and weight.is_contiguous
+            if comparable and manifest.is_read(name, index):
                 yield Slot(index, cut, part, MASTER), fragment, name, weight, beside
 
 
