@@ -183,6 +183,11 @@ class Manifest:
 
     # ------------------------------------------------ places
 
+    @cached_property
+    def uncut(self) -> frozenset[str]:
+        """States that lie in some buffer otherwise than its masters (see `FlatBuffer.uncut`)."""
+        return frozenset(state for buffer in self.buffers for state in buffer.uncut)
+
     def cuts_of(self, buffer: FlatBuffer) -> list[Coords]:
         """Every place along the axes that cut a buffer."""
         return self.mesh.everywhere(buffer.axes)

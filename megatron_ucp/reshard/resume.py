@@ -20,6 +20,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import StateMismatchError, UsageError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.deepspeed.muon import other_steps
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
@@ -162,6 +163,7 @@ class _Job:
         extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
         notes = [*source.notes, *_described(fit, plan, target, replicas), *extras.notes]
+        notes += other_steps(source.manifest, bare) if optimizer else []
         return cls(
             engine,
             source,
@@ -281,8 +283,7 @@ def _with_states(engine: Engine, states: list[tuple[str, ...]]) -> Manifest:
     buffers: list[FlatBuffer] = []
     for number, (buffer, found) in enumerate(zip(engine.manifest.buffers, states, strict=True)):
         if found:
-            dtype = engine.state_dtype(number)
-            added = tuple((state, dtype) for state in found)
+            added = tuple((state, engine.state_dtype(number, state)) for state in found)
             buffer = replace(buffer, states=(*buffer.states, *added))
         buffers.append(buffer)
     return replace(engine.manifest, buffers=tuple(buffers))

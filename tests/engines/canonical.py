@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.masters import base_of as base_of
-from tests.engines.masters import expert_group, named, runs_of, without_pipeline, wrapper_of
+from tests.engines.masters import (
+    expert_group,
+    matrices_of,
+    named,
+    runs_of,
+    without_pipeline,
+    wrapper_of,
+)
 from tests.engines.masters import names as names
 
 STATES = (
@@ -81,11 +88,23 @@ def fill(engine: Any) -> None:
     every = {name for rank in everywhere(list(shapes(engine))) for name in rank}
     numbers = {name: number for number, name in enumerate(sorted(every))}
     state, params, local = base_of(engine).state, named(engine), shapes(engine)
+    whole = matrices_of(engine)
+    apart = {id(master) for master, _ in whole}
+
+    def values_of(name: str, key: str) -> torch.Tensor:
+        return share(engine, params[name], numbers[name], key, local[name]).reshape(-1)
+
     for name, first, count, master, offset, _ in runs_of(engine):
         for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
-            values = share(engine, params[name], numbers[name], key, local[name]).reshape(-1)
+            if key == "momentum_buffer" and id(master) in apart:
+                continue
             flat = master.data if key == "fp32" else state[master][key]
+            values = values_of(name, key)
             flat.view(-1)[offset : offset + count] = values[first : first + count]
+    for master, runs in whole:
+        for name, count, offset in runs:
+            values = values_of(name, "momentum_buffer")
+            state[master]["momentum_buffer"][offset : offset + count] = values
     write_weights(engine)
 
 
@@ -135,6 +154,8 @@ HYPER = (
     "amsgrad",
     "alpha",
     "lr_decay",
+    "use_muon",
+    "ns_method",
     *("k", "r", "warmup_steps", "weight_sum", "lr_max", "train_mode", "scheduled_lr"),  # z's
 )
 # a scheduler's lists with an entry for each parameter group
@@ -203,10 +224,18 @@ def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[A
     hyper-parameters)."""
     pieces, numbers = [], []
     state = base_of(engine).state
+    whole = {id(master): runs for master, runs in matrices_of(engine)}
+    for master, runs in matrices_of(engine):
+        flat = state.get(master, {}).get("momentum_buffer")
+        for name, count, offset in runs if flat is not None else ():
+            elements = flat[offset : offset + count].clone()
+            pieces.append((name, "momentum_buffer", 0, elements))
     for name, first, count, master, offset, g in runs_of(engine):
         held = state.get(master, {})
         tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and v.dim()}
         for key, flat in {"fp32": master.data, **tensors}.items():
+            if key == "momentum_buffer" and id(master) in whole:
+                continue
             elements = flat.detach().view(-1)[offset : offset + count]
             pieces.append((name, key, first, elements.clone().cpu()))
         numbers_of = (int, float, torch.Tensor)  # a list is nothing that a manifest could describe
@@ -232,7 +261,11 @@ def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Ten
     for stage, met, found, _ in gathered:
         for name, key, first, values in found:
             empty = torch.full(known[name][0], float("nan")).reshape(-1)
-            flat = full.setdefault((name, key, stage, met[name][3]), empty)
+            flat = full.setdefault((name, key, stage, met[name][3]), empty.to(values.dtype))
+            there = flat[first : first + len(values)]
+            new = there.isnan()
+            if not torch.equal(bits(there[~new]), bits(values[~new])):
+                raise AssertionError(f"ranks have different copies of {key} of {name}")
             flat[first : first + len(values)] = values
     out: dict[tuple[str, str], torch.Tensor] = {}
     for name, key, stage, index in full:

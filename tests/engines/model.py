@@ -303,14 +303,16 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
     import megatron_ucp as ucp
 
     net = make_net(setup)
-    groups = make_groups(net, setup)
-    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
-    config = ds_config(setup)
-    schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
+    groups, config = make_groups(net, setup), ds_config(setup)
+    if setup.optimizer != MUON:
+        optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
+        schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
     make = ucp.initialize if attach else deepspeed.initialize
     if setup.extra.get("evaluate"):
         config.pop("gradient_clipping")
         return make(model=net, config=config, dist_init_required=False)[0]
+    if setup.optimizer == MUON:
+        return muon_engine(setup, make, net, groups, config)
     if setup.extra.get("sp"):
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -322,6 +324,31 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
         config=config,
         dist_init_required=False,
         mpu=parallel_state_sp if setup.extra.get("sp") else None,
+    )[0]
+
+
+MUON = "muon"  # of DeepSpeed, by its config
+
+
+def muon_engine(
+    setup: Setup, make: Any, net: torch.nn.Module, groups: list[dict[str, Any]], config: Any
+) -> Any:
+    """An engine whose optimizer the config names. Newton-Schulz is not compiled: a compiler's
+    start takes longer than a test."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    for name, thing in list(vars(original_muon).items()):
+        setattr(original_muon, name, getattr(thing, "_torchdynamo_orig_callable", thing))
+    options = {"lr": 3e-3, "torch_adam": True, **dict(setup.options)}
+    config["optimizer"] = {"type": MUON, "params": options}
+    if setup.zero == 3:
+        config["zero_optimization"]["reduce_scatter"] = False
+    return make(
+        model=net,
+        model_parameters=groups,
+        lr_scheduler=SCHEDULES[setup.extra.get("schedule", "LambdaLR")],
+        config=config,
+        dist_init_required=False,
     )[0]
 
 

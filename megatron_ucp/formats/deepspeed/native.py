@@ -45,6 +45,7 @@ from megatron_ucp.formats.deepspeed.experts import (
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
+from megatron_ucp.formats.deepspeed.muon import check_momentum
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFile
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.paths import (
@@ -94,7 +95,7 @@ class NativeCheckpoint(TagFolder):
         self._specs = specs
         self.pipe_names = names or {}
         self._rules = rules
-        self._used: dict[tuple[int, int], int] = {}
+        self._used: dict[tuple[int, int, bool], int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
@@ -239,7 +240,8 @@ class NativeCheckpoint(TagFolder):
                 self.readers.append(PlainFile(self._weight_dtype))
                 out.append(Contents("none", (), (), {}, ()))
             else:
-                self.readers.append(reader_for(tree, file, self._weight_dtype))
+                config = self.meta.get("ds_config")
+                self.readers.append(reader_for(tree, file, self._weight_dtype, config))
                 out.append(self.read_contents(tree, file, wanted, rank))
             if out[0].engine != out[-1].engine:
                 raise ForeignFileError(
@@ -333,9 +335,11 @@ class NativeCheckpoint(TagFolder):
         reader = self.readers[self.place_of_rank(rank)]
         try:
             named = flattened(self, tree, file, order, rank)
-            return reader.contents(
+            found = reader.contents(
                 tree, named, self.spread, file, lambda ref: self.scalar(file, ref)
             )
+            check_momentum(found.groups, found.buffers, file)
+            return found
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
 
@@ -409,15 +413,15 @@ class NativeCheckpoint(TagFolder):
                 expected=f"{buffer.partition_elems} elements",
                 found=type(ref).__name__,
             )
-        used = self._used_elems(slot.buffer, slot.part)
-        dtype = dict(buffer.states)[slot.state]
-        fits = used <= ref.numel <= buffer.partition_elems
+        used = self._used_elems(slot)
+        dtype, most = dict(buffer.states)[slot.state], buffer.of(slot.state).elems(slot.part)
+        fits = used <= ref.numel <= most
         if not ref.is_contiguous or ref.storage.dtype != dtype or not fits:
             raise ForeignFileError(
                 f"the state {slot.state} has another size or type than the run's structure says",
                 file=self.full_path(name),
                 parameter=buffer.members[0].param if buffer.members else None,
-                expected=f"{used} to {buffer.partition_elems} contiguous elements of {dtype}",
+                expected=f"{used} to {most} contiguous elements of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
         file = self.file(name)
@@ -425,15 +429,15 @@ class NativeCheckpoint(TagFolder):
             file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype
         )
 
-    def _used_elems(self, buffer: int, part: int) -> int:
-        """Elements of a partition up to the end of its last parameter. Kept: every place of a
-        checkpoint asks for it."""
-        if (buffer, part) not in self._used:
-            fragments = self.manifest.buffers[buffer].fragments(part)
-            self._used[buffer, part] = max(
-                (f.offset + f.high - f.low for f in fragments), default=0
-            )
-        return self._used[buffer, part]
+    def _used_elems(self, slot: Slot) -> int:
+        """Elements of a slot up to the end of its last parameter. Kept: every place of a checkpoint
+        asks for it."""
+        buffer = self.manifest.buffers[slot.buffer]
+        key = slot.buffer, slot.part, slot.state in buffer.uncut
+        if key not in self._used:
+            fragments = buffer.of(slot.state).fragments(slot.part)
+            self._used[key] = max((f.offset + f.high - f.low for f in fragments), default=0)
+        return self._used[key]
 
     def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
         """The tensor of a slot as its file has it, and the name of the file."""

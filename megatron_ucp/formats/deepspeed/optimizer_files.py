@@ -21,6 +21,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.experts import Spread, stored_tensors
+from megatron_ucp.formats.deepspeed.muon import uncut_states
 from megatron_ucp.formats.deepspeed.plain_values import (
     Scalar,
     Tree,
@@ -202,17 +203,22 @@ def _elastic_step(tree: Tree) -> Mapping[str, float]:
 
 
 def _equally_cut(
-    members: tuple[Member, ...], used: int, spread: Spread, states: States
+    members: tuple[Member, ...], used: int, spread: Spread, states: States, uncut: tuple[str, ...]
 ) -> FlatBuffer:
     """A group's buffer of `used` elements, filled up and cut into equal chunks."""
     first = members[0].param if members else ""
     partitions = spread.partitions(first)
     length = formulas.whole_length(used, partitions)
-    return FlatBuffer(members, length, partitions, "whole", states, axes=spread.axes(first))
+    axes = spread.axes(first)
+    return FlatBuffer(members, length, partitions, "whole", states, axes=axes, uncut=uncut)
 
 
 class Zero12File:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks."""
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks.
+    `offloaded`: the run had its optimizer in the CPU's memory."""
+
+    def __init__(self, offloaded: bool = False) -> None:
+        self._offloaded = offloaded
 
     def contents(
         self,
@@ -230,6 +236,7 @@ class Zero12File:
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
         entries = dict(enumerate(base)) if elastic else base.get("state", {})
+        engine = "zero12" if "zero_stage" in tree else "bf16"
         gaps = tree.get("param_alignment_paddings") or [
             [0] * len(stored_tensors(s)) for s in shapes
         ]
@@ -240,11 +247,13 @@ class Zero12File:
             group = index if elastic else group_of(index, groups)
             members = members_of(named, starts, group, {**_elastic_step(tree), **kept})
             states = ((MASTER, masters[index].storage.dtype), *element)
-            buffers.append(_equally_cut(members, at, spread, states))
+            stepped = groups[group] if group is not None and not elastic else {}
+            uncut = uncut_states(stepped, engine, self._offloaded)
+            buffers.append(_equally_cut(members, at, spread, states, uncut))
         return Contents(
-            "zero12" if "zero_stage" in tree else "bf16",
+            engine,
             tuple(buffers),
-            (ParamGroup({}),) * len(shapes) if elastic else param_groups(groups, scalar, file),
+            (ParamGroup({}),) * len(shapes) if elastic else param_groups(groups, scalar),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
@@ -318,7 +327,7 @@ class Zero3File:
         return Contents(
             "zero3",
             tuple(buffers),
-            param_groups(groups, scalar, file),
+            param_groups(groups, scalar),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
