@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot, make_plan, padding
@@ -75,7 +76,8 @@ def verify(
             read = 0
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)
-                findings += [*_copies(checkpoint), *_copies_of_partitions(checkpoint)]
+                findings += _copies(checkpoint)
+                _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
             else:
                 _note(findings, lambda: _check_cover(checkpoint.manifest))
             return Verified(
@@ -250,28 +252,38 @@ def _copies(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _copies_of_partitions(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Uncut members of which several partitions keep a copy, and the copies differ."""
+    """Uncut members of which several partitions keep a copy, and the copies differ. Raises
+    ForeignFileError for a partition that keeps other members than it has to."""
     manifest = checkpoint.manifest
     for b, buffer in enumerate(manifest.buffers):
         for (state, dtype), cut in product(buffer.states, manifest.cuts_of(buffer)):
-            if state not in buffer.uncut:
-                continue
-            lies = buffer.of(state)
-            for member in buffer.members:
-                parts = lies.copies(member)
-                copies = [Slot(b, cut, part, state) for part in parts]
-                bits = [
-                    _read(checkpoint, slot, lies.offset(member, slot.part, 0), member.size, dtype)
-                    for slot in (copies if len(copies) > 1 else ())
-                ]
-                if any(one != bits[0] for one in bits):
-                    yield Finding(
-                        f"two copies of the state {state} differ",
-                        checkpoint.where(copies[-1]).file.path,
-                        member.param,
-                        "the same bits",
-                        f"partitions {parts[0]} and {parts[-1]}",
-                    )
+            if state in buffer.uncut:
+                slots = [Slot(b, cut, part, state) for part in range(buffer.partitions)]
+                lies = buffer.of(state)
+                for slot in slots:
+                    if lies.elems(slot.part):
+                        checkpoint.where(slot)
+                for member in buffer.members:
+                    yield from _copies_of_member(checkpoint, lies, member, slots, dtype)
+
+
+def _copies_of_member(
+    checkpoint: Checkpoint, lies: FlatBuffer, member: Member, slots: list[Slot], dtype: str
+) -> Iterator[Finding]:
+    parts = lies.copies(member)
+    bits = [
+        _read(checkpoint, slots[part], lies.offset(member, part, 0), member.size, dtype)
+        for part in (parts if len(parts) > 1 else ())
+    ]
+    if any(one != bits[0] for one in bits):
+        last = slots[parts[-1]]
+        yield Finding(
+            f"two copies of the state {last.state} differ",
+            checkpoint.where(last).file.path,
+            member.param,
+            "the same bits",
+            f"partitions {parts[0]} and {parts[-1]}",
+        )
 
 
 def _read(checkpoint: Checkpoint, slot: Slot, low: int, elems: int, dtype: str) -> bytearray:

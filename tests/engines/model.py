@@ -330,15 +330,19 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
 MUON = "muon"  # of DeepSpeed, by its config
 
 
-def muon_engine(
-    setup: Setup, make: Any, net: torch.nn.Module, groups: list[dict[str, Any]], config: Any
-) -> Any:
-    """An engine whose optimizer the config names. Newton-Schulz is not compiled: a compiler's
-    start takes longer than a test."""
+def uncompiled() -> None:
+    """Newton-Schulz is not compiled from here on: a compiler's start takes longer than a test."""
     from deepspeed.runtime.zero.muon import original_muon
 
     for name, thing in list(vars(original_muon).items()):
         setattr(original_muon, name, getattr(thing, "_torchdynamo_orig_callable", thing))
+
+
+def muon_engine(
+    setup: Setup, make: Any, net: torch.nn.Module, groups: list[dict[str, Any]], config: Any
+) -> Any:
+    """An engine whose optimizer the config names."""
+    uncompiled()
     options = {"lr": 3e-3, "torch_adam": True, **dict(setup.options)}
     config["optimizer"] = {"type": MUON, "params": options}
     if setup.zero == 3:
