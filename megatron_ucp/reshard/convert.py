@@ -29,6 +29,7 @@ from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed import muon
+from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.experts import is_stacked
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
@@ -111,6 +112,7 @@ def convert(
         require_outside(folder, source.folder)
         for name in source.file_names:
             source.check(name, allow)
+        refuse_lost_moments(source.manifest, str(source.folder))
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
         if to == TORCH_DIST:

@@ -20,6 +20,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import StateMismatchError, UsageError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.muon import other_steps
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
@@ -151,6 +152,8 @@ class _Job:
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
         _check_files(source, how.allow, optimizer)
+        if optimizer:
+            refuse_lost_moments(source.manifest, file)
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)

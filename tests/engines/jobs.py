@@ -200,6 +200,8 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         zero.zero_hpz_partition_size = 2
     elif feature == "ZeRO++ weights":
         zero.zero_quantized_weights = True
+    elif feature == "ZeRO++ frozen weights":
+        zero.zero_quantized_nontrainable_weights = True
     elif feature == "node-local storage":
         engine._config.use_node_local_storage = True
     elif feature == "offloaded states":

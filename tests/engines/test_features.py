@@ -165,6 +165,7 @@ REFUSED = {
     "ZenFlow": "ZenFlow",
     "hpZ": "hpZ",
     "ZeRO++ weights": "quantized weights",
+    "ZeRO++ frozen weights": "quantized frozen weights",
     "node-local storage": "node-local storage",
     "offloaded states": "offload_states",
     "AutoEP folded with AutoTP": "AutoEP folded with AutoTP",

@@ -71,6 +71,12 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "switch it off",
     ),
     (
+        "quantized frozen weights of ZeRO++ (zero_optimization.zero_quantized_nontrainable_weights)"
+        ", whose scales DeepSpeed does not save",
+        lambda e: bool(e._config.zero_config.zero_quantized_nontrainable_weights),
+        "switch it off",
+    ),
+    (
         "node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of "
         "other nodes",
         lambda e: bool(e.use_node_local_storage()),

@@ -10,6 +10,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
+from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
 from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.flattened import names_at
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
@@ -53,7 +54,7 @@ class Derived:
             key: number(self.of.meta.get(key))
             for key in ("global_steps", "skipped_steps", "ds_version")
         }
-        return Manifest(
+        manifest = Manifest(
             found.engine,
             mesh,
             (*params, *(spec for spec, _ in values)),
@@ -63,6 +64,8 @@ class Derived:
             names=self.of.pipe_names if self.of.pipeline else {},
             run=run,
         )
+        lost = not_saved(self.of.meta.get("ds_config"), manifest)
+        return replace(manifest, run={**run, NOT_SAVED: lost}) if lost else manifest
 
     def _flat_shapes(self) -> dict[str, Ints]:
         """Rank-local shapes of what is flattened, as the model files say: of other expert-parallel

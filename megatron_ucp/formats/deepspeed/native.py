@@ -32,6 +32,7 @@ from megatron_ucp.formats.deepspeed.autotp import refuse_autotp
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.derived import Derived
+from megatron_ucp.formats.deepspeed.doctor import refuse_unusable, said_of
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.experts import (
@@ -389,7 +390,8 @@ class NativeCheckpoint(TagFolder):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.declared.notes, *([MATCHED] if by_position(self) else [])]
+        positions = [MATCHED] if by_position(self) else []
+        return [*self.declared.notes, *positions, *said_of(self.manifest)]
 
     def read_extras(self) -> Extras:
         return extras_of(self)
@@ -398,6 +400,8 @@ class NativeCheckpoint(TagFolder):
         return layers_of(self) if self.pipeline else None
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        if name == self.model_name:
+            refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow, optimizer)
 
     def where(self, slot: Slot) -> Where:
