@@ -77,6 +77,13 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "switch it off",
     ),
     (
+        "sequence parallelism by the config alone (sequence_parallel_size beside "
+        "data_parallel_size, or mesh_param): ZeRO divides over data-parallel ranks, and all ranks "
+        "of a sequence write the same files",
+        lambda e: e.mesh_device is not None and int(e.sequence_parallel_size) > 1,
+        "give DeepSpeed's parallel_state_sp, or what UlyssesSPAttentionHF registers, as mpu",
+    ),
+    (
         "node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of "
         "other nodes",
         lambda e: bool(e.use_node_local_storage()),

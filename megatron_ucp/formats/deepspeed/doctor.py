@@ -1,8 +1,8 @@
 """What stock DeepSpeed did not save of a run, or saved without what is needed to use it: known from
 the run's config and from what lies in the files.
 
-Sources, of DeepSpeed 0.19.8: `runtime/superoffload/`, `backup_optimizer` of `runtime/zero/stage3.py`,
-`runtime/zenflow/`, `_get_param_fragment_func` of the engine.
+Sources, of DeepSpeed 0.19.8: `runtime/superoffload/`, `runtime/zenflow/`, `backup_optimizer` of
+`runtime/zero/stage3.py`, `_get_param_fragment_func` of the engine.
 """
 
 from collections.abc import Mapping, Sequence

@@ -53,6 +53,7 @@ from megatron_ucp.formats.deepspeed.paths import (
     expert_optimizer_name,
     is_universal,
     tp_of,
+    without_sequence_ranks,
 )
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.positions import MATCHED, by_position
@@ -116,6 +117,8 @@ class NativeCheckpoint(TagFolder):
         self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
         self.main_file = self.full_path(self.model_name)
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
+        if self.meta.get("mp_world_size") == 1:
+            self.names = without_sequence_ranks(self.names)
         self.pipeline = is_pipeline(self.names, self.meta)
         self.experts = ExpertFiles(self)
         self.counts = count_ranks(self, self.model_name, self.pipeline, self.experts)
