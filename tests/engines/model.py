@@ -293,6 +293,8 @@ def make_groups(net: torch.nn.Module, setup: Setup) -> list[dict[str, Any]]:
     without = [*apart, named.get(setup.extra.get("left_out", ""))]
     for group in groups:
         group["params"] = [p for p in group["params"] if not any(p is one for one in without)]
+    if setup.extra.get("alike"):  # several groups with one set of hyper-parameters
+        groups = [{**group, "lr": 3e-3, "weight_decay": 0.1} for group in groups]
     return [*groups, {"params": apart, "lr": 5e-3}] if apart else groups
 
 
