@@ -129,7 +129,7 @@ def attempt(
     out: dict[str, Any] = {"error": None, "message": ""}
     try:
         if through == "load":
-            ucp.load(engine, folder, tag=tag, **options)
+            out["notes"] = ucp.load(engine, folder, tag=tag, **options).notes
         else:
             engine.load_checkpoint(folder, tag=tag)
     except Exception as error:
@@ -202,6 +202,8 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         zero.zero_quantized_weights = True
     elif feature == "ZeRO++ frozen weights":
         zero.zero_quantized_nontrainable_weights = True
+    elif feature == "DualPipeV":
+        engine.__class__ = type("DualPipeVEngine", (type(engine),), {})
     elif feature == "node-local storage":
         engine._config.use_node_local_storage = True
     elif feature == "offloaded states":

@@ -103,6 +103,17 @@ def test_a_healthy_folder_is_not_accused(source: Path, tmp_path: Path, case: str
     assert ucp.verify(source, deep=True).findings == ()
 
 
+def test_files_of_mics_are_refused_by_name(source: Path, tmp_path: Path) -> None:
+    """Their number of partitions is not that of the ranks."""
+    edited(source, lambda name, tree: configured(name, tree, mics_shard_size=-1))
+    assert ucp.verify(source).findings == ()  # DeepSpeed's default: no MiCS
+    edited(source, lambda name, tree: configured(name, tree, mics_shard_size=2))
+    with pytest.raises(UnsupportedError, match="MiCS"):
+        ucp.convert(source, tmp_path / "out" / "step7", target=target(1, 1))
+    with pytest.raises(UnsupportedError, match="MiCS"):
+        ucp.describe(source)
+
+
 def test_masters_of_zenflow_as_they_are(source: Path, tmp_path: Path) -> None:
     edited(source, zenflow)
     out = tmp_path / "out" / "step7"

@@ -61,6 +61,11 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "switch it off",
     ),
     (
+        "DualPipeV (DualPipeVModule), whose ranks hold two separate runs of layers",
+        lambda e: any(kind.__name__ == "DualPipeVEngine" for kind in type(e).__mro__),
+        "use a PipelineModule with its usual schedule",
+    ),
+    (
         "hpZ (zero_optimization.zero_hpz_partition_size above 1)",
         lambda e: e._config.zero_config.zero_hpz_partition_size > 1,
         "set it to 1",
@@ -147,6 +152,7 @@ def refuse_autotp(engine: Any) -> None:
 def refuse_engine(engine: Any, model: Model | None) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be
     exact."""
+    _refuse(engine, _REFUSED)
     if is_pipeline(engine) and (model is None or not model.pipe):
         raise UnsupportedError(
             "this engine is a pipeline whose parameter names no family explains, which is not "
@@ -161,7 +167,6 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             found=f"mp_world_size {engine.mp_world_size}",
             fix=f"give {_one_of(families())}",
         )
-    _refuse(engine, _REFUSED)
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)
     refuse_unplaced(engine)

@@ -67,6 +67,20 @@ def refuse_lost_moments(manifest: Manifest, file: str) -> None:
         )
 
 
+def refuse_mics(config: Any, file: str) -> None:
+    """Raises UnsupportedError for files of MiCS, which 0.19.8 has no more: ZeRO-3 divided over a
+    part of the ranks."""
+    size = _section(config, "zero_optimization").get("mics_shard_size")
+    if isinstance(size, int) and size > 0:
+        raise UnsupportedError(
+            "the checkpoint was written with MiCS, which this version does not read",
+            file=file,
+            expected="ZeRO-3 over all data-parallel ranks",
+            found=f"mics_shard_size {size}",
+            fix="load it with the DeepSpeed that wrote it, and save without mics_shard_size",
+        )
+
+
 def refuse_unusable(manifest: Manifest, file: str, allow: Any) -> None:
     """Raises UnsupportedError where what was not saved would make a load wrong without a sign:
     masters that are old (`allow` may name "stale"), frozen weights without their scales."""

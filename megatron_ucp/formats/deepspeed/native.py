@@ -32,7 +32,7 @@ from megatron_ucp.formats.deepspeed.autotp import refuse_autotp
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.derived import Derived
-from megatron_ucp.formats.deepspeed.doctor import refuse_unusable, said_of
+from megatron_ucp.formats.deepspeed.doctor import refuse_mics, refuse_unusable, said_of
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.experts import (
@@ -119,6 +119,7 @@ class NativeCheckpoint(TagFolder):
         self.meta: Mapping[str, Any] = self.tree(self.model_name)
         if self.meta.get("mp_world_size") == 1:
             self.names = without_sequence_ranks(self.names)
+        refuse_mics(self.meta.get("ds_config"), self.main_file)
         self.pipeline = is_pipeline(self.names, self.meta)
         self.experts = ExpertFiles(self)
         self.counts = count_ranks(self, self.model_name, self.pipeline, self.experts)
