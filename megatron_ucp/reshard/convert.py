@@ -110,9 +110,7 @@ def convert(
     target = _check_arguments(folder, to, target, allow)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
-        for name in source.file_names:
-            source.check(name, allow)
-        refuse_lost_moments(source.manifest, str(source.folder))
+        _check_files(source, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
         if to == TORCH_DIST:
@@ -139,6 +137,13 @@ def convert(
         time.perf_counter() - started,
         tuple(notes),
     )
+
+
+def _check_files(source: Checkpoint, allow: Collection[str]) -> None:
+    """Compares the files with each other, and refuses those that lack what was trained."""
+    for name in source.file_names:
+        source.check(name, allow)
+    refuse_lost_moments(source.manifest, str(source.folder))
 
 
 def _native(

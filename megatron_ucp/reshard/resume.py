@@ -152,8 +152,6 @@ class _Job:
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
         _check_files(source, how.allow, optimizer)
-        if optimizer:
-            refuse_lost_moments(source.manifest, file)
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
@@ -166,7 +164,6 @@ class _Job:
         extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
         notes = [*source.notes, *_described(fit, plan, target, replicas), *extras.notes]
-        notes += other_steps(source.manifest, bare) if optimizer else []
         return cls(
             engine,
             source,
@@ -195,6 +192,7 @@ class _Job:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
+            self.notes += other_steps(self.source.manifest, self.engine.manifest)
         if not self.how.module_only:
             self.notes += self.engine.restore(self.extras, self.how.optimizer)
         return self.notes
@@ -224,6 +222,8 @@ def _check_files(source: Checkpoint, allow: frozenset[str], optimizer: bool) -> 
     rank, world = agree.world()
     for name in source.file_names[rank::world]:
         source.check(name, allow, optimizer)
+    if optimizer:
+        refuse_lost_moments(source.manifest, str(source.folder))
 
 
 def _fit(

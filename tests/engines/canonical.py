@@ -222,14 +222,8 @@ def _of_each_layer(values: dict[Any, Any]) -> dict[Any, Any]:
 def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Of this rank: (parameter, state, first element, elements), and (parameter, scalar states,
     hyper-parameters)."""
-    pieces, numbers = [], []
-    state = base_of(engine).state
-    whole = {id(master): runs for master, runs in matrices_of(engine)}
-    for master, runs in matrices_of(engine):
-        flat = state.get(master, {}).get("momentum_buffer")
-        for name, count, offset in runs if flat is not None else ():
-            elements = flat[offset : offset + count].clone()
-            pieces.append((name, "momentum_buffer", 0, elements))
+    pieces, numbers = _matrices_here(engine), []
+    state, whole = base_of(engine).state, {id(master) for master, _ in matrices_of(engine)}
     for name, first, count, master, offset, g in runs_of(engine):
         held = state.get(master, {})
         tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and v.dim()}
@@ -243,6 +237,17 @@ def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[A
         counters = {k: float(v) for k, v in kept.items()}
         numbers.append((name, counters, _settings(engine, g, schedule)))
     return pieces, numbers
+
+
+def _matrices_here(engine: Any) -> list[Any]:
+    """Momentum that lies as whole matrices, as `_held_here` gives it."""
+    state, pieces = base_of(engine).state, []
+    for master, runs in matrices_of(engine):
+        flat = state.get(master, {}).get("momentum_buffer")
+        for name, count, offset in runs if flat is not None else ():
+            elements = flat[offset : offset + count].clone()
+            pieces.append((name, "momentum_buffer", 0, elements))
+    return pieces
 
 
 def _settings(engine: Any, group: int, schedule: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,13 @@ class Derived:
     of: "NativeCheckpoint"
 
     def manifest(self) -> Manifest:
-        """The manifest that follows from the files alone."""
+        """The manifest that follows from the files alone, with what it says of states that were
+        not saved."""
+        found = self._held()
+        lost = not_saved(self.of.meta.get("ds_config"), found)
+        return replace(found, run={**found.run, NOT_SAVED: lost}) if lost else found
+
+    def _held(self) -> Manifest:
         found = self.of.contents
         module = self.of.weights.module()
         members = [member.param for buffer in found.buffers for member in buffer.members]
@@ -54,7 +60,7 @@ class Derived:
             key: number(self.of.meta.get(key))
             for key in ("global_steps", "skipped_steps", "ds_version")
         }
-        manifest = Manifest(
+        return Manifest(
             found.engine,
             mesh,
             (*params, *(spec for spec, _ in values)),
@@ -64,8 +70,6 @@ class Derived:
             names=self.of.pipe_names if self.of.pipeline else {},
             run=run,
         )
-        lost = not_saved(self.of.meta.get("ds_config"), manifest)
-        return replace(manifest, run={**run, NOT_SAVED: lost}) if lost else manifest
 
     def _flat_shapes(self) -> dict[str, Ints]:
         """Rank-local shapes of what is flattened, as the model files say: of other expert-parallel

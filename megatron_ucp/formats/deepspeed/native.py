@@ -114,12 +114,7 @@ class NativeCheckpoint(TagFolder):
 
     def _read(self, order: Order | None, positions_too: bool) -> None:
         recorded = self.recorded
-        self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
-        self.main_file = self.full_path(self.model_name)
-        self.meta: Mapping[str, Any] = self.tree(self.model_name)
-        if self.meta.get("mp_world_size") == 1:
-            self.names = without_sequence_ranks(self.names)
-        refuse_mics(self.meta.get("ds_config"), self.main_file)
+        self._read_model_file()
         self.pipeline = is_pipeline(self.names, self.meta)
         self.experts = ExpertFiles(self)
         self.counts = count_ranks(self, self.model_name, self.pipeline, self.experts)
@@ -142,6 +137,15 @@ class NativeCheckpoint(TagFolder):
         self.stages = self._stages(order, positions_too)
         self.contents = self._joined()
         self.manifest: Manifest = self._with_evidence(Derived(self).manifest(), recorded)
+
+    def _read_model_file(self) -> None:
+        """The first one, which says what kind of run wrote the others."""
+        self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
+        self.main_file = self.full_path(self.model_name)
+        self.meta: Mapping[str, Any] = self.tree(self.model_name)
+        if self.meta.get("mp_world_size") == 1:
+            self.names = without_sequence_ranks(self.names)
+        refuse_mics(self.meta.get("ds_config"), self.main_file)
 
     def _joined(self) -> Contents:
         """The optimizers of all places as one."""
