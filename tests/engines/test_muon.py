@@ -46,6 +46,7 @@ SOURCES = {
     "dp1z0": (1, muon(0)),
     "dp2z1off": (2, muon(1, zero_config=OFFLOAD)),
     "dp2z2bf16": (2, muon(2, "bf16", options=FUSED)),
+    "dp2z1bf16": (2, muon(1, "bf16")),
     "dp4bf16": (4, muon(1, "bf16", WIDE)),
     "dp2z2gaps": (2, muon(2, zero_config=GAPS)),
 }
@@ -63,6 +64,8 @@ PAIRS = [
     ("dp2z2gaps", 4, muon(1)),
     ("dp2z2bf16", 4, muon(3, "bf16", options=FUSED)),
     ("dp2z2bf16", 4, muon(2, "bf16", options=FUSED)),
+    ("dp2z1bf16", 4, muon(1, "bf16")),
+    ("dp2z1bf16", 1, muon(3, "bf16")),
     ("dp4bf16", 2, muon(1, "bf16", WIDE)),
     ("dp4bf16", 2, muon(1, "bf16", zero_config=OFFLOAD)),
     ("dp4bf16", 1, muon(0, "bf16")),
@@ -87,6 +90,29 @@ def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
     check(found)
     assert not fp32 or found[0]["loss"] <= 1e-5
     assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])
+
+
+@pytest.mark.parametrize("name", ["dp2z1", "dp2z1off", "dp1z0", "dp4z3"])
+def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, name: str) -> None:
+    """Without a manifest: files of stage 0 name no parameters, and `Twins` has two of one shape."""
+    folder = without_manifest(Path(shutil.copytree(source(sources, name), tmp_path / "stock")))
+    allow = {"allow": {"positions"}} if name == "dp1z0" else {}
+    check(resume(sources, name, 2, muon(2), folder=str(folder), **allow))
+
+
+def test_states_of_another_optimizer_are_refused(sources: Sources) -> None:
+    adam = sources.get(2, Setup(1, net="Twins"))
+    for engine, folder in ((muon(1), adam), (Setup(1, net="Twins"), source(sources, "dp2z1"))):
+        for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", engine, folder, "filled"):
+            assert rank["error"] == "StateMismatchError" and rank["unchanged"], rank["message"]
+
+
+def test_values_that_would_be_rounded(sources: Sources) -> None:
+    """BF16_Optimizer keeps the momentum in fp32, ZeRO-3 in the dtype of communication."""
+    run, setup = sources.ranks.run, muon(3, "bf16")
+    for rank in run(2, "tests.engines.jobs:attempt", setup, source(sources, "dp4bf16"), "filled"):
+        assert rank["error"] == "InexactError" and "momentum_buffer" in rank["message"]
+        assert rank["unchanged"]
 
 
 @pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
