@@ -179,6 +179,7 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "SuperOffload": {"device": "cpu", "super_offload": True},
 }
 ZERO_SETTINGS = {
+    "Muon in memory": ("save_muon_momentum_buffer_in_memory", True),
     "hpZ": ("zero_hpz_partition_size", 2),
     "ZeRO++ weights": ("zero_quantized_weights", True),
     "ZeRO++ frozen weights": ("zero_quantized_nontrainable_weights", True),

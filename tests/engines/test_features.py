@@ -168,6 +168,7 @@ REFUSED = {
     "ZenFlow": "ZenFlow",
     "hpZ": "hpZ",
     "ZeRO++ weights": "quantized weights",
+    "Muon in memory": "second home of Muon's momentum",
     "DualPipeV": "two separate runs of layers",
     "ZeRO++ frozen weights": "quantized frozen weights",
     "node-local storage": "node-local storage",

@@ -42,7 +42,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("world", "source", "target_world", "target"), PAIRS)
 @pytest.mark.parametrize("named", [True, False])
-def test_states_are_carried_over(
+def test_pair(
     sources: Sources, world: int, source: Setup, target_world: int, target: Setup, named: bool
 ) -> None:
     folder = sources.get(world, source, more=0, filled=False, attach=named)

@@ -82,6 +82,11 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "switch it off",
     ),
     (
+        "a second home of Muon's momentum (zero_optimization.save_muon_momentum_buffer_in_memory)",
+        lambda e: bool(e._config.zero_config.save_muon_momentum_buffer_in_memory),
+        "leave it out",
+    ),
+    (
         "sequence parallelism by the config alone (sequence_parallel_size beside "
         "data_parallel_size, or mesh_param): ZeRO divides over data-parallel ranks, and all ranks "
         "of a sequence write the same files",

@@ -24,8 +24,9 @@ OF_MEGATRON = (
 # Names of the process groups that `start` made. Not the groups: they would be kept alive after the
 # end of the world.
 _groups: set[str] = set()
-# whether the model of the last `start` is trained by DeepSpeed
+# whether the model of the last `start` is trained by DeepSpeed, and how many ranks share a sequence
 _deepspeed = True
+_sequence_ranks = 1
 
 
 def start(
@@ -73,8 +74,8 @@ def start(
         raise UsageError(
             "megatron-core's process groups are there already", fix="call models.stop() first"
         )
-    global _deepspeed
-    _deepspeed = deepspeed
+    global _deepspeed, _sequence_ranks
+    _deepspeed, _sequence_ranks = deepspeed, sp
     _groups.clear()
     with closed_by_stop():
         parallel_state.initialize_model_parallel(
@@ -202,7 +203,7 @@ def stop() -> None:
     if _deepspeed and parallel_state.model_parallel_is_initialized() and experts_are_apart():
         _untell_deepspeed()
     parallel_state.destroy_model_parallel()
-    if _deepspeed:
+    if _sequence_ranks > 1:
         ulysses.stop()
     for name, group in _open_groups().items():
         if name in _groups:
