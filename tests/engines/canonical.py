@@ -270,8 +270,8 @@ def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Ten
             empty = empty.to(values.dtype) if copied else empty
             flat = full.setdefault((name, key, stage, met[name][3]), empty)
             there = flat[first : first + len(values)]
-            known = ~there.isnan()
-            if copied and not torch.equal(bits(there[known]), bits(values[known])):
+            held = ~there.isnan()
+            if copied and not torch.equal(bits(there[held]), bits(values[held])):
                 raise AssertionError(f"ranks have different copies of {key} of {name}")
             flat[first : first + len(values)] = values
     out: dict[tuple[str, str], torch.Tensor] = {}
