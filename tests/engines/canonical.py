@@ -266,13 +266,10 @@ def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Ten
     for stage, met, found, _ in gathered:
         for name, key, first, values in found:
             empty = torch.full(known[name][0], float("nan")).reshape(-1)
-            copied = key == "momentum_buffer"  # of a split matrix several ranks have a copy
-            empty = empty.to(values.dtype) if copied else empty
+            if key == "momentum_buffer":
+                empty = empty.to(values.dtype)
             flat = full.setdefault((name, key, stage, met[name][3]), empty)
-            there = flat[first : first + len(values)]
-            held = ~there.isnan()
-            if copied and not torch.equal(bits(there[held]), bits(values[held])):
-                raise AssertionError(f"ranks have different copies of {key} of {name}")
+            check_copy(flat[first : first + len(values)], values, name, key)
             flat[first : first + len(values)] = values
     out: dict[tuple[str, str], torch.Tensor] = {}
     for name, key, stage, index in full:
@@ -283,6 +280,14 @@ def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Ten
             if not torch.equal(bits(out.setdefault((name, key), whole)), bits(whole)):
                 raise AssertionError(f"the stages disagree on {key} of {name}")
     return out
+
+
+def check_copy(there: torch.Tensor, values: torch.Tensor, name: str, key: str) -> None:
+    """Of a matrix of Muon's that is split several ranks have the momentum: all must have the same.
+    `there` is what others said, NaN where nobody did."""
+    held = ~there.isnan()
+    if key == "momentum_buffer" and not torch.equal(bits(there[held]), bits(values[held])):
+        raise AssertionError(f"ranks have different copies of {key} of {name}")
 
 
 def agreed(known: dict[Any, Any], key: Any, value: Any) -> None:
