@@ -313,8 +313,10 @@ def _mesh_and_batch(args: argparse.Namespace, world: int) -> None:
             expected=f"a multiple of {tp}",
             found=args.seq_length,
         )
-    args.data_parallel_size = world // tp // pp
+    sp = args.ds_sequence_parallel_size
+    args.data_parallel_size = world // tp // pp // max(sp, 1)
     engine.check_engine(args)
+    engine.check_sequences(args)
     experts.check_expert_zero(args)
     if pp > 1 and args.engine == engine.DEEPSPEED:
         _pipeline(args)

@@ -242,6 +242,7 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size if args.num_experts else 0,
         dp=args.data_parallel_size,
+        sp=args.ds_sequence_parallel_size,
         zero=args.zero_stage,
     )
     if not args.universal_checkpoint and (before != here or saved.weights_only):

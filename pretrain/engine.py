@@ -3,6 +3,7 @@ pipeline."""
 
 import argparse
 import re
+from typing import Any
 
 from megatron_ucp.errors import UsageError
 
@@ -54,6 +55,46 @@ def check_engine(args: argparse.Namespace) -> None:
             found=" ".join(_flag(name) for name in needs if getattr(args, name)) or "neither",
         )
     _check_stages(args)
+
+
+def check_sequences(args: argparse.Namespace) -> None:
+    """Raises UsageError where ranks can't share sequences (--ds-sequence-parallel-size)."""
+    sp, flag = args.ds_sequence_parallel_size, "--ds-sequence-parallel-size"
+    if sp == 1:
+        return
+    others = {
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+    }
+    beside = [_flag(name) for name, size in others.items() if size > 1]
+    if beside or args.engine != DEEPSPEED or args.num_experts:
+        raise UsageError(
+            f"{flag} goes with data parallelism alone, under DeepSpeed, without experts",
+            expected=f"{flag} 1, or none of the others",
+            found=" ".join(beside) or f"--engine {args.engine}, --num-experts {args.num_experts}",
+        )
+    zero: Any = args.ds_config.get("zero_optimization", {})
+    if args.zero_stage == 3 and not zero.get("reduce_scatter", True):
+        raise UsageError(
+            f"{flag} at ZeRO-3 needs reduce_scatter: without it DeepSpeed divides some gradients "
+            "by another number of ranks than the rest",
+            expected="zero_optimization.reduce_scatter true",
+            found="false",
+        )
+    divided = {
+        "ranks": args.world_size,
+        "--seq-length": args.seq_length,
+        "--num-attention-heads": args.num_attention_heads,
+        "--num-query-groups": args.num_query_groups or args.num_attention_heads,
+    }
+    wrong = [f"{name} {count}" for name, count in divided.items() if sp < 1 or count % sp]
+    if wrong:
+        raise UsageError(
+            f"{flag} has to divide ranks, sequence, heads and key-value groups",
+            expected=f"multiples of {sp}",
+            found=", ".join(wrong),
+        )
 
 
 def _check_stages(args: argparse.Namespace) -> None:

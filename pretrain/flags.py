@@ -196,6 +196,12 @@ MESH = (
         "final norm, head)",
     ),
     Flag("--sequence-parallel", bool, False),
+    Flag(
+        "--ds-sequence-parallel-size",
+        int,
+        1,
+        "ranks that share each sequence (Ulysses), under DeepSpeed beside data parallelism alone",
+    ),
     Flag("--zero-stage", int, choices=(0, 1, 2, 3), help="default 1"),
     Flag(
         "--deepspeed_config",
@@ -424,8 +430,12 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
     "--moe-router-fusion": (0, (), "Transformer Engine is not supported"),
     "--moe-enable-deepep": (0, (), "DeepEP is not supported"),
     "--moe-layer-recompute": (0, (), "recomputation is not supported"),
-    "--context-parallel-size": (1, ("1",), "context parallelism is not supported"),
-    "--ds-sequence-parallel-size": (1, ("1",), "Ulysses sequence parallelism is not supported"),
+    "--context-parallel-size": (
+        1,
+        ("1",),
+        "megatron-core's attention without Transformer Engine runs no context parallelism; "
+        "--ds-sequence-parallel-size shares sequences too",
+    ),
     "--rotary-percent": (1, ("1", "1.0"), "partial rotary embeddings are not supported"),
     "--no-position-embedding": (0, (), "a model without position embeddings is in no family"),
     "--apply-query-key-layer-scaling": (

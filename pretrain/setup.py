@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.megatron import models, pipeline
+from megatron_ucp.engines.megatron import models, pipeline, ulysses
 from megatron_ucp.errors import UsageError
 from pretrain.engine import DEEPSPEED, MEGATRON, chunks_of
 from pretrain.experts import experts_of
@@ -89,6 +89,7 @@ def start_groups(args: argparse.Namespace) -> None:
         args.expert_tensor_parallel_size,
         vpp=chunks_of(args),
         deepspeed=args.engine == DEEPSPEED,
+        sp=args.ds_sequence_parallel_size,
     )
 
 
@@ -189,6 +190,8 @@ def make_engine(args: argparse.Namespace, vocab: int, padded: int) -> Any:
         if pp > 1
         else (models.build(config), models.mpu())
     )
+    if args.ds_sequence_parallel_size > 1:
+        model, mpu = ulysses.share_sequences(model), ulysses.mpu()
     groups = models.param_groups(model, args.lr, args.weight_decay)
     optimizer = torch.optim.AdamW(
         groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps

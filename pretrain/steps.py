@@ -76,17 +76,23 @@ class OfDeepSpeed:
 
 
 class Whole(OfDeepSpeed):
-    """Every rank runs all layers: forward, backward and step for each micro batch."""
+    """Every rank runs all layers: forward, backward and step for each micro batch. Ranks may share
+    sequences: `_sharing` of them, of which this one's run begins at token `_first`."""
 
     def __init__(self, engine: Any, args: argparse.Namespace, device: torch.device) -> None:
         self._engine, self._args, self._device = engine, args, device
+        self._sharing = args.ds_sequence_parallel_size
+        # over how many ranks DeepSpeed sums gradients: those of a sequence, but at ZeRO-3, whose
+        # reduce-scatter takes the mean over all ranks
+        self._summed = self._sharing if args.zero_stage < 3 else 1
+        self._first = dist.get_rank() % self._sharing * (args.seq_length // self._sharing)
 
     def train(self, batches: Batches, consumed: int) -> float:
         self._engine.train()
         total = self._zero()
         for inputs, labels in self._pairs(batches, consumed):
-            loss = models.loss(self._engine, inputs, labels)
-            self._engine.backward(loss)
+            loss = models.loss(self._engine, inputs, labels, first=self._first)
+            self._engine.backward(loss / self._summed)
             self._engine.step(lr_kwargs={"increment": self._args.global_batch_size})
             total += loss.detach().double()
         return self._mean(total)
@@ -96,11 +102,15 @@ class Whole(OfDeepSpeed):
         self._engine.eval()
         total = self._zero()
         for inputs, labels in self._pairs(batches, consumed):
-            total += models.loss(self._engine, inputs, labels).double()
+            total += models.loss(self._engine, inputs, labels, first=self._first).double()
         return self._mean(total)
 
     def _pairs(self, batches: Batches, consumed: int) -> Iterator[Pair]:
-        return pairs(batches, consumed, self._args.gradient_accumulation, self._device)
+        """Of each sequence what this rank has."""
+        run = slice(self._first, self._first + self._args.seq_length // self._sharing)
+        for pair in pairs(batches, consumed, self._args.gradient_accumulation, self._device):
+            inputs, labels = (one[:, run].contiguous() for one in pair)
+            yield inputs, labels
 
     def _zero(self) -> torch.Tensor:
         # in float64: the rounding of the sum must not show as a difference between meshes
@@ -109,7 +119,8 @@ class Whole(OfDeepSpeed):
     def _mean(self, total: torch.Tensor) -> float:
         """Of a per-rank sum over the micro batches: the mean over the global batch."""
         dist.all_reduce(total, group=models.mpu().get_data_parallel_group())
-        return float(total) / (self._args.gradient_accumulation * self._args.data_parallel_size)
+        ranks = self._args.data_parallel_size * self._sharing
+        return float(total) / (self._args.gradient_accumulation * ranks)
 
 
 class Staged(OfDeepSpeed):

@@ -120,7 +120,8 @@ class Run:
             tokenizer,
             args.micro_batch_size,
             args.data_parallel_size,
-            self._mesh.get_data_parallel_rank(),
+            # neighbours share their samples
+            self._mesh.get_data_parallel_rank() // args.ds_sequence_parallel_size,
         )
 
     def load(self, saved: checkpoint.Saved) -> Position:

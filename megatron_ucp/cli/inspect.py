@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.cli.output import DONE, add_checkpoint
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
 
 HELP = "engine, mesh, step, sizes and the parameter table of a checkpoint"
 
@@ -64,6 +65,9 @@ def _print_head(head: dict[str, Any]) -> None:
         elif key == "model":
             for part, said in value.items():
                 print(f"{part:12} " + ", ".join(f"{k}={v}" for k, v in said.items()))
+        elif key == NOT_SAVED:
+            for sentence in value:
+                print(f"{'not saved':12} {sentence}")
         elif value not in ("", None, 0) or key in ("global_steps", "skipped_steps"):
             print(
                 f"{key:12} {value:,}"

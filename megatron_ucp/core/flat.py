@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.states import VALUE
@@ -60,6 +61,10 @@ class FlatBuffer:
     `states` are (name, dtype) of the element-wise states; `at` is the placement, such as the
     pipeline stage; `axes` are the mesh axes that cut the members. Where the ranks of such an axis
     have shares of different sizes, each has a buffer of its own: `at` names its place there too.
+
+    States named in `uncut` lie otherwise than the masters, whether they are there yet or not: a
+    partition keeps every member that it owns an element of, all of it, one after the other without
+    gaps. `of` gives the buffer as such a state lies in it, which is the rule "uncut".
     """
 
     members: tuple[Member, ...]
@@ -69,10 +74,13 @@ class FlatBuffer:
     states: States
     at: Coords = ()
     axes: tuple[str, ...] = DENSE_CUT
+    uncut: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.partitions < 1 or self.rule not in ("whole", "each"):
+        if self.partitions < 1 or self.rule not in ("whole", "each", "uncut"):
             raise ValueError(f"no buffer: rule {self.rule!r}, {self.partitions} partitions")
+        if self.uncut and self.rule != "whole":
+            raise ValueError(f"uncut states in a buffer of the rule {self.rule!r}")
         end = 0
         for member in self.members:
             if member.slice_of is not None and member.slice_of[0]:
@@ -86,7 +94,7 @@ class FlatBuffer:
             raise ValueError(
                 f"a buffer of {self.length} elements can't hold members that end at {end}"
             )
-        if self.rule == "whole" and self.length % self.partitions:
+        if self.rule != "each" and self.length % self.partitions:
             raise ValueError(
                 f"a buffer of {self.length} elements can't be cut into {self.partitions} equal "
                 "chunks"
@@ -110,9 +118,9 @@ class FlatBuffer:
 
     def _width(self, member: Member) -> int:
         """Elements that the stored tensor of a member takes of the buffer."""
-        if self.rule == "whole":
-            return member.size
-        return -(-member.within[1] // self.partitions)
+        if self.rule == "each":
+            return -(-member.within[1] // self.partitions)
+        return member.size
 
     @property
     def stage(self) -> int:
@@ -146,8 +154,48 @@ class FlatBuffer:
 
     @property
     def partition_elems(self) -> int:
-        """Elements that one partition stores, padding included."""
-        return self.length // self.partitions if self.rule == "whole" else self.length
+        """Elements that each partition stores of what is cut, padding included."""
+        return self.length if self.rule == "each" else self.length // self.partitions
+
+    def elems(self, part: int) -> int:
+        """Elements that partition `part` stores, padding included."""
+        if self.rule != "uncut":
+            return self.partition_elems
+        return sum(self.members[index].size for index in self._held[part])
+
+    def of(self, state: str) -> "FlatBuffer":
+        """The buffer as one of its states lies in it."""
+        return self._as_uncut if state in self.uncut else self
+
+    @cached_property
+    def _as_uncut(self) -> "FlatBuffer":
+        return replace(self, rule="uncut", uncut=())
+
+    @cached_property
+    def _held(self) -> list[range]:
+        """Under the rule "uncut": the numbers of the members that each partition keeps."""
+        size, out = self.partition_elems, list[range]()
+        first = 0
+        for part in range(self.partitions):
+            while first < len(self.members) and self._end(first) <= part * size:
+                first += 1
+            last = first
+            while last < len(self.members) and self.members[last].start < (part + 1) * size:
+                last += 1
+            out.append(range(first, last))
+        return out
+
+    def _end(self, index: int) -> int:
+        return self.members[index].start + self.members[index].size
+
+    @cached_property
+    def _gapless(self) -> dict[tuple[str, int | None], int]:
+        """Under the rule "uncut": where each member would begin if there were no gaps."""
+        sizes, at = dict[tuple[str, int | None], int](), 0
+        for member in self.members:
+            sizes[member.param, member.chunk] = at
+            at += member.size
+        return sizes
 
     def fragments(self, part: int) -> Iterator[Fragment]:
         """What partition `part` holds, in memory order."""
@@ -159,7 +207,7 @@ class FlatBuffer:
     def owned(self, member: Member, part: int) -> tuple[int, int]:
         """The flat range of the member's rank-local tensor that partition `part` owns; empty where
         it owns nothing."""
-        if self.rule == "whole":
+        if self.rule != "each":
             size = self.partition_elems
             low, high = part * size - member.start, (part + 1) * size - member.start
         else:
@@ -167,23 +215,38 @@ class FlatBuffer:
             chunk = -(-total // self.partitions)
             low, high = part * chunk - first, (part + 1) * chunk - first
         low, high = max(0, min(low, member.size)), max(0, min(high, member.size))
-        return (low, high) if low < high else (0, 0)
+        if low >= high:
+            return 0, 0
+        return (0, member.size) if self.rule == "uncut" else (low, high)
 
     def offset(self, member: Member, part: int, element: int) -> int:
         """Position in the partition's memory of an element that it owns."""
         if self.rule == "whole":
             return member.start + element - part * self.partition_elems
+        if self.rule == "uncut":
+            first = self.members[self._held[part][0]]
+            key = first.param, first.chunk
+            return self._gapless[member.param, member.chunk] - self._gapless[key] + element
         first, total = member.within
         return member.start + first + element - part * -(-total // self.partitions)
 
     def owners(self, member: Member, low: int, high: int) -> range:
-        """The partitions that own a part of the non-empty range [low, high) of the member."""
+        """The partitions to read the non-empty range [low, high) of the member from: each element
+        is in one of them."""
+        size = self.partition_elems
+        if self.rule == "uncut":  # the first one that keeps it: others may have copies
+            return range(member.start // size, member.start // size + 1)
         if self.rule == "whole":
-            size = self.partition_elems
             return range((member.start + low) // size, (member.start + high - 1) // size + 1)
         first, total = member.within
         chunk = -(-total // self.partitions)
         return range((first + low) // chunk, (first + high - 1) // chunk + 1)
+
+    def copies(self, member: Member) -> range:
+        """Under the rule "uncut": every partition that keeps a member."""
+        size = self.partition_elems
+        last = member.start + member.size - 1
+        return range(member.start // size, last // size + 1) if member.size else range(0)
 
     def used(self) -> int:
         """End of the last member; what follows is padding."""

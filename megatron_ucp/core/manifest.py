@@ -190,6 +190,11 @@ class Manifest:
 
     # ------------------------------------------------ places
 
+    @cached_property
+    def uncut(self) -> frozenset[str]:
+        """States that lie in some buffer otherwise than its masters (see `FlatBuffer.uncut`)."""
+        return frozenset(state for buffer in self.buffers for state in buffer.uncut)
+
     def cuts_of(self, buffer: FlatBuffer) -> list[Coords]:
         """Every place along the axes that cut a buffer; of one rank's own buffer that rank's."""
         share = {*buffer.share}

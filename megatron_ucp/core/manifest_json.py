@@ -67,6 +67,8 @@ def _buffer_to_json(buffer: FlatBuffer) -> dict[str, Any]:
             out[key] = values[0] if alike else values
     if any(member.slice_of for member in buffer.members):
         out["slice_of"] = [member.slice_of for member in buffer.members]
+    if buffer.uncut:
+        out["uncut"] = buffer.uncut
     return out
 
 
@@ -220,6 +222,7 @@ def _buffer(data: dict[str, Any]) -> FlatBuffer:
         tuple((str(name), str(dtype)) for name, dtype in data["states"]),
         tuple((str(axis), _count(index)) for axis, index in data["at"]),
         tuple(map(str, data["axes"])),
+        tuple(map(str, data.get("uncut", ()))),
     )
 
 

@@ -120,11 +120,13 @@ def make_plan(
     planner = _Planner(source, target, allow)
     ops: list[Op] = []
     fills: list[Fill] = []
-    places: dict[tuple[int, Coords, int], list[_Move | Fill]] = {}
+    places: dict[object, list[_Move | Fill]] = {}
     for slot, state in wants:
-        place = slot.buffer, slot.cut, slot.part
-        if place not in places:  # masters and moments of a buffer are cut alike
-            places[place] = list(planner.moves(slot))
+        # masters and moments of a buffer are cut alike, but for uncut states
+        apart = slot.state in target.uncut or state in source.uncut
+        place = slot.buffer, slot.cut, slot.part, (slot.state, state) if apart else None
+        if place not in places:
+            places[place] = list(planner.moves(slot, state))
         for move in places[place]:
             if isinstance(move, Fill):
                 fills.append(Fill(slot, move.start, move.stop))
@@ -147,7 +149,7 @@ class Windows:
         """The copies that fill elements [low, high) of a slot. Raises as `make_plan`."""
         ops: list[Op] = []
         fills: list[Fill] = []
-        for move in self._planner.moves(slot, low, high):
+        for move in self._planner.moves(slot, state, low, high):
             if isinstance(move, Fill):
                 fills.append(Fill(slot, move.start - low, move.stop - low))
             else:
@@ -164,19 +166,19 @@ class Windows:
 
 def padding(buffer: FlatBuffer, slot: Slot) -> Iterator[Fill]:
     """The runs of a slot that no member owns."""
-    at = 0
+    buffer, at = buffer.of(slot.state), 0
     for fragment in buffer.fragments(slot.part):
         if at < fragment.offset:
             yield Fill(slot, at, fragment.offset)
         at = fragment.offset + fragment.high - fragment.low
-    if at < buffer.partition_elems:
-        yield Fill(slot, at, buffer.partition_elems)
+    if at < buffer.elems(slot.part):
+        yield Fill(slot, at, buffer.elems(slot.part))
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A strided copy before it is said which state: (buffer, cut, partition) and address of the
-    source, of the target."""
+    """A strided copy before it is said which state, of those that are cut alike: (buffer, cut,
+    partition) and address of the source, of the target."""
 
     source: tuple[int, Coords, int]
     offset: int
@@ -195,10 +197,12 @@ class _Planner:
         self.source, self.target, self.allow = source, target, allow
         self._held: dict[tuple[int, int], list[tuple[Coords, tuple[Piece, ...]]]] = {}
 
-    def moves(self, slot: Slot, low: int = 0, high: int | None = None) -> Iterator[_Move | Fill]:
-        """What fills a place of the target, whatever the state; of its memory the elements [low,
-        high)."""
-        buffer = self.target.buffers[slot.buffer]
+    def moves(
+        self, slot: Slot, state: str, low: int = 0, high: int | None = None
+    ) -> Iterator[_Move | Fill]:
+        """What fills a place of the target from a state of the source, and from all that are cut
+        like it; of its memory the elements [low, high)."""
+        buffer = self.target.buffers[slot.buffer].of(slot.state)
         for fragment in buffer.fragments(slot.part):
             first = max(fragment.low, fragment.low + low - fragment.offset)
             last = (
@@ -215,7 +219,7 @@ class _Planner:
                     part = piece.clip_local(box)
                     if part is not None:
                         yield from self._new_rows(slot, member, part)
-                        yield from self._supply(slot, fragment.member, member, part)
+                        yield from self._supply(slot, state, fragment.member, member, part)
 
     def _new_rows(self, slot: Slot, member: Member, want: Piece) -> Iterator[Fill]:
         """Zeros for rows of a vocabulary that is larger than the source's; `match_params` let that
@@ -226,10 +230,13 @@ class _Planner:
             return
         new = want.clip_full(Box((source.shape[0], *(0,) * (len(target.shape) - 1)), target.shape))
         if new is not None:
-            start = self.target.buffers[slot.buffer].offset(member, slot.part, new.flat_start)
+            buffer = self.target.buffers[slot.buffer].of(slot.state)
+            start = buffer.offset(member, slot.part, new.flat_start)
             yield Fill(slot, start, start + new.flat_stop - new.flat_start)
 
-    def _supply(self, slot: Slot, index: int, member: Member, want: Piece) -> Iterator[_Move]:
+    def _supply(
+        self, slot: Slot, state: str, index: int, member: Member, want: Piece
+    ) -> Iterator[_Move]:
         """The moves that produce one box of the target, from the first holder that the source
         has."""
         param = member.param
@@ -244,7 +251,7 @@ class _Planner:
                     common = have.clip_full(want.full) if have.full not in seen else None
                     seen.add(have.full)  # another rank's own buffer may hold a copy
                     if common is not None:
-                        yield from self._from(b, m, cut, common, slot, index, want, mean)
+                        yield from self._from(b, m, state, cut, common, slot, index, want, mean)
 
     def _nearest_first(
         self, holders: Sequence[tuple[int, int]], place: Coords
@@ -259,6 +266,7 @@ class _Planner:
         self,
         b: int,
         m: int,
+        state: str,
         cut: Coords,
         common: Piece,
         slot: Slot,
@@ -268,7 +276,8 @@ class _Planner:
     ) -> Iterator[_Move]:
         """The moves from one place of the source: what it has in common with a box of the target,
         partition by partition."""
-        held_by, buffer = self.source.buffers[b], self.target.buffers[slot.buffer]
+        held_by = self.source.buffers[b].of(state)
+        buffer = self.target.buffers[slot.buffer].of(slot.state)
         held, member = held_by.members[m], buffer.members[index]
         for part, piece in _by_partition(held_by, held, common):
             goal = want.clip_full(piece.full)

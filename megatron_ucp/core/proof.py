@@ -1,6 +1,6 @@
 """The proof that a plan produces every target element exactly once."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
 from megatron_ucp.core.flat import Fragment
@@ -10,12 +10,14 @@ from megatron_ucp.core.plan import Fill, Mean, Op, Plan, Slot
 from megatron_ucp.errors import PlanError
 
 
-def one_state(plan: Plan) -> Plan:
-    """The part of a plan that fills one state of each place. The states of a buffer are cut alike,
-    and `make_plan` makes their copies from one address: what is proved of one holds for all."""
-    first: dict[tuple[int, Coords, int], Slot] = {}
-    for slot, _ in plan.wants:
-        first.setdefault((slot.buffer, slot.cut, slot.part), slot)
+def one_state(plan: Plan, apart: Collection[str] = ()) -> Plan:
+    """The part of a plan that fills one state of each place, and those `apart`. The other states of
+    a buffer are cut alike, and `make_plan` makes their copies from one address: what is proved of
+    one holds for all."""
+    first: dict[tuple[int, Coords, int, str], Slot] = {}
+    for slot, state in plan.wants:
+        own = next((name for name in (slot.state, state) if name in apart), "")
+        first.setdefault((slot.buffer, slot.cut, slot.part, own), slot)
     kept = frozenset(first.values())
     return Plan(
         tuple(want for want in plan.wants if want[0] in kept),
@@ -43,7 +45,8 @@ def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
             last = side.offset + sum(
                 (n - 1) * s for n, s in zip(op.shape, side.strides, strict=True)
             )
-            if side.offset < 0 or last >= source.buffers[side.slot.buffer].partition_elems:
+            held = source.buffers[side.slot.buffer].of(side.slot.state)
+            if side.offset < 0 or last >= held.elems(side.slot.part):
                 raise PlanError("the plan reads past a source slot", found=side)
     fills: dict[Slot, list[Fill]] = {}
     for fill in plan.fills:
@@ -55,7 +58,7 @@ def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
 def _prove_slot(
     slot: Slot, members: dict[int, list[Op]], fills: Iterable[Fill], target: Manifest
 ) -> None:
-    buffer = target.buffers[slot.buffer]
+    buffer = target.buffers[slot.buffer].of(slot.state)
     runs = [(fill.start, fill.stop) for fill in fills]
     for fragment in buffer.fragments(slot.part):
         stop = fragment.offset + fragment.high - fragment.low
@@ -65,7 +68,7 @@ def _prove_slot(
         runs.append((fragment.offset, stop))
     if members:
         raise PlanError("the plan writes into a parameter that the slot does not own", found=slot)
-    _prove_tiled(runs, buffer.partition_elems)
+    _prove_tiled(runs, buffer.elems(slot.part))
 
 
 def _prove_fragment(

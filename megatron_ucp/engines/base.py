@@ -47,8 +47,8 @@ class Engine(Protocol):
         partition."""
         ...
 
-    def state_dtype(self, buffer: int) -> str:
-        """The dtype that the optimizer gives a new element-wise state of a buffer."""
+    def state_dtype(self, buffer: int, state: str) -> str:
+        """The dtype that the optimizer gives an element-wise state of a buffer."""
         ...
 
     def tensor(self, slot: Slot) -> "torch.Tensor":

@@ -61,7 +61,7 @@ class Kept:
 
     element: tuple[str, ...]
     scalar: tuple[str, ...] = ("step",)
-    step: str = "tensor"  # "tensor": 0-d float32, "int": Python int
+    step: str = "tensor"  # "tensor": 0-d float32, "int": Python int, "either": as it is found
 
 
 def _adam(group: Mapping[str, Any]) -> Kept:
@@ -74,6 +74,12 @@ def _adam(group: Mapping[str, Any]) -> Kept:
 
 def _sgd(group: Mapping[str, Any]) -> Kept:
     return Kept(("momentum_buffer",) if group.get("momentum") else (), ())
+
+
+def _muon(group: Mapping[str, Any]) -> Kept:
+    """The matrices' momentum; the other groups are stepped by an Adam of DeepSpeed's or torch's."""
+    momentum, adam = Kept(("momentum_buffer",), ()), Kept(("exp_avg", "exp_avg_sq"), step="either")
+    return momentum if group.get("use_muon") else adam
 
 
 def _rmsprop(group: Mapping[str, Any]) -> Kept:
@@ -111,6 +117,7 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
     "torch.Muon": lambda _: Kept(("momentum_buffer",), ()),
     "torch.RMSprop": _rmsprop,
     "torch.Adadelta": lambda _: Kept(("square_avg", "acc_delta")),
+    "deepspeed.MuonWithAuxAdam": _muon,
     "deepspeed.FusedAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.DeepSpeedCPUAdam": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.FusedLion": lambda _: Kept(("exp_avg",), step="int"),

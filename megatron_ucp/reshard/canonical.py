@@ -64,7 +64,7 @@ class HeldAt:
 
 def first_slot(manifest: Manifest, place: HeldAt, state: str) -> Slot:
     """The slot with the first element of what a place holds."""
-    buffer = manifest.buffers[place.buffer]
+    buffer = manifest.buffers[place.buffer].of(state)
     member = buffer.members[place.member]
     return Slot(place.buffer, place.cut, buffer.owners(member, 0, 1)[0], state)
 
@@ -73,7 +73,7 @@ def read_copy(
     checkpoint: Checkpoint, place: HeldAt, state: str, dtype: str, low: int, high: int
 ) -> bytes:
     """Elements [low, high) of what a place holds of a parameter."""
-    buffer = checkpoint.manifest.buffers[place.buffer]
+    buffer = checkpoint.manifest.buffers[place.buffer].of(state)
     member = buffer.members[place.member]
     size, out = ITEMSIZE[dtype], bytearray()
     for part in buffer.owners(member, low, high) if low < high else ():

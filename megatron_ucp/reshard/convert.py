@@ -28,6 +28,8 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.deepspeed import muon
+from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.experts import is_stacked
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
@@ -57,7 +59,8 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.target import Wanted, no_layers, target_manifest, universal_manifest
+from megatron_ucp.reshard.placed import no_layers
+from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
 from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
 
@@ -107,11 +110,11 @@ def convert(
     target = _check_arguments(folder, to, target, allow)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
-        for name in source.file_names:
-            source.check(name, allow)
+        _check_files(source, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
         if to == TORCH_DIST:
+            _refuse_muon(wanted, "folder for Megatron")
             out = written(wanted, source, target.mesh, origin.notes)
             job = TorchDistJob(source, out, frozenset(allow), progress)
             job.prove()
@@ -136,6 +139,13 @@ def convert(
     )
 
 
+def _check_files(source: Checkpoint, allow: Collection[str]) -> None:
+    """Compares the files with each other, and refuses those that lack what was trained."""
+    for name in source.file_names:
+        source.check(name, allow)
+    refuse_lost_moments(source.manifest, str(source.folder))
+
+
 def _native(
     origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None
 ) -> tuple[Manifest, list[Output]]:
@@ -147,6 +157,9 @@ def _native(
         raise _no_writer(wanted, "frozen parameters at ZeRO 2 and 3", "convert to ZeRO-1")
     manifest = target_manifest(wanted)
     settings = origin.settings(wanted, manifest, config)
+    origin.notes += muon.other_steps(wanted.source, manifest)
+    if engine == "zero3" and muon.is_used(manifest):
+        origin.notes.append(_AT_INIT)
     manifest = _versioned(manifest, settings)
     return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
 
@@ -157,6 +170,7 @@ def _universal(
     """The manifest and the files of a universal folder."""
     if _stacked(wanted.source):
         raise _no_writer(wanted, "universal folders", "convert to native, which loads on any mesh")
+    _refuse_muon(wanted, "universal folder, whose momentum stock DeepSpeed would cut wrongly")
     manifest = universal_manifest(wanted)
     if wanted.target.mesh.pp > 1 and wanted.layers is None:
         raise no_layers(wanted.file)
@@ -176,6 +190,25 @@ def _versioned(manifest: Manifest, settings: RunSettings) -> Manifest:
 def _stacked(source: Manifest, *kinds: str) -> bool:
     """Whether the experts are slices of stacked parameters, of some kinds or of any."""
     return any(is_stacked(s.name) and (not kinds or s.kind in kinds) for s in source.params)
+
+
+def _refuse_muon(wanted: Wanted, what: str) -> None:
+    """Raises UnsupportedError where Muon steps a group, of whose momentum a format knows
+    nothing."""
+    if muon.is_used(wanted.source):
+        raise UnsupportedError(
+            f"there is no {what}, of a run with Muon",
+            file=wanted.file,
+            expected="native files",
+            found="a group that Muon steps",
+            fix="convert to native, which loads on any mesh",
+        )
+
+
+_AT_INIT = (
+    "Muon at ZeRO-3: parameters are in the order of the source's optimizer; for a job that builds "
+    "its model under zero.Init, or without it where the source did, list the groups in its order"
+)
 
 
 def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
@@ -266,7 +299,8 @@ class ConversionJob:
         payload = output.payloads[key]
         if isinstance(payload, Slot):
             buffer = self.manifest.buffers[payload.buffer]
-            return buffer.partition_elems, dict(buffer.states)[payload.state]
+            elems = buffer.of(payload.state).elems(payload.part)
+            return elems, dict(buffer.states)[payload.state]
         if isinstance(payload, Weight):
             buffer = self._weights[payload.param].buffers[0]
             return buffer.length, buffer.states[0][1]

@@ -110,10 +110,9 @@ class Origin:
     def _int_steps(self, manifest: Manifest) -> bool:
         """Whether the target's optimizer keeps its step as an int: as its class does, or as the
         source has it."""
-        known = [group for group in manifest.groups if group.optimizer]
-        if known:
-            return kept_by(known[0].optimizer, known[0].settings).step == "int"
-        return self.extras.int_steps
+        known = [kept_by(g.optimizer, g.settings) for g in manifest.groups if g.optimizer]
+        kinds = {kept.step for kept in known if "step" in kept.scalar}
+        return self.extras.int_steps if kinds in (set(), {"either"}) else "int" in kinds
 
     def _scheduler(self, manifest: Manifest, stage: int) -> Any:
         """The scheduler's state for one stage of the target."""

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.flat import FlatBuffer, States, alone
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows
@@ -152,26 +152,34 @@ class _Reads:
         files, copies, filled = Counter[str](), 0, 0
         for number, cut, part in self.target.parts_of(rank):
             buffer = self.target.buffers[number]
-            place = Slot(number, cut, part, buffer.states[0][0])
-            # masters and moments are cut alike on both sides: what is planned and proved for the
-            # first holds for all
-            plan = self._windows.plan(place, place.state, 0, buffer.partition_elems)
-            prove(plan, self.source, self.target)
-            for op in plan.ops:
-                self._count(op, buffer, files)
-            copies += len(plan.ops) * len(buffer.states)
-            filled += buffer.partition_elems * sum(ITEMSIZE[dtype] for _, dtype in buffer.states)
+            for states in self._cut_alike(buffer):
+                place = Slot(number, cut, part, states[0][0])
+                elems = buffer.of(place.state).elems(part)
+                plan = self._windows.plan(place, place.state, 0, elems)
+                prove(plan, self.source, self.target)
+                for op in plan.ops:
+                    self._count(op, states, files)
+                copies += len(plan.ops) * len(states)
+                filled += elems * sum(ITEMSIZE[dtype] for _, dtype in states)
         coord, most = self.target.mesh.coord(rank), filled + STAGING_BYTES
         return RankReads(rank, coord, dict(sorted(files.items())), copies, filled, most)
 
-    def _count(self, op: Op, buffer: FlatBuffer, files: Counter[str]) -> None:
-        """Adds what an operation reads, for all states of a buffer."""
+    def _cut_alike(self, buffer: FlatBuffer) -> list[States]:
+        """The states of a buffer, those together that are cut alike on both sides: what is planned
+        and proved for the first one holds for all."""
+        apart = self.source.uncut | self.target.uncut
+        together = tuple(one for one in buffer.states if one[0] not in apart)
+        alone = [(one,) for one in buffer.states if one[0] in apart]
+        return [*([together] if together else []), *alone]
+
+    def _count(self, op: Op, states: States, files: Counter[str]) -> None:
+        """Adds what an operation reads, for all of some states of a buffer."""
         for side in _sources(op):
             if side.slot not in self._read_of:
                 held = dict(self.source.buffers[side.slot.buffer].states)
                 self._read_of[side.slot] = [
                     (self._file_of(replace(side.slot, state=state)), ITEMSIZE[held[state]])
-                    for state, _ in buffer.states
+                    for state, _ in states
                 ]
             for file, itemsize in self._read_of[side.slot]:
                 files[file] += read_size(op, side, itemsize)

@@ -20,6 +20,8 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import StateMismatchError, UsageError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
+from megatron_ucp.formats.deepspeed.muon import other_steps
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
@@ -190,6 +192,7 @@ class _Job:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
+            self.notes += other_steps(self.source.manifest, self.engine.manifest)
         if not self.how.module_only:
             self.notes += self.engine.restore(self.extras, self.how.optimizer)
         return self.notes
@@ -219,6 +222,8 @@ def _check_files(source: Checkpoint, allow: frozenset[str], optimizer: bool) -> 
     rank, world = agree.world()
     for name in source.file_names[rank::world]:
         source.check(name, allow, optimizer)
+    if optimizer:
+        refuse_lost_moments(source.manifest, str(source.folder))
 
 
 def _fit(
@@ -281,8 +286,7 @@ def _with_states(engine: Engine, states: list[tuple[str, ...]]) -> Manifest:
     buffers: list[FlatBuffer] = []
     for number, (buffer, found) in enumerate(zip(engine.manifest.buffers, states, strict=True)):
         if found:
-            dtype = engine.state_dtype(number)
-            added = tuple((state, dtype) for state in found)
+            added = tuple((state, engine.state_dtype(number, state)) for state in found)
             buffer = replace(buffer, states=(*buffer.states, *added))
         buffers.append(buffer)
     return replace(engine.manifest, buffers=tuple(buffers))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
@@ -22,10 +23,11 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.formulas import round_robin
-from megatron_ucp.formats.deepspeed.partition import divide
+from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
+from megatron_ucp.reshard.placed import placed
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,10 @@ def target_manifest(wanted: Wanted) -> Manifest:
         _check_zero3(source, mesh, file)
     match_ties(source, True, file)
     groups = _with_experts_apart(wanted.named_groups(), mesh)
-    shares = mesh.shares()
-    local = {
-        spec.name: math.prod(spec.layout.local_shape(spec.name, spec.shape, shares))
-        for spec in wanted.params.values()
-    }
-    by_stage = _placed(wanted, local)
+    shapes = _local_shapes(wanted, mesh)
+    groups = [_as_stepped(wanted, one, shapes) for one in groups]
+    local = {name: math.prod(shape) for name, shape in shapes.items()}
+    by_stage = placed(wanted, local)
     stages = [
         _stage(wanted, groups, local, held_at(by_stage[stage_of(at)], source, at, mesh, file), at)
         for at in mesh.holding()
@@ -110,6 +110,27 @@ def target_manifest(wanted: Wanted) -> Manifest:
         run=source.run,
         names=dict(layers.names) if layers else {},
     )
+
+
+def _local_shapes(wanted: Wanted, mesh: Mesh) -> dict[str, Ints]:
+    """The shape of every parameter on a rank of a mesh."""
+    shares = mesh.shares()
+    return {
+        spec.name: spec.layout.local_shape(spec.name, spec.shape, shares)
+        for spec in wanted.params.values()
+    }
+
+
+def _as_stepped(wanted: Wanted, one: NamedGroup, shapes: Mapping[str, Ints]) -> NamedGroup:
+    """A group in the order of the optimizer that steps it, which Muon sorts by rank-local
+    `shapes`. Raises UsageError."""
+    if not steps_matrices(one.group.settings):
+        return one
+    listed = wanted.target.groups is not None
+    source = shapes if listed else _local_shapes(wanted, wanted.source.mesh)
+    at_init = wanted.target.mesh.zero == 3
+    names = in_its_order(one.names, shapes, source, wanted.file, at_init)
+    return replace(one, names=names)
 
 
 def _check_cuts(wanted: Wanted) -> None:
@@ -332,6 +353,7 @@ def _on_rank(
         wanted.source.scalars_of,
         spread.partitions(first),
         spread.axes(first),
+        one.group.settings,
     )
 
 
@@ -425,68 +447,3 @@ def _unpermuted(names: Sequence[str], parts: int) -> list[str]:
     for name, index in zip(names, round_robin(len(names), parts), strict=True):
         out[index] = name
     return out
-
-
-# ------------------------------------------------ stages
-
-
-def no_layers(file: str) -> UnsupportedError:
-    """The error for a pipeline that a model without a family would have."""
-    return UnsupportedError(
-        "the names of the parameters in a pipeline are not known",
-        file=file,
-        found="no family",
-        expected="a pipeline checkpoint, or one of a family that has a pipeline",
-        fix="train with a family, or convert without pp",
-    )
-
-
-def _placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
-    """The names that each stage of the target holds."""
-    source, target, layers, file = wanted.source, wanted.target, wanted.layers, wanted.file
-    if target.mesh.pp == 1:
-        return [frozenset(spec.name for spec in source.params)]
-    if layers is None:
-        raise no_layers(file)
-    method = target.stages
-    if method is None and source.mesh.pp == target.mesh.pp and source.mesh.vpp == 1:
-        method = _stages_of(source, layers)
-    if method is None:
-        raise UsageError(
-            "how the layers are divided among the stages is not known",
-            file=file,
-            expected=f"uniform, parameters, layers, or {target.mesh.pp} numbers with the sum "
-            f"{len(layers.held)}",
-            fix="give --stages (Target(stages=...)) as the job's partition method",
-        )
-    known = {name for names in layers.canonical for name in names}
-    lost = [spec.name for spec in source.params if spec.name not in known]
-    if lost:
-        raise UnsupportedError(
-            "a parameter or buffer has no place in the pipeline",
-            file=file,
-            parameter=lost[0],
-            found=f"{len(lost)} of {len(source.params)}",
-        )
-    # what DeepSpeed balances
-    trained = {spec.name: local[spec.name] for spec in source.params if spec.kind == "trainable"}
-    return [
-        frozenset(name for at in stage for name in layers.canonical[at])
-        for stage in divide(layers, method, target.mesh.pp, trained)
-    ]
-
-
-def _stages_of(source: Manifest, layers: Layers) -> tuple[int, ...] | None:
-    """How many layers each stage of the source has; of a parameter that several positions hold the
-    last is on the last stage."""
-    held = {
-        name: [source.buffers[b].stage for b, _ in holders]
-        for name, holders in source.holders.items()
-    }
-    at, seen = [0], set[str]()
-    for names in layers.canonical:
-        own = [held[name][-1] if name in seen else held[name][0] for name in names if name in held]
-        seen.update(names)
-        at.append(max([at[-1], *own]))
-    counts = tuple(at[1:].count(stage) for stage in range(source.mesh.pp))
-    return counts if all(counts) else None

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot, make_plan, padding
@@ -76,6 +77,7 @@ def verify(
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)
                 findings += _copies(checkpoint)
+                _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
             else:
                 _note(findings, lambda: _check_cover(checkpoint.manifest))
             return Verified(
@@ -98,10 +100,12 @@ def _check_cover(manifest: Manifest) -> None:
     """Every element of every state of every parameter lies somewhere: a plan for the whole of it
     exists, and is proved."""
     for spec in manifest.params:
-        state, dtype = next(iter(manifest.states_of(spec.name).items()))
-        target = one_parameter(manifest, spec.name, {state: dtype})  # all states are cut alike
-        wants = [(slot, state) for slot in slots_of(target, state)]
-        prove(make_plan(manifest, target, wants), manifest, target)
+        held = manifest.states_of(spec.name)
+        # all other states are cut alike
+        for state in dict.fromkeys([next(iter(held)), *(held.keys() & manifest.uncut)]):
+            target = one_parameter(manifest, spec.name, {state: held[state]})
+            wants = [(slot, state) for slot in slots_of(target, state)]
+            prove(make_plan(manifest, target, wants), manifest, target)
 
 
 # ------------------------------------------------ every byte
@@ -245,6 +249,49 @@ def _copies(checkpoint: Checkpoint) -> Iterator[Finding]:
                     "the same bits",
                     f"{_said(manifest, one)} and {_said(manifest, other)}",
                 )
+
+
+def _copies_of_partitions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Uncut members of which several partitions keep a copy, and the copies differ. Raises
+    ForeignFileError for a partition that keeps other members than it has to."""
+    manifest = checkpoint.manifest
+    for b, buffer in enumerate(manifest.buffers):
+        for (state, dtype), cut in product(buffer.states, manifest.cuts_of(buffer)):
+            if state in buffer.uncut:
+                slots = [Slot(b, cut, part, state) for part in range(buffer.partitions)]
+                lies = buffer.of(state)
+                for slot in slots:
+                    if lies.elems(slot.part):
+                        checkpoint.where(slot)
+                for member in buffer.members:
+                    yield from _copies_of_member(checkpoint, lies, member, slots, dtype)
+
+
+def _copies_of_member(
+    checkpoint: Checkpoint, lies: FlatBuffer, member: Member, slots: list[Slot], dtype: str
+) -> Iterator[Finding]:
+    parts = lies.copies(member)
+    bits = [
+        _read(checkpoint, slots[part], lies.offset(member, part, 0), member.size, dtype)
+        for part in (parts if len(parts) > 1 else ())
+    ]
+    if any(one != bits[0] for one in bits):
+        last = slots[parts[-1]]
+        yield Finding(
+            f"two copies of the state {last.state} differ",
+            checkpoint.where(last).file.path,
+            member.param,
+            "the same bits",
+            f"partitions {parts[0]} and {parts[-1]}",
+        )
+
+
+def _read(checkpoint: Checkpoint, slot: Slot, low: int, elems: int, dtype: str) -> bytearray:
+    """Elements of a slot, from `low` on."""
+    where, out = checkpoint.where(slot), bytearray(elems * ITEMSIZE[dtype])
+    at = where.offset_bytes + low * ITEMSIZE[dtype]
+    where.file.read_into(where.record, at, memoryview(out))
+    return out
 
 
 def _differ(checkpoint: Checkpoint, one: HeldAt, other: HeldAt, state: str, dtype: str) -> bool:

@@ -60,7 +60,8 @@ class WindowReader:
     ) -> None:
         """Plans what will be read into a target, and looks every place up. Raises a UcpError."""
         plan = make_plan(self.source.manifest, target, list(wants), self.allow | allow)
-        prove(one_state(plan), self.source.manifest, target)
+        apart = self.source.manifest.uncut | target.uncut
+        prove(one_state(plan, apart), self.source.manifest, target)
         self._targets[id(target)] = target, self.allow | allow
         self._places.update(
             (slot, self.source.where(slot)) for slot in plan.sources if slot not in self._places

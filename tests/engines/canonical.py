@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.masters import base_of as base_of
-from tests.engines.masters import expert_group, named, runs_of, without_pipeline, wrapper_of
+from tests.engines.masters import (
+    expert_group,
+    matrices_of,
+    named,
+    runs_of,
+    without_pipeline,
+    wrapper_of,
+)
 from tests.engines.masters import names as names
 
 STATES = (
@@ -81,11 +88,23 @@ def fill(engine: Any) -> None:
     every = {name for rank in everywhere(list(shapes(engine))) for name in rank}
     numbers = {name: number for number, name in enumerate(sorted(every))}
     state, params, local = base_of(engine).state, named(engine), shapes(engine)
+    whole = matrices_of(engine)
+    apart = {id(master) for master, _ in whole}
+
+    def values_of(name: str, key: str) -> torch.Tensor:
+        return share(engine, params[name], numbers[name], key, local[name]).reshape(-1)
+
     for name, first, count, master, offset, _ in runs_of(engine):
         for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
-            values = share(engine, params[name], numbers[name], key, local[name]).reshape(-1)
+            if key == "momentum_buffer" and id(master) in apart:
+                continue
             flat = master.data if key == "fp32" else state[master][key]
+            values = values_of(name, key)
             flat.view(-1)[offset : offset + count] = values[first : first + count]
+    for master, runs in whole:
+        for name, count, offset in runs:
+            values = values_of(name, "momentum_buffer")
+            state[master]["momentum_buffer"][offset : offset + count] = values
     write_weights(engine)
 
 
@@ -135,6 +154,8 @@ HYPER = (
     "amsgrad",
     "alpha",
     "lr_decay",
+    "use_muon",
+    "ns_method",
     *("k", "r", "warmup_steps", "weight_sum", "lr_max", "train_mode", "scheduled_lr"),  # z's
 )
 # a scheduler's lists with an entry for each parameter group
@@ -201,12 +222,14 @@ def _of_each_layer(values: dict[Any, Any]) -> dict[Any, Any]:
 def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Of this rank: (parameter, state, first element, elements), and (parameter, scalar states,
     hyper-parameters)."""
-    pieces, numbers = [], []
-    state = base_of(engine).state
+    pieces, numbers = _matrices_here(engine), []
+    state, whole = base_of(engine).state, {id(master) for master, _ in matrices_of(engine)}
     for name, first, count, master, offset, g in runs_of(engine):
         held = state.get(master, {})
         tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and v.dim()}
         for key, flat in {"fp32": master.data, **tensors}.items():
+            if key == "momentum_buffer" and id(master) in whole:
+                continue
             elements = flat.detach().view(-1)[offset : offset + count]
             pieces.append((name, key, first, elements.clone().cpu()))
         numbers_of = (int, float, torch.Tensor)  # a list is nothing that a manifest could describe
@@ -214,6 +237,17 @@ def _held_here(engine: Any, schedule: dict[str, Any]) -> tuple[list[Any], list[A
         counters = {k: float(v) for k, v in kept.items()}
         numbers.append((name, counters, _settings(engine, g, schedule)))
     return pieces, numbers
+
+
+def _matrices_here(engine: Any) -> list[Any]:
+    """Momentum that lies as whole matrices, as `_held_here` gives it."""
+    state, pieces = base_of(engine).state, []
+    for master, runs in matrices_of(engine):
+        flat = state.get(master, {}).get("momentum_buffer")
+        for name, count, offset in runs if flat is not None else ():
+            elements = flat[offset : offset + count].clone()
+            pieces.append((name, "momentum_buffer", 0, elements))
+    return pieces
 
 
 def _settings(engine: Any, group: int, schedule: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +266,10 @@ def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Ten
     for stage, met, found, _ in gathered:
         for name, key, first, values in found:
             empty = torch.full(known[name][0], float("nan")).reshape(-1)
+            if key == "momentum_buffer":
+                empty = empty.to(values.dtype)
             flat = full.setdefault((name, key, stage, met[name][3]), empty)
+            check_copy(flat[first : first + len(values)], values, name, key)
             flat[first : first + len(values)] = values
     out: dict[tuple[str, str], torch.Tensor] = {}
     for name, key, stage, index in full:
@@ -243,6 +280,14 @@ def _joined(engine: Any, gathered: list[Any]) -> dict[tuple[str, str], torch.Ten
             if not torch.equal(bits(out.setdefault((name, key), whole)), bits(whole)):
                 raise AssertionError(f"the stages disagree on {key} of {name}")
     return out
+
+
+def check_copy(there: torch.Tensor, values: torch.Tensor, name: str, key: str) -> None:
+    """Of a matrix of Muon's that is split several ranks have the momentum: all must have the same.
+    `there` is what others said, NaN where nobody did."""
+    held = ~there.isnan()
+    if key == "momentum_buffer" and not torch.equal(bits(there[held]), bits(values[held])):
+        raise AssertionError(f"ranks have different copies of {key} of {name}")
 
 
 def agreed(known: dict[Any, Any], key: Any, value: Any) -> None:

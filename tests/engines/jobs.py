@@ -129,7 +129,7 @@ def attempt(
     out: dict[str, Any] = {"error": None, "message": ""}
     try:
         if through == "load":
-            ucp.load(engine, folder, tag=tag, **options)
+            out["notes"] = ucp.load(engine, folder, tag=tag, **options).notes
         else:
             engine.load_checkpoint(folder, tag=tag)
     except Exception as error:
@@ -173,6 +173,19 @@ def masters_are_equal(setup: Setup, folder: str) -> bool:
     )
 
 
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "NVMe": {"device": "nvme", "nvme_path": "/nvme"},
+    "partial offload": {"device": "cpu", "ratio": 0.5},
+    "SuperOffload": {"device": "cpu", "super_offload": True},
+}
+ZERO_SETTINGS = {
+    "Muon in memory": ("save_muon_momentum_buffer_in_memory", True),
+    "hpZ": ("zero_hpz_partition_size", 2),
+    "ZeRO++ weights": ("zero_quantized_weights", True),
+    "ZeRO++ frozen weights": ("zero_quantized_nontrainable_weights", True),
+}
+
+
 def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
     """What `load` and `attach` say to an engine with a feature, and whether the engine is unchanged
     after."""
@@ -186,20 +199,17 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         Setup(3 if feature in ("partial offload", "SuperOffload") else 1, "bf16"), attach=False
     )
     zero = engine._config.zero_config
-    if feature == "NVMe":
-        zero.offload_optimizer = Optimizer(device="nvme", nvme_path="/nvme")
+    if feature in OFFLOADED:
+        zero.offload_optimizer = Optimizer(**OFFLOADED[feature])
     elif feature == "NVMe parameters":
         zero.offload_param = Param(device="nvme", nvme_path="/nvme")
-    elif feature == "partial offload":
-        zero.offload_optimizer = Optimizer(device="cpu", ratio=0.5)
-    elif feature == "SuperOffload":
-        zero.offload_optimizer = Optimizer(device="cpu", super_offload=True)
     elif feature == "ZenFlow":
         zero.zenflow = ZenFlowConfig()
-    elif feature == "hpZ":
-        zero.zero_hpz_partition_size = 2
-    elif feature == "ZeRO++ weights":
-        zero.zero_quantized_weights = True
+    elif feature in ZERO_SETTINGS:
+        name, value = ZERO_SETTINGS[feature]
+        setattr(zero, name, value)
+    elif feature == "DualPipeV":
+        engine.__class__ = type("DualPipeVEngine", (type(engine),), {})
     elif feature == "node-local storage":
         engine._config.use_node_local_storage = True
     elif feature == "offloaded states":

@@ -78,6 +78,24 @@ def runs_of(engine: Any) -> list[Run]:
     return list(of_kind(engine.optimizer, names(engine)))
 
 
+def matrices_of(engine: Any) -> list[tuple[torch.Tensor, list[tuple[str, int, int]]]]:
+    """Each master whose momentum is whole matrices, as DeepSpeed's Muon keeps it at ZeRO-1 and 2
+    without offload, and (parameter, elements, offset in the momentum): in the order of the
+    wrapper's own list of what touches a partition."""
+    opt, known = engine.optimizer, names(engine)
+    if wrapper_of(engine) != "DeepSpeedZeroOptimizer" or opt.cpu_offload:
+        return []
+    out = []
+    for g, master in enumerate(opt.single_partition_of_fp32_groups):
+        if opt.optimizer.param_groups[g].get("use_muon"):
+            runs, at = [], 0
+            for p in opt.params_in_partition[g]:
+                runs.append((known[p], p.numel(), at))
+                at += p.numel()
+            out.append((master, runs))
+    return out
+
+
 def _partitioned(opt: Any, known: dict[Any, str]) -> Iterator[Run]:
     """ZeRO-1 and 2."""
     masters, flats = opt.single_partition_of_fp32_groups, opt.bit16_groups_flat

@@ -293,6 +293,8 @@ def make_groups(net: torch.nn.Module, setup: Setup) -> list[dict[str, Any]]:
     without = [*apart, named.get(setup.extra.get("left_out", ""))]
     for group in groups:
         group["params"] = [p for p in group["params"] if not any(p is one for one in without)]
+    if setup.extra.get("alike"):  # several groups with one set of hyper-parameters
+        groups = [{**group, "lr": 3e-3, "weight_decay": 0.1} for group in groups]
     return [*groups, {"params": apart, "lr": 5e-3}] if apart else groups
 
 
@@ -303,14 +305,16 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
     import megatron_ucp as ucp
 
     net = make_net(setup)
-    groups = make_groups(net, setup)
-    optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
-    config = ds_config(setup)
-    schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
+    groups, config = make_groups(net, setup), ds_config(setup)
+    if setup.optimizer != MUON:
+        optimizer = make_optimizer(setup.optimizer, groups, dict(setup.options))
+        schedule = SCHEDULES[setup.extra.get("schedule", "LambdaLR")](optimizer)
     make = ucp.initialize if attach else deepspeed.initialize
     if setup.extra.get("evaluate"):
         config.pop("gradient_clipping")
         return make(model=net, config=config, dist_init_required=False)[0]
+    if setup.optimizer == MUON:
+        return muon_engine(setup, make, net, groups, config)
     if setup.extra.get("sp"):
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -322,6 +326,35 @@ def make_engine(setup: Setup, attach: bool = True) -> Any:
         config=config,
         dist_init_required=False,
         mpu=parallel_state_sp if setup.extra.get("sp") else None,
+    )[0]
+
+
+MUON = "muon"  # of DeepSpeed, by its config
+
+
+def uncompiled() -> None:
+    """Newton-Schulz is not compiled from here on: a compiler's start takes longer than a test."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    for name, thing in list(vars(original_muon).items()):
+        setattr(original_muon, name, getattr(thing, "_torchdynamo_orig_callable", thing))
+
+
+def muon_engine(
+    setup: Setup, make: Any, net: torch.nn.Module, groups: list[dict[str, Any]], config: Any
+) -> Any:
+    """An engine whose optimizer the config names."""
+    uncompiled()
+    options = {"lr": 3e-3, "torch_adam": True, **dict(setup.options)}
+    config["optimizer"] = {"type": MUON, "params": options}
+    if setup.zero == 3:
+        config["zero_optimization"]["reduce_scatter"] = False
+    return make(
+        model=net,
+        model_parameters=groups,
+        lr_scheduler=SCHEDULES[setup.extra.get("schedule", "LambdaLR")],
+        config=config,
+        dist_init_required=False,
     )[0]
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from tests.engines.canonical import canonical, differences, fill
+from tests.engines.model import MUON, uncompiled
 from tests.ranks import allow_fp16_on_cpu
 
 SEQUENCE, BATCH, VOCAB = 8, 4, 48
@@ -33,6 +35,7 @@ class Mega:
     true_vocab: int = VOCAB
     vocab: int = VOCAB
     layers: int = 2
+    muon: bool = False
 
 
 def make(setup: Mega, attach: bool = True) -> Any:
@@ -58,8 +61,8 @@ def make(setup: Mega, attach: bool = True) -> Any:
         sequence_parallel=setup.sequence_parallel,
     )
     model = models.build(config)
-    optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    groups = models.param_groups(model, 3e-3, 0.1)
+    optimizer = None if setup.muon else torch.optim.AdamW(groups)
     dp = dist.get_world_size() // setup.tp
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH // dp,
@@ -75,10 +78,14 @@ def make(setup: Mega, attach: bool = True) -> Any:
         )
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
+    if setup.muon:
+        uncompiled()
+        settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=schedule,
+        model_parameters=groups,
+        lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
         config=settings,
         mpu=models.mpu(),
         dist_init_required=False,

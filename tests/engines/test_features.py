@@ -1,12 +1,15 @@
 """Optimizers, buffer layouts and settings of DeepSpeed: each carried over bit for bit, or refused
 by name."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_pairs import check
 
 pytestmark = pytest.mark.ranks
@@ -165,6 +168,9 @@ REFUSED = {
     "ZenFlow": "ZenFlow",
     "hpZ": "hpZ",
     "ZeRO++ weights": "quantized weights",
+    "Muon in memory": "second home of Muon's momentum",
+    "DualPipeV": "two separate runs of layers",
+    "ZeRO++ frozen weights": "quantized frozen weights",
     "node-local storage": "node-local storage",
     "offloaded states": "offload_states",
     "AutoEP folded with AutoTP": "AutoEP folded with AutoTP",
@@ -219,3 +225,23 @@ def test_a_checkpoint_from_before_the_first_step(
     )
     for rank in found:
         assert rank["differences"] == {"trained": []} and len(rank["before"]["trained"]) >= 8
+
+
+def test_a_load_names_what_was_never_saved(sources: Sources, tmp_path: Any) -> None:
+    """As SuperOffload's runs are saved: the cause is in the error, and in the report of a load that
+    does without the states."""
+    setup = Setup(1, "bf16")
+    folder = without_manifest(Path(shutil.copytree(sources.get(2, setup), tmp_path / "lost")))
+    for path in (folder / "trained").glob("*.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["ds_config"]["zero_optimization"]["offload_optimizer"] = {"super_offload": True}
+        if "optim" in path.name:
+            tree["optimizer_state_dict"]["base_optimizer_state"]["state"].clear()
+        torch.save(tree, path)
+    run, job = sources.ranks.run, "tests.engines.jobs:attempt"
+    for rank in run(2, job, setup, str(folder), tag="trained"):
+        assert rank["error"] == "StateMismatchError" and "SuperOffload" in rank["message"]
+        assert rank["unchanged"]
+    weights = {"load_optimizer_states": False}
+    for rank in run(2, job, setup, str(folder), tag="trained", **weights):
+        assert rank["error"] is None and any("SuperOffload" in note for note in rank["notes"])

@@ -1,6 +1,7 @@
 """Other trainable parameters than in the checkpoint, unfrozen, frozen and new ones; and other
 parameter groups."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_ucp.engines.megatron.engine.live import LiveMegatron
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
 from tests.engines.model import Setup
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, without_manifest
 
 pytestmark = pytest.mark.ranks
 JOB = "tests.engines.trainable_jobs:go_on"
@@ -164,3 +165,41 @@ def test_groups_that_differ_are_not_joined(sources: Sources) -> None:
     found = go_on(sources, 2, Setup(2, groups=1), folder)
     assert found["error"].startswith("StateMismatchError") and found["unchanged"]
     assert "different hyper-parameters" in found["error"] and "lr: " in found["error"]
+
+
+ALIKE = Setup(1, groups=3, extra={"alike": True})
+
+
+def joined(zero: int, dtype: str = "fp32") -> Setup:
+    """All parameters in one group."""
+    return Setup(zero, dtype, seed=5, groups=1)
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (4, 1), (2, 2), (4, 3)])
+def test_groups_that_agree_become_one(sources: Sources, world: int, zero: int) -> None:
+    folder = sources.get(2, ALIKE)
+    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    found = go_on(sources, world, joined(zero), folder)
+    assert wrong(want["full"], found["before"]["full"])
+    for part in ("full", "scalars", "hyper"):
+        assert wrong(want[part], found["after"][part]) == [], part
+    steps = {value for key, value in found["stepped"]["scalars"].items() if key[1] == "step"}
+    assert steps == {STEPS + 1}
+
+
+def test_groups_whose_steps_differ_are_not_joined(sources: Sources, tmp_path: Path) -> None:
+    """A flat buffer has one step for all of its parameters; without flat buffers each has its
+    own."""
+    folder = without_manifest(Path(shutil.copytree(sources.get(2, ALIKE), tmp_path / "steps")))
+    for path in (folder / "trained").glob("*optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["step"] += 1
+        torch.save(tree, path)
+    for zero in (2, 3):
+        found = go_on(sources, 2, joined(zero), str(folder))
+        assert found["error"].startswith("StateMismatchError") and found["unchanged"]
+        assert "different steps" in found["error"]
+    apart = go_on(sources, 2, Setup(2, groups=3), str(folder))
+    assert {*apart["after"]["scalars"].values()} == {STEPS, STEPS + 1}
+    each = go_on(sources, 1, joined(0), str(folder))
+    assert {*each["after"]["scalars"].values()} == {STEPS, STEPS + 1}

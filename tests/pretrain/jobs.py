@@ -121,3 +121,13 @@ def random_numbers(argv: list[str]) -> dict[str, Any]:
     }
     one.close()
     return drawn
+
+
+def run_unplaced(argv: list[str]) -> dict[str, Any]:
+    """As `run`; where ranks share sequences, each one's positions begin at 0."""
+    from unittest import mock
+
+    from megatron_ucp.engines.megatron import ulysses
+
+    with mock.patch.object(ulysses, "_place"):
+        return run(argv)

@@ -24,6 +24,7 @@ PLAIN = {
     "alignment": False,
     "round_robin": False,
     "grad_accum_fp32": False,
+    "offloaded": False,
 }
 
 

@@ -28,7 +28,7 @@ def test_the_files_say_how_they_are_laid_out(
 ) -> None:
     """Else the next conversion puts back an order that nobody permuted, or does not put it back."""
     for number, said in enumerate(
-        ({"round_robin": True}, {"sub_group_size": 7}, {"alignment": True})
+        ({"round_robin": True}, {"sub_group_size": 7}, {"alignment": True}, {"offloaded": True})
     ):
         there, to = (
             tmp_path / f"there{number}",

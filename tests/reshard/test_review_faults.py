@@ -111,13 +111,13 @@ def test_states_that_were_never_saved(source: Path) -> None:
         ucp.convert(source, source.parent / "out", target=target())
 
 
-def test_muon_is_refused_by_name(source: Path) -> None:
+def test_a_group_of_muon_with_states_of_another_optimizer(source: Path) -> None:
     edited(
         source, on_optimizer(lambda tree: base_of(tree)["param_groups"][0].update(use_muon=True))
     )
-    with pytest.raises(UnsupportedError, match="Muon"):
-        ucp.verify(source)
-    with pytest.raises(UnsupportedError, match="Muon"):
+    (found,) = ucp.verify(source).findings
+    assert "Muon" in found.what and found.parameter == "a"
+    with pytest.raises(DamagedFileError, match="Muon"):
         ucp.convert(source, source.parent / "out", target=target())
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_ucp.engines.deepspeed.wrappers import Wrapper, wrapper_of
 from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.deepspeed.muon import MUON, steps_matrices
 from megatron_ucp.formats.optimizers import (
     REFUSED,
     REFUSED_STATES,
@@ -44,13 +45,15 @@ def carried_as(engine: Any) -> str:
 def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:
     groups = wrapper.base.param_groups
     flat = wrapper.zero > 0 or type(wrapper.opt).__name__ == "FP16_Optimizer"
-    if flat and (name in WHOLE_MATRICES or any(group.get("use_muon") for group in groups)):
+    marked = name != MUON and any(map(steps_matrices, groups))
+    if flat and (name in WHOLE_MATRICES or marked):
         raise UnsupportedError(
             "this optimizer steps whole matrices (Muon), and its states at this ZeRO stage follow "
             "no partition, which is not supported",
             found=full,
             expected="ZeRO stage 0",
-            fix=f"train at stage 0 with torch.optim.Muon, or {_OWN_LOAD}",
+            fix="train with DeepSpeed's own Muon (optimizer.type: muon in its config), at stage 0 "
+            f"with torch.optim.Muon, or {_OWN_LOAD}",
         )
     if name in REFUSED:
         raise UnsupportedError(

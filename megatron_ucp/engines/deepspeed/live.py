@@ -12,7 +12,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.declared import dtype_name, flat_view
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import (
@@ -20,15 +20,15 @@ from megatron_ucp.engines.deepspeed.stage import (
     Part,
     one_order,
 )
-from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer
+from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
 from megatron_ucp.engines.settings import scalar_state, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.deepspeed.muon import MOMENTUM, steps_matrices
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
@@ -110,13 +110,24 @@ class LiveEngine:
         live = self._live(slot.buffer)
         if slot.state == MASTER:
             return flat_view(live.own(live.master.detach()))
+        if slot.state in live.uncut and not self._elems(slot.buffer, slot.state):
+            return live.master.detach()[:0]
         return flat_view(live.own(self.wrapper.base.state[live.master][slot.state].detach()))
 
-    def state_dtype(self, buffer: int) -> str:
-        """Its masters', unless the optimizer is told fp32 (CPUAdam)."""
-        if getattr(self.wrapper.base, "fp32_optimizer_states", None):
+    def _elems(self, buffer: int, state: str) -> int:
+        """Elements that this rank has of a state."""
+        return self.manifest.buffers[buffer].of(state).elems(self._live(buffer).part)
+
+    def state_dtype(self, buffer: int, state: str) -> str:
+        """Its masters', unless the optimizer is told fp32 (CPUAdam), or is Muon."""
+        held = self.manifest.buffers[buffer]
+        group = self.manifest.groups[held.group or 0].settings
+        if getattr(stepper_of(self.wrapper.base, group), "fp32_optimizer_states", None):
             return "float32"
-        return dict(self.manifest.buffers[buffer].states)[MASTER]
+        if state == MOMENTUM and steps_matrices(group):
+            own = self.wrapper.momentum_dtype()
+            return dict(held.states)[MASTER] if own is None else dtype_name(own)
+        return dict(held.states)[MASTER]
 
     # ------------------------------------------------ before the first write
 
@@ -145,16 +156,21 @@ class LiveEngine:
 
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
-            master = self._live(number).master
-            dtype = TORCH_DTYPES[self.state_dtype(number)]
+            live = self._live(number)
+            master = live.master
             held = self.wrapper.base.state[master]
             for key in [key for key in held if key not in kept]:
                 del held[key]
             for key in kept:
-                old = held.get(key)
-                fits = isinstance(old, torch.Tensor) and old.shape == master.shape
+                dtype, old = TORCH_DTYPES[self.state_dtype(number, key)], held.get(key)
+                like = master.detach()
+                if key in live.uncut:
+                    like = like.new_empty(1).expand(self._elems(number, key))
+                if not like.numel():
+                    continue  # of matrices that this rank has nothing of DeepSpeed keeps no state
+                fits = isinstance(old, torch.Tensor) and old.shape == like.shape
                 if not fits or old.dtype != dtype:
-                    held[key] = fresh(master.detach(), dtype)
+                    held[key] = fresh(like, dtype)
 
     def drop_gradients(self) -> list[str]:
         return drop_gradients(self.engine, self.wrapper)
@@ -165,7 +181,7 @@ class LiveEngine:
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         live, base = self._live(buffer), self.wrapper.base
         group = base.param_groups[live.group] if live.group is not None else {}
-        keeps = kept_by(self.own.optimizer_name(), group)
+        keeps = self.own.keeps(group)
         held = base.state[live.master]
         for key, value in (members[0] if members else {}).items():
             held[key] = scalar_state(value, keeps, group, live.master)

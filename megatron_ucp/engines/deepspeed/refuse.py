@@ -62,6 +62,11 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "switch it off",
     ),
     (
+        "DualPipeV (DualPipeVModule), whose ranks hold two separate runs of layers",
+        lambda e: any(kind.__name__ == "DualPipeVEngine" for kind in type(e).__mro__),
+        "use a PipelineModule with its usual schedule",
+    ),
+    (
         "hpZ (zero_optimization.zero_hpz_partition_size above 1)",
         lambda e: e._config.zero_config.zero_hpz_partition_size > 1,
         "set it to 1",
@@ -70,6 +75,24 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "quantized weights of ZeRO++ (zero_optimization.zero_quantized_weights)",
         lambda e: bool(e._config.zero_config.zero_quantized_weights),
         "switch it off",
+    ),
+    (
+        "quantized frozen weights of ZeRO++ (zero_optimization.zero_quantized_nontrainable_weights)"
+        ", whose scales DeepSpeed does not save",
+        lambda e: bool(e._config.zero_config.zero_quantized_nontrainable_weights),
+        "switch it off",
+    ),
+    (
+        "a second home of Muon's momentum (zero_optimization.save_muon_momentum_buffer_in_memory)",
+        lambda e: bool(e._config.zero_config.save_muon_momentum_buffer_in_memory),
+        "leave it out",
+    ),
+    (
+        "sequence parallelism by the config alone (sequence_parallel_size beside "
+        "data_parallel_size, or mesh_param): ZeRO divides over data-parallel ranks, and all ranks "
+        "of a sequence write the same files",
+        lambda e: e.mesh_device is not None and int(e.sequence_parallel_size) > 1,
+        "give DeepSpeed's parallel_state_sp, or what UlyssesSPAttentionHF registers, as mpu",
     ),
     (
         "node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of "
@@ -121,6 +144,7 @@ def refuse_writer(engine: Any) -> None:
 def refuse_engine(engine: Any, model: Model | None) -> None:
     """Raises UnsupportedError where the engine uses a feature under which a load would not be
     exact."""
+    _refuse(engine, _REFUSED)
     if is_pipeline(engine) and (model is None or not model.pipe):
         raise UnsupportedError(
             "this engine is a pipeline whose parameter names no family explains, which is not "
@@ -144,7 +168,6 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             fix="leave family= out",
         )
     layouts_of(engine, *parallel_of(engine)[0])  # says what of them can't be put together
-    _refuse(engine, _REFUSED)
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)
     refuse_unplaced(engine)

@@ -1,5 +1,6 @@
 """What this rank holds of a live DeepSpeed engine: its own pipeline stage. No collectives."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
 from megatron_ucp.engines.deepspeed.autotp import is_uneven, layouts_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
-from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, wrapper_of
+from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, stepper_of, wrapper_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.experts import (
@@ -35,7 +36,13 @@ from megatron_ucp.formats.deepspeed.experts import (
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
-from megatron_ucp.formats.optimizers import is_element, is_scalar, name_in_table
+from megatron_ucp.formats.optimizers import (
+    Kept,
+    is_element,
+    is_scalar,
+    kept_by,
+    name_in_table,
+)
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,14 @@ class OwnStage:
         base = self.wrapper.base
         return "" if base is None else name_in_table(type(base))
 
+    def keeps(self, group: Mapping[str, Any]) -> Kept:
+        """What the optimizer keeps for a group, and how it stores the step."""
+        kept = kept_by(self.optimizer_name(), group)
+        if kept.step != "either":
+            return kept
+        other = name_in_table(type(stepper_of(self.wrapper.base, group)))
+        return replace(kept, step="tensor" if other.startswith("torch.") else "int")
+
     def order(self) -> tuple[tuple[str, ...], ...]:
         """Names of each group's trainable parameters in the order of the client's optimizer."""
         listed = getattr(self.wrapper.opt, "bit16_groups", None)
@@ -245,10 +260,16 @@ class OwnStage:
         return tuple(
             (key, dtype_name(value.dtype))
             for key, value in held
-            if is_element(key)
-            and isinstance(value, torch.Tensor)
-            and value.shape == live.master.shape
+            if is_element(key) and self._is_whole(live, key, value)
         )
+
+    def _is_whole(self, live: LiveBuffer, state: str, value: Any) -> bool:
+        """Whether a value is what this rank has of an element-wise state."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        if state not in live.uncut:
+            return value.shape == live.master.shape
+        return value.shape == (self._buffer(live, ()).of(state).elems(live.part),)
 
     def scalars(self, live: LiveBuffer) -> Scalars:
         held = self.state(live).items()
@@ -259,7 +280,7 @@ class OwnStage:
         found: set[str] = set()
         for live in self.buffers:
             for key, value in self.state(live).items():
-                whole = isinstance(value, torch.Tensor) and value.shape == live.master.shape
+                whole = self._is_whole(live, key, value)
                 fits = whole if is_element(key) else is_scalar(key) and _is_number(value)
                 if not fits and value is not None:
                     found.add(str(key))
@@ -295,7 +316,8 @@ class OwnStage:
             members += slices(stored) if live.rule == "each" else one_after_another(stored)
         kept = ((MASTER, dtype_name(live.master.dtype)), *states)
         axes = self._axes_of([member.param for member in members])
-        return FlatBuffer(tuple(members), live.length, live.partitions, live.rule, kept, axes=axes)
+        lies = live.length, live.partitions, live.rule
+        return FlatBuffer(tuple(members), *lies, kept, axes=axes, uncut=live.uncut)
 
     def _axes_of(self, names: list[str]) -> tuple[str, ...]:
         """The axes that cut a buffer of some parameters. Raises UnsupportedError where experts are

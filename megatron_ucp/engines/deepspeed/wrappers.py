@@ -13,13 +13,14 @@ import torch
 
 from megatron_ucp.core import flat
 from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.formats.deepspeed.muon import steps_matrices, uncut_states
 
 
 @dataclass(frozen=True)
 class LiveBuffer:
     """One flat buffer: parameters with their starts, this rank's partition of it, and the master
     tensor. Where an optimizer keeps a stacked parameter as it is, `expert` is the number of the
-    slice that the buffer is."""
+    slice that the buffer is. `uncut`: see `FlatBuffer`."""
 
     params: tuple[Any, ...]
     starts: tuple[int, ...]
@@ -30,6 +31,7 @@ class LiveBuffer:
     master: torch.Tensor
     group: int | None
     expert: int | None = None
+    uncut: tuple[str, ...] = ()
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """What the buffer has of its master, or of a state of the master's shape."""
@@ -65,6 +67,10 @@ class Wrapper:
                 return number
         return None
 
+    def momentum_dtype(self) -> torch.dtype | None:
+        """That which Muon's momentum gets at the first step; None for that of the masters."""
+        return None
+
     def scaler(self) -> tuple[Any, Mapping[str, str]]:
         """The object with the loss scale, and canonical field -> attribute."""
         return self.opt.loss_scaler, {}
@@ -86,8 +92,9 @@ class LiveZero12(Wrapper):
                 self.opt.round_robin_bit16_groups[g],
                 self.opt.round_robin_bit16_offsets[g],
             )
-            flat = self.opt.bit16_groups_flat[g]
+            flat, group = self.opt.bit16_groups_flat[g], self.group_of(master)
             _check_starts(self.engine, params, starts, flat)
+            stepped = {} if group is None else self.base.param_groups[group]
             out.append(
                 LiveBuffer(
                     tuple(params),
@@ -97,10 +104,18 @@ class LiveZero12(Wrapper):
                     rank_in(self.opt.real_dp_process_group[g]),
                     "whole",
                     master,
-                    self.group_of(master),
+                    group,
+                    uncut=uncut_states(stepped, self.engine_name, self.opt.cpu_offload),
                 )
             )
         return out
+
+    def momentum_dtype(self) -> torch.dtype | None:
+        """That of the gradients that it averages."""
+        if self.opt.cpu_offload:
+            return None
+        apart = self.opt.use_grad_accum_attribute
+        return self.opt.gradient_accumulation_dtype if apart else self.opt.dtype
 
     def refresh(self) -> None:
         _refresh_flat(
@@ -190,6 +205,9 @@ class LiveZero3(Wrapper):
 
     engine_name = "zero3"
     zero = 3
+
+    def momentum_dtype(self) -> torch.dtype | None:
+        return self.opt.communication_data_type
 
     def prepare(self) -> None:
         self.opt.checkpoint_event_prologue()
@@ -373,6 +391,12 @@ def wrapper_of(engine: Any) -> Wrapper:
         found=type(optimizer).__qualname__,
         expected=", ".join([*_WRAPPERS, "a torch optimizer at stage 0"]),
     )
+
+
+def stepper_of(base: Any, group: Mapping[str, Any]) -> Any:
+    """The optimizer that steps a group: beside DeepSpeed's Muon that may be another one."""
+    other = getattr(base, "aux_optimizer", None)
+    return base if other is None or steps_matrices(group) else other
 
 
 def rank_in(group: Any) -> int:

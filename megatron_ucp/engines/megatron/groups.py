@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ucp.engines.megatron import ulysses
 from megatron_ucp.errors import UsageError
 
 PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu")
@@ -23,8 +24,9 @@ OF_MEGATRON = (
 # Names of the process groups that `start` made. Not the groups: they would be kept alive after the
 # end of the world.
 _groups: set[str] = set()
-# whether the model of the last `start` is trained by DeepSpeed
+# whether the model of the last `start` is trained by DeepSpeed, and how many ranks share a sequence
 _deepspeed = True
+_sequence_ranks = 1
 
 
 def start(
@@ -35,6 +37,7 @@ def start(
     etp: int | None = None,
     vpp: int = 1,
     deepspeed: bool = True,
+    sp: int = 1,
 ) -> None:
     """Makes megatron-core's process groups for the current world (dp = world / tp / pp, default
     rank order) and seeds all generators as Megatron does. Applies the patches that training needs;
@@ -43,6 +46,9 @@ def start(
     `ep` ranks share the experts of a layer, `etp` ranks (as Megatron: by default `tp`) cut each of
     them. Both re-divide the ranks of a stage. Where that gives experts other copies than the rest
     of the model has (see `experts_are_apart`), DeepSpeed is told who holds them.
+
+    `sp` neighbouring ranks share each sequence under DeepSpeed (see `ulysses`), without any other
+    parallelism than data parallelism.
 
     `deepspeed` False: megatron-core's own optimizer trains what is built next, in pipeline stages
     of `vpp` chunks each (see `chunks`), and nothing of DeepSpeed is imported.
@@ -68,8 +74,8 @@ def start(
         raise UsageError(
             "megatron-core's process groups are there already", fix="call models.stop() first"
         )
-    global _deepspeed
-    _deepspeed = deepspeed
+    global _deepspeed, _sequence_ranks
+    _deepspeed, _sequence_ranks = deepspeed, sp
     _groups.clear()
     with closed_by_stop():
         parallel_state.initialize_model_parallel(
@@ -80,6 +86,8 @@ def start(
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             create_gloo_process_groups=not deepspeed,  # its own checkpoints gather over them
         )
+        if sp > 1:
+            ulysses.start(sp)
     if deepspeed and experts_are_apart():
         _tell_deepspeed()
     seed = stage_seed(seed)
@@ -195,6 +203,8 @@ def stop() -> None:
     if _deepspeed and parallel_state.model_parallel_is_initialized() and experts_are_apart():
         _untell_deepspeed()
     parallel_state.destroy_model_parallel()
+    if _sequence_ranks > 1:
+        ulysses.stop()
     for name, group in _open_groups().items():
         if name in _groups:
             dist.destroy_process_group(group)

@@ -348,18 +348,23 @@ def _sum_over_tensor_parallel(grad: torch.Tensor) -> torch.Tensor:
 
 
 def loss(
-    model: Any, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None
+    model: Any,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Mean cross entropy in fp32 over the tokens, or over those where `mask` is not 0; a scalar,
     the same on all tensor-parallel ranks. `tokens`, `labels` and `mask` are [batch, sequence];
-    labels are the tokens shifted by one.
+    labels are the tokens shifted by one. `first` is the position of the first token, where ranks
+    share sequences.
 
     `model` is a model of `build` or a DeepSpeed engine around it. Raises UsageError for a sequence
     that does not fit.
     """
     bare, length = _bare(model), tokens.shape[1]
-    check_length(length, bare.max_sequence_length, bare.config)
-    positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+    check_length(first + length, bare.max_sequence_length, bare.config)
+    positions = torch.arange(first, first + length, device=tokens.device).expand_as(tokens)
     each = model(
         tokens, positions, not_attended(length, tokens.device), labels=labels
     )  # [batch, sequence]

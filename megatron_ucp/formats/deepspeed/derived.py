@@ -11,6 +11,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Place, expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
+from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
 from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.flattened import names_at
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
@@ -30,7 +31,13 @@ class Derived:
     of: "NativeCheckpoint"
 
     def manifest(self) -> Manifest:
-        """The manifest that follows from the files alone."""
+        """The manifest that follows from the files alone, with what it says of states that were
+        not saved."""
+        found = self._held()
+        lost = not_saved(self.of.meta.get("ds_config"), found)
+        return replace(found, run={**found.run, NOT_SAVED: lost}) if lost else found
+
+    def _held(self) -> Manifest:
         found = self.of.contents
         module = self.of.weights.module()
         members = [member.param for buffer in found.buffers for member in buffer.members]

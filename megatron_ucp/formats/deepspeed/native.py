@@ -32,6 +32,7 @@ from megatron_ucp.formats.deepspeed.autotp import is_uneven
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.derived import Derived
+from megatron_ucp.formats.deepspeed.doctor import refuse_mics, refuse_unusable, said_of
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
 from megatron_ucp.formats.deepspeed.experts import (
@@ -45,12 +46,14 @@ from megatron_ucp.formats.deepspeed.experts import (
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
+from megatron_ucp.formats.deepspeed.muon import check_momentum
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFile
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.paths import (
     expert_optimizer_name,
     is_universal,
     tp_of,
+    without_sequence_ranks,
 )
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.positions import MATCHED, by_position
@@ -94,7 +97,7 @@ class NativeCheckpoint(TagFolder):
         self._specs = specs
         self.pipe_names = names or {}
         self._rules = rules
-        self._used: dict[tuple[int, int], int] = {}
+        self._used: dict[tuple[int, int, bool], int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
@@ -111,9 +114,7 @@ class NativeCheckpoint(TagFolder):
 
     def _read(self, order: Order | None, positions_too: bool) -> None:
         recorded = self.recorded
-        self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
-        self.main_file = self.full_path(self.model_name)
-        self.meta: Mapping[str, Any] = self.tree(self.model_name)
+        self._read_model_file()
         self.pipeline = is_pipeline(self.names, self.meta)
         self.experts = ExpertFiles(self)
         self.counts = count_ranks(self, self.model_name, self.pipeline, self.experts)
@@ -136,6 +137,15 @@ class NativeCheckpoint(TagFolder):
         self.stages = self._stages(order, positions_too)
         self.contents = self._joined()
         self.manifest: Manifest = self._with_evidence(Derived(self).manifest(), recorded)
+
+    def _read_model_file(self) -> None:
+        """The first one, which says what kind of run wrote the others."""
+        self.model_name = self.names.model.get((None, 0)) or self.names.model.get((0, 0)) or ""
+        self.main_file = self.full_path(self.model_name)
+        self.meta: Mapping[str, Any] = self.tree(self.model_name)
+        if self.meta.get("mp_world_size") == 1:
+            self.names = without_sequence_ranks(self.names)
+        refuse_mics(self.meta.get("ds_config"), self.main_file)
 
     def _has_own_buffers(self) -> bool:
         """Whether each tensor-parallel rank has buffers of its own: AutoTP gives some ranks larger
@@ -247,7 +257,8 @@ class NativeCheckpoint(TagFolder):
                 self.readers.append(PlainFile(self._weight_dtype))
                 out.append(Contents("none", (), (), {}, ()))
             else:
-                self.readers.append(reader_for(tree, file, self._weight_dtype))
+                config = self.meta.get("ds_config")
+                self.readers.append(reader_for(tree, file, self._weight_dtype, config))
                 out.append(self.read_contents(tree, file, wanted, rank))
             if out[0].engine != out[-1].engine:
                 raise ForeignFileError(
@@ -341,9 +352,11 @@ class NativeCheckpoint(TagFolder):
         reader = self.readers[self.place_of_rank(rank)]
         try:
             named = flattened(self, tree, file, order, rank)
-            return reader.contents(
+            found = reader.contents(
                 tree, named, self.spread, file, lambda ref: self.scalar(file, ref)
             )
+            check_momentum(found.groups, found.buffers, file)
+            return found
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
 
@@ -393,7 +406,8 @@ class NativeCheckpoint(TagFolder):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.declared.notes, *([MATCHED] if by_position(self) else [])]
+        positions = [MATCHED] if by_position(self) else []
+        return [*self.declared.notes, *positions, *said_of(self.manifest)]
 
     def read_extras(self) -> Extras:
         return extras_of(self)
@@ -402,6 +416,8 @@ class NativeCheckpoint(TagFolder):
         return layers_of(self) if self.pipeline else None
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
+        if name == self.model_name:
+            refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow, optimizer)
 
     def where(self, slot: Slot) -> Where:
@@ -417,15 +433,15 @@ class NativeCheckpoint(TagFolder):
                 expected=f"{buffer.partition_elems} elements",
                 found=type(ref).__name__,
             )
-        used = self._used_elems(slot.buffer, slot.part)
-        dtype = dict(buffer.states)[slot.state]
-        fits = used <= ref.numel <= buffer.partition_elems
+        used = self._used_elems(slot)
+        dtype, most = dict(buffer.states)[slot.state], buffer.of(slot.state).elems(slot.part)
+        fits = used <= ref.numel <= most
         if not ref.is_contiguous or ref.storage.dtype != dtype or not fits:
             raise ForeignFileError(
                 f"the state {slot.state} has another size or type than the run's structure says",
                 file=self.full_path(name),
                 parameter=buffer.members[0].param if buffer.members else None,
-                expected=f"{used} to {buffer.partition_elems} contiguous elements of {dtype}",
+                expected=f"{used} to {most} contiguous elements of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
         file = self.file(name)
@@ -433,15 +449,15 @@ class NativeCheckpoint(TagFolder):
             file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype
         )
 
-    def _used_elems(self, buffer: int, part: int) -> int:
-        """Elements of a partition up to the end of its last parameter. Kept: every place of a
-        checkpoint asks for it."""
-        if (buffer, part) not in self._used:
-            fragments = self.manifest.buffers[buffer].fragments(part)
-            self._used[buffer, part] = max(
-                (f.offset + f.high - f.low for f in fragments), default=0
-            )
-        return self._used[buffer, part]
+    def _used_elems(self, slot: Slot) -> int:
+        """Elements of a slot up to the end of its last parameter. Kept: every place of a checkpoint
+        asks for it."""
+        buffer = self.manifest.buffers[slot.buffer]
+        key = slot.buffer, slot.part, slot.state in buffer.uncut
+        if key not in self._used:
+            fragments = buffer.of(slot.state).fragments(slot.part)
+            self._used[key] = max((f.offset + f.high - f.low for f in fragments), default=0)
+        return self._used[key]
 
     def _ref(self, slot: Slot, buffer: FlatBuffer) -> tuple[Any, str]:
         """The tensor of a slot as its file has it, and the name of the file."""

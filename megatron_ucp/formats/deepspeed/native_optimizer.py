@@ -61,7 +61,7 @@ class OptimizerTrees(Structure):
         return output.tensor(
             own.slot(number, state),
             dict(buffer.states)[state],
-            (buffer.partition_elems,),
+            (buffer.of(state).elems(own.slot(number, state).part),),
             None if used is None else (used,),
         )
 
@@ -75,11 +75,18 @@ class OptimizerTrees(Structure):
             entry: dict[str, Any] = {
                 name: self._scalar(output, name, value) for name, value in scalars.items()
             }
-            entry |= {name: element(number, name) for name, _ in buffer.states if name != MASTER}
+            kept = [name for name, _ in buffer.states if self._is_kept(own, number, name)]
+            entry |= {name: element(number, name) for name in kept}
             if entry:
                 state[at] = entry
         groups = [group_tree(output, group, places) for group, places in self._groups(own)]
         return {"state": state, "param_groups": groups}
+
+    def _is_kept(self, own: Own, number: int, state: str) -> bool:
+        """Whether an optimizer has an entry for a state: none for one of matrices that a partition
+        owns nothing of."""
+        buffer, part = self.manifest.buffers[number], own.parts[number][1]
+        return state != MASTER and (state not in buffer.uncut or buffer.of(state).elems(part) > 0)
 
     def _scalar(self, output: Output, name: str, value: float) -> Any:
         return int(value) if name == "step" and self.run.int_steps else scalar_tensor(output, value)

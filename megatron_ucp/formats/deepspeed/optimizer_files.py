@@ -21,6 +21,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.experts import Spread, stored_tensors
+from megatron_ucp.formats.deepspeed.muon import uncut_states
 from megatron_ucp.formats.deepspeed.plain_values import (
     Scalar,
     Tree,
@@ -202,17 +203,39 @@ def _elastic_step(tree: Tree) -> Mapping[str, float]:
 
 
 def _equally_cut(
-    members: tuple[Member, ...], used: int, spread: Spread, states: States
+    members: tuple[Member, ...], used: int, spread: Spread, states: States, uncut: tuple[str, ...]
 ) -> FlatBuffer:
     """A group's buffer of `used` elements, filled up and cut into equal chunks."""
     first = members[0].param if members else ""
     partitions = spread.partitions(first)
     length = formulas.whole_length(used, partitions)
-    return FlatBuffer(members, length, partitions, "whole", states, axes=spread.axes(first))
+    axes = spread.axes(first)
+    return FlatBuffer(members, length, partitions, "whole", states, axes=axes, uncut=uncut)
+
+
+def _lists(index: int, groups: Sequence[Tree]) -> Tree:
+    """The group that lists an index; none in an elastic file."""
+    number = group_of(index, groups)
+    return {} if number is None else groups[number]
+
+
+def _entries(base: Any) -> Mapping[Any, Any]:
+    """The states of each buffer by its number; an elastic file lists them."""
+    return dict(enumerate(base)) if isinstance(base, list) else base.get("state", {})
+
+
+def _gaps(tree: Tree, shapes: Sequence[Mapping[str, Ints]]) -> Any:
+    """Elements behind each tensor of each group that nothing owns."""
+    found = tree.get("param_alignment_paddings")
+    return found or [[0] * len(stored_tensors(named)) for named in shapes]
 
 
 class Zero12File:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks."""
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks.
+    `offloaded`: the run had its optimizer in the CPU's memory."""
+
+    def __init__(self, offloaded: bool = False) -> None:
+        self._offloaded = offloaded
 
     def contents(
         self,
@@ -229,10 +252,8 @@ class Zero12File:
         base = _required(tree, "base_optimizer_state", file)
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
-        entries = dict(enumerate(base)) if elastic else base.get("state", {})
-        gaps = tree.get("param_alignment_paddings") or [
-            [0] * len(stored_tensors(s)) for s in shapes
-        ]
+        engine = "zero12" if "zero_stage" in tree else "bf16"
+        entries, gaps = _entries(base), _gaps(tree, shapes)
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
             starts, at = _starts(named, gaps[index])
@@ -240,11 +261,12 @@ class Zero12File:
             group = index if elastic else group_of(index, groups)
             members = members_of(named, starts, group, {**_elastic_step(tree), **kept})
             states = ((MASTER, masters[index].storage.dtype), *element)
-            buffers.append(_equally_cut(members, at, spread, states))
+            uncut = uncut_states(_lists(index, groups), engine, self._offloaded)
+            buffers.append(_equally_cut(members, at, spread, states, uncut))
         return Contents(
-            "zero12" if "zero_stage" in tree else "bf16",
+            engine,
             tuple(buffers),
-            (ParamGroup({}),) * len(shapes) if elastic else param_groups(groups, scalar, file),
+            param_groups([{}] * len(shapes) if elastic else groups, scalar),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
@@ -252,9 +274,7 @@ class Zero12File:
     def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
         if state == MASTER:
             return tree["single_partition_of_fp32_groups"][index]
-        base = tree["base_optimizer_state"]
-        states = dict(enumerate(base)) if isinstance(base, list) else base["state"]
-        return entry_of(states, index).get(state)
+        return entry_of(_entries(tree["base_optimizer_state"]), index).get(state)
 
 
 def _cut_each(
@@ -318,7 +338,7 @@ class Zero3File:
         return Contents(
             "zero3",
             tuple(buffers),
-            param_groups(groups, scalar, file),
+            param_groups(groups, scalar),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ucp.core.mesh import Coords, index_on
@@ -81,6 +81,19 @@ class TagFiles:
     def names(self) -> list[str]:
         kinds = (self.model, self.optimizer, self.layers, self.experts, self.expert_optimizer)
         return sorted(name for kind in kinds for name in kind.values())
+
+
+def without_sequence_ranks(names: TagFiles) -> TagFiles:
+    """The files of a run without model-parallel ranks as what they are, whatever number of those is
+    in their names: DeepSpeed 0.18.2 to 0.19.4 wrote the sequence-parallel rank there, which is the
+    partition modulo their number. Other files as they are."""
+    places = [*names.model, *names.optimizer]
+    size = 1 + max(rank for _, rank in places)
+    if any(rank != (part or 0) % size for part, rank in places):
+        return names
+    model = {(part, 0): name for (part, _), name in names.model.items()}
+    optimizer = {(part, 0): name for (part, _), name in names.optimizer.items()}
+    return replace(names, model=model, optimizer=optimizer)
 
 
 def is_universal(folder: Path) -> bool:

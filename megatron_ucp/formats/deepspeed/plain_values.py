@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
-from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
@@ -15,7 +14,7 @@ MEGATRON = "megatron"  # a mark of a group: what Megatron's optimizers keep ther
 # Keys of a param group that say how an optimizer is built up, not how it steps.
 GROUP_MARKS = frozenset(
     {
-        *("params", "name", "moe", "param_names", "_ds_source_param_group_id", "step", "use_muon"),
+        *("params", "name", "moe", "param_names", "_ds_source_param_group_id", "step"),
         MEGATRON,
     }
 )
@@ -48,13 +47,9 @@ SCALER = (
 )
 
 
-def param_groups(groups: Sequence[Tree], scalar: Scalar, file: str) -> tuple[ParamGroup, ...]:
+def param_groups(groups: Sequence[Tree], scalar: Scalar) -> tuple[ParamGroup, ...]:
     """Each group's hyper-parameters, apart from what marks the group; lists become tuples, 0-d
-    tensors numbers.
-
-    Raises UnsupportedError for groups of Muon, whose momentum lies in files as whole matrices that
-    touch a partition, and not as elements of it.
-    """
+    tensors numbers."""
 
     def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, TensorRef):
@@ -65,14 +60,6 @@ def param_groups(groups: Sequence[Tree], scalar: Scalar, file: str) -> tuple[Par
 
     out: list[ParamGroup] = []
     for group in groups:
-        if group.get("use_muon"):
-            raise UnsupportedError(
-                "the checkpoint was written with Muon, which is not supported",
-                file=file,
-                expected="states that are cut like their parameters",
-                found="a parameter group with use_muon",
-                fix="resume on the mesh that wrote it with DeepSpeed's own load",
-            )
         settings = {str(k): plain(v) for k, v in group.items() if k not in GROUP_MARKS}
         marks = {k: v for k, v in group.items() if k in GROUP_MARKS and k != "params"}
         out.append(ParamGroup(settings, marks=marks))

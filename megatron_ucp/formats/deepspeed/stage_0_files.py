@@ -69,7 +69,7 @@ class Unpartitioned:
         return Contents(
             self.engine,
             tuple(buffers),
-            param_groups(groups, scalar, file),
+            param_groups(groups, scalar),
             _flat_scaler(tree),
             tuple(kept_under),
         )
@@ -154,7 +154,7 @@ class FusedFlatFile:
         return Contents(
             "zero0",
             tuple(buffers),
-            param_groups(base["param_groups"], scalar, file),
+            param_groups(base["param_groups"], scalar),
             _flat_scaler(tree),
             tuple(range(len(buffers))),
         )

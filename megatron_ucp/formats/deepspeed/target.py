@@ -5,7 +5,7 @@ Formulas of the buffers: see `core/zero`. Which optimizer wrapper DeepSpeed choo
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from megatron_ucp.core import flat
@@ -15,6 +15,7 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.experts import stored_tensors
+from megatron_ucp.formats.deepspeed.muon import is_offloaded, uncut_states
 
 TRAINING_DTYPES = ("float32", "bfloat16", "float16")
 # DeepSpeed keeps its states in one flat buffer per group even without ZeRO
@@ -33,7 +34,7 @@ class GroupOnRank:
     """A parameter group as a rank has it: `sizes` are names and rank-local elements in the
     optimizer's order, `states` (name, dtype) with the masters first, `scalars` gives the scalar
     states of a parameter. `partitions` is over how many ranks ZeRO divides a buffer of it, `axes`
-    are those that cut it."""
+    are those that cut it; `settings` are its hyper-parameters."""
 
     number: int
     optimizer: str
@@ -42,6 +43,7 @@ class GroupOnRank:
     scalars: Callable[[str], Scalars]
     partitions: int
     axes: tuple[str, ...] = DENSE_CUT
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def tensors(self) -> list[list[tuple[str, int]]]:
@@ -66,7 +68,8 @@ class Target:
     names in each parameter group in the order of the optimizer, `stages` how the pipeline's layers
     are divided (see `Layers.stages`). The other fields are DeepSpeed's settings: `sub_group_size`
     in elements of one rank, `alignment` is `zero_optimization.parameter_alignment`, `round_robin`
-    is `round_robin_gradients`, `grad_accum_fp32` is `data_types.grad_accum_dtype: fp32`. What is
+    is `round_robin_gradients`, `grad_accum_fp32` is `data_types.grad_accum_dtype: fp32`,
+    `offloaded` is `offload_optimizer.device: cpu`, which moves nothing but Muon's momentum. What is
     None is as in the source.
     """
 
@@ -79,6 +82,7 @@ class Target:
     alignment: bool | None = None
     round_robin: bool | None = None
     grad_accum_fp32: bool | None = None
+    offloaded: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *TRAINING_DTYPES) or (
@@ -111,9 +115,7 @@ class Target:
             raise UsageError(
                 "sub_group_size is a number of elements", expected="at least 1", found=size
             )
-        offloaded = (
-            _section(settings, "offload_optimizer").get("device") == "cpu"
-        )  # no BF16_Optimizer then
+        offloaded = is_offloaded(config)  # no BF16_Optimizer then
         said: dict[str, Any] = {
             "dtype": self.dtype or _dtype(config),
             "sub_group_size": int(size),
@@ -122,6 +124,7 @@ class Target:
             "grad_accum_fp32": _section(config, "data_types").get("grad_accum_dtype")
             in ("fp32", "float32")
             and not offloaded,
+            "offloaded": offloaded,
         }
         return replace(
             self, **{key: value for key, value in said.items() if getattr(self, key) is None}
@@ -173,7 +176,10 @@ class Target:
         else:
             length = formulas.whole_length(used, parts)
         members = group.members(tensors, starts, "whole")
-        return FlatBuffer(members, length, parts, "whole", group.states, axes=group.axes)
+        uncut = uncut_states(group.settings, engine, bool(self.offloaded))
+        return FlatBuffer(
+            members, length, parts, "whole", group.states, axes=group.axes, uncut=uncut
+        )
 
 
 def _elems(tensor: Sequence[tuple[str, int]]) -> int:
@@ -188,6 +194,8 @@ def config_for(target: Target, config: Mapping[str, Any], dtype: str) -> dict[st
     for name, key in _ZERO.items():
         if (value := getattr(target, name)) not in (None, getattr(said, name)):
             settings[key] = value
+    if target.offloaded not in (None, said.offloaded):
+        settings["offload_optimizer"] = {"device": "cpu" if target.offloaded else "none"}
     out["zero_optimization"] = settings
     if target.grad_accum_fp32 not in (None, said.grad_accum_fp32):
         wanted = "fp32" if target.grad_accum_fp32 else None

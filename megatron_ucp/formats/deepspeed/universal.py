@@ -214,7 +214,6 @@ class UniversalCheckpoint(TagFolder):
         said = param_groups(
             self._param_groups(),
             lambda ref: self.scalar(self.full_path(f"{ATOMS}/{GLOBAL}"), ref),
-            self.full_path(f"{ATOMS}/{GLOBAL}"),
         )
         run = {
             key: number(self.meta.get(key))

@@ -51,7 +51,7 @@ def saved_groups(
         rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
             del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
-        (plain,) = param_groups([rest], scalar, file)
+        (plain,) = param_groups([rest], scalar)
         step = _step(tree.get("step"), common_step, scalar, file)
         group = ParamGroup(plain.settings, _class_name(plain.settings), {MEGATRON: own})
         out.append(SavedGroup(group, step, optimizer))

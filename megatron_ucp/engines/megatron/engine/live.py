@@ -106,7 +106,7 @@ class LiveMegatron:
         """What this rank steps of a member of a buffer."""
         return self._live[buffer].pieces[member]
 
-    def state_dtype(self, buffer: int) -> str:
+    def state_dtype(self, buffer: int, state: str) -> str:
         """megatron-core keeps all states in fp32."""
         return "float32"
 
@@ -163,7 +163,7 @@ class LiveMegatron:
     @torch.no_grad()
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
-            self._live[number].allocate(kept, self.state_dtype(number))
+            self._live[number].allocate(kept, "float32")
 
     def drop_gradients(self) -> list[str]:
         for chunk in self.own.chunks:

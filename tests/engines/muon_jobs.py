@@ -1,0 +1,55 @@
+"""What the ranks do in the tests of Muon."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.deepspeed import wrappers
+from tests.engines import convert_jobs, jobs
+from tests.engines.canonical import canonical, differences
+from tests.engines.masters import matrices_of
+from tests.engines.model import Setup, make_engine
+
+
+def plain(setup: Setup, seed: int) -> Setup:
+    """A setup whose sections are dicts, which a parameter of a test can't be."""
+    sections = tuple((k, dict(v) if isinstance(v, tuple) else v) for k, v in setup.zero_config)
+    return replace(setup, zero_config=sections, seed=seed)
+
+
+def save(setup: Setup, folder: str, **options: Any) -> None:
+    jobs.save(plain(setup, 1), folder, **options)
+
+
+def resume(setup: Setup, folder: str, **options: Any) -> dict[str, Any]:
+    return jobs.resume(plain(setup, 9), folder, **options)
+
+
+def stock_load(setup: Setup, converted: str, oracle: str) -> dict[str, Any]:
+    return convert_jobs.stock_load(plain(setup, 9), converted, oracle)
+
+
+def faulty(setup: Setup, folder: str, fault: str) -> list[str]:
+    """What a comparison says of a load in which something went wrong."""
+    engine = make_engine(plain(setup, 9))
+    asked = mock.patch.object(wrappers, "uncut_states", return_value=())
+    try:
+        with asked if fault == "as a partition" else contextlib.nullcontext():
+            ucp.load(engine, folder, tag="filled")
+        if fault in ("one element", "one copy"):
+            ((master, _),) = matrices_of(engine)
+            momentum = engine.optimizer.optimizer.state[master]["momentum_buffer"]
+            # the first matrix of the first rank is whole there, that of the last one is split
+            at_fault = 0 if fault == "one element" else dist.get_world_size() - 1
+            momentum[0] += dist.get_rank() == at_fault
+        want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
+        return differences(want, canonical(engine))
+    except (AssertionError, RuntimeError, ucp.UcpError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    finally:
+        engine.destroy()

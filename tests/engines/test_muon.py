@@ -1,0 +1,234 @@
+"""DeepSpeed's Muon, whose momentum lies as whole matrices at ZeRO-1 and 2: between any two stages
+and numbers of ranks, bit for bit.
+
+`Twins` has matrices of three shapes, of which every cut among two or four ranks splits some. The
+momentum is gathered by DeepSpeed's own list of what touches a partition (`masters.matrices_of`).
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.formats.deepspeed.muon import in_its_order
+from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.reshard.preview import preview
+from tests.engines.model import Setup
+from tests.engines.sources import Sources, without_manifest
+from tests.engines.tensor_jobs import Mega
+from tests.engines.test_pairs import check
+from tests.reshard.test_preview import READS, compare
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.muon_jobs:"
+TENSOR, STOCK = "tests.engines.tensor_jobs:", "tests.engines.convert_jobs:stock_load"
+OFFLOAD = (("offload_optimizer", (("device", "cpu"),)),)
+GAPS = (("parameter_alignment", True), ("round_robin_gradients", True))
+WIDE = (("data_types", {"grad_accum_dtype": "fp32"}),)  # BF16_Optimizer at ZeRO-1
+FUSED = (("torch_adam", False),)
+
+
+def muon(zero: int, dtype: str = "fp32", config: Any = (), **kwargs: Any) -> Setup:
+    """Without clipping, which DeepSpeed does before Newton-Schulz at some stages and behind it at
+    others."""
+    config = (("gradient_clipping", 0.0), *config)
+    return Setup(zero, dtype, "muon", net="Twins", config=config, **kwargs)
+
+
+SOURCES = {
+    "dp2z1": (2, muon(1)),
+    "dp4z3": (4, muon(3)),
+    "dp1z0": (1, muon(0)),
+    "dp2z1off": (2, muon(1, zero_config=OFFLOAD)),
+    "dp2z2bf16": (2, muon(2, "bf16", options=FUSED)),
+    "dp2z1bf16": (2, muon(1, "bf16")),
+    "dp4bf16": (4, muon(1, "bf16", WIDE)),
+    "dp2z2gaps": (2, muon(2, zero_config=GAPS)),
+}
+PAIRS = [
+    ("dp2z1", 4, muon(1)),
+    ("dp2z1", 2, muon(3)),
+    ("dp2z1", 1, muon(0)),
+    ("dp2z1", 4, muon(2, zero_config=OFFLOAD)),
+    ("dp4z3", 2, muon(2)),
+    ("dp4z3", 4, muon(1, zero_config=GAPS)),
+    ("dp4z3", 1, muon(3, zero_config=OFFLOAD)),
+    ("dp1z0", 4, muon(2)),
+    ("dp1z0", 2, muon(0)),
+    ("dp2z1off", 2, muon(1)),
+    ("dp2z2gaps", 4, muon(1)),
+    ("dp2z2bf16", 4, muon(3, "bf16", options=FUSED)),
+    ("dp2z2bf16", 4, muon(2, "bf16", options=FUSED)),
+    ("dp2z1bf16", 4, muon(1, "bf16")),
+    ("dp2z1bf16", 1, muon(3, "bf16")),
+    ("dp4bf16", 2, muon(1, "bf16", WIDE)),
+    ("dp4bf16", 2, muon(1, "bf16", zero_config=OFFLOAD)),
+    ("dp4bf16", 1, muon(0, "bf16")),
+]
+
+
+def source(sources: Sources, name: str) -> str:
+    ranks, setup = SOURCES[name]
+    more = 20 if setup.dtype == "fp32" else 0
+    return sources.get(ranks, setup, JOBS + "save", more=more)
+
+
+def resume(sources: Sources, name: str, ranks: int, setup: Setup, **options: Any) -> list[dict]:
+    folder = options.pop("folder", None) or source(sources, name)
+    return sources.ranks.run(ranks, JOBS + "resume", setup, folder, **options)
+
+
+@pytest.mark.parametrize(("name", "world", "setup"), PAIRS)
+def test_pair(sources: Sources, name: str, world: int, setup: Setup) -> None:
+    fp32 = setup.dtype == "fp32"
+    found = resume(sources, name, world, setup, more=20 if fp32 else 0)
+    check(found)
+    assert not fp32 or found[0]["loss"] <= 1e-5
+    assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])
+
+
+@pytest.mark.parametrize("name", ["dp2z1", "dp2z1off", "dp1z0", "dp4z3"])
+def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, name: str) -> None:
+    """Without a manifest: files of stage 0 name no parameters, and `Twins` has two of one shape."""
+    folder = without_manifest(Path(shutil.copytree(source(sources, name), tmp_path / "stock")))
+    allow = {"allow": {"positions"}} if name == "dp1z0" else {}
+    check(resume(sources, name, 2, muon(2), folder=str(folder), **allow))
+
+
+def test_states_of_another_optimizer_are_refused(sources: Sources) -> None:
+    adam = sources.get(2, Setup(1, net="Twins"))
+    for engine, folder in ((muon(1), adam), (Setup(1, net="Twins"), source(sources, "dp2z1"))):
+        for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", engine, folder, "filled"):
+            assert rank["error"] == "StateMismatchError" and rank["unchanged"], rank["message"]
+
+
+def test_values_that_would_be_rounded(sources: Sources) -> None:
+    """BF16_Optimizer keeps the momentum in fp32, ZeRO-3 in the dtype of communication."""
+    run, setup = sources.ranks.run, muon(3, "bf16")
+    for rank in run(2, "tests.engines.jobs:attempt", setup, source(sources, "dp4bf16"), "filled"):
+        assert rank["error"] == "InexactError" and "momentum_buffer" in rank["message"]
+        assert rank["unchanged"]
+
+
+@pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
+def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
+    folder = source(sources, "dp4z3")
+    for said in sources.ranks.run(2, JOBS + "faulty", muon(1), folder, fault):
+        assert said, "nothing was seen"
+    assert sources.ranks.run(2, JOBS + "faulty", muon(1), folder, "") == [[], []]
+
+
+CONVERTED = [
+    ("dp2z1", Target(ucp.Mesh(dp=4, zero=1)), muon(1)),
+    ("dp2z1", Target(ucp.Mesh(dp=2, zero=3)), muon(3)),
+    ("dp4z3", Target(ucp.Mesh(dp=2, zero=2)), muon(2)),
+    ("dp4z3", Target(ucp.Mesh(dp=2, zero=1), offloaded=True), muon(1, zero_config=OFFLOAD)),
+    ("dp1z0", Target(ucp.Mesh(dp=4, zero=2), alignment=True), muon(2, zero_config=GAPS[:1])),
+    ("dp2z1off", Target(ucp.Mesh(dp=1, zero=0)), muon(0)),
+]
+
+
+@pytest.mark.parametrize(("name", "to", "setup"), CONVERTED)
+def test_stock_deepspeed_loads_what_is_converted(
+    sources: Sources, tmp_path: Path, name: str, to: Target, setup: Setup
+) -> None:
+    """From files without a manifest, but for those of stage 0, which name no parameters."""
+    folder = Path(shutil.copytree(source(sources, name), tmp_path / "source"))
+    if to.mesh.zero and name != "dp1z0":
+        without_manifest(folder)
+    out = tmp_path / "out" / "step7"
+    ucp.convert(folder / "filled", out, target=to)
+    for rank in sources.ranks.run(
+        to.mesh.world, JOBS + "stock_load", setup, str(out), source(sources, name)
+    ):
+        assert rank["loaded"] and rank["before"] and rank["differences"] == []
+    assert ucp.verify(out, deep=True).findings == ()
+    assert ucp.diff(folder / "filled", out) == []
+
+
+def momentum_of(file: Path) -> Any:
+    tree = torch.load(file, weights_only=False)
+    return tree, tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"]
+
+
+def test_the_tools_on_files(sources: Sources, tmp_path: Path) -> None:
+    """A matrix that two partitions touch is in both files, and both copies are looked at."""
+    folder = without_manifest(
+        Path(shutil.copytree(f"{source(sources, 'dp2z1')}/filled", tmp_path / "filled"))
+    )
+    assert ucp.verify(folder, deep=True).findings == ()
+    last = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    tree, momentum = momentum_of(last)
+    (buffer,) = (b for b in ucp.describe(folder).buffers if b.uncut)
+    assert [
+        len(momentum_of(folder / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt")[1]) for r in (0, 1)
+    ] == [buffer.of("momentum_buffer").elems(part) for part in (0, 1)]
+    assert sum(buffer.of("momentum_buffer").elems(part) for part in (0, 1)) > buffer.used()
+    momentum[0] += 1
+    torch.save(tree, last)
+    (found,) = ucp.verify(folder, deep=True).findings
+    assert "two copies of the state momentum_buffer differ" in found.what and found.parameter
+    tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"] = momentum[
+        : buffer.partition_elems
+    ].clone()
+    torch.save(tree, last)
+    (found,) = ucp.verify(folder, deep=True).findings
+    assert "momentum_buffer has another size" in found.what
+    with pytest.raises(ucp.UcpError, match="momentum_buffer has another size"):
+        ucp.convert(folder, tmp_path / "out" / "step7", target=Target(ucp.Mesh(dp=1, zero=1)))
+
+
+@pytest.mark.parametrize(("world", "setup"), [(4, muon(1)), (1, muon(0)), (2, muon(3))])
+def test_a_plan_is_what_a_load_reads(sources: Sources, world: int, setup: Setup) -> None:
+    folder = f"{source(sources, 'dp2z1')}/filled"
+    found = preview(folder, Target(ucp.Mesh(dp=world, zero=setup.zero)))
+    compare(found, sources.ranks.run(world, READS, setup, folder))
+
+
+MEGA = Mega("llama", 2, 1, muon=True)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_another_tensor_parallel_size(sources: Sources, tmp_path: Path, convert: bool) -> None:
+    """States are bit-equal, and the report says that the next steps are others: Newton-Schulz runs
+    on what a rank has of a matrix."""
+    folder = sources.get(4, MEGA, TENSOR + "save", more=0)
+    one = replace(MEGA, tp=1, zero=2, seed=9)
+    if convert:
+        out = tmp_path / "out" / "step7"
+        done = ucp.convert(f"{folder}/filled", out, target=ucp.Mesh(dp=2, zero=2))
+        assert any("orthogonalizes" in note for note in done.notes)
+        for rank in sources.ranks.run(2, STOCK, one, str(out), folder):
+            assert rank["loaded"] and rank["before"] and rank["differences"] == []
+        return
+    found = sources.ranks.run(2, TENSOR + "resume", one, folder)
+    check(found)
+    assert any("orthogonalizes" in note for note in found[0]["notes"]["filled"])
+    same = sources.ranks.run(4, TENSOR + "resume", replace(MEGA, seed=9), folder)
+    check(same)
+    assert not any("Muon" in note for note in same[0]["notes"]["filled"])
+
+
+def test_the_order_of_a_group_that_nobody_knows(sources: Sources, tmp_path: Path) -> None:
+    """Muon sorts by rank-local shapes: two that become equal were listed by a client that is
+    gone."""
+    shapes, source = {"a": (4, 3), "b": (4, 3)}, {"a": (8, 3), "b": (4, 3)}
+    with pytest.raises(UsageError, match="order"):
+        in_its_order(["a", "b"], shapes, source, "file")
+    assert in_its_order(["b", "a"], shapes, source, "file") == ("b", "a")  # the client's order
+    assert in_its_order(["b", "a"], source, source, "file") == ("a", "b")
+    assert in_its_order(["b", "a"], source, source, "file", at_init=True) == ("b", "a")
+    narrow, tall = {"w": (7, 90), "v": (13, 2)}, {"w": (7, 45), "v": (13, 2)}
+    assert in_its_order(["v", "w"], tall, narrow, "file") == ("v", "w")  # by rows, not by size
+
+
+def test_what_no_format_can_hold_is_refused(sources: Sources, tmp_path: Path) -> None:
+    for to in ("universal", "torch_dist"):
+        with pytest.raises(UnsupportedError, match="Muon"):
+            ucp.convert(f"{source(sources, 'dp2z1')}/filled", tmp_path / to / "step7", to)
+        assert not (tmp_path / to / "step7").exists()
