@@ -16,7 +16,7 @@ from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import Target, config_for
-from megatron_ucp.reshard import target as targets
+from megatron_ucp.reshard import placed
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 
@@ -165,7 +165,7 @@ def test_low_precision_masters(tmp_path: Path, zero: int) -> None:
 
 def test_parameters_of_a_pipeline_are_balanced_without_frozen_ones(tmp_path: Path) -> None:
     """DeepSpeed counts what is trained."""
-    with mock.patch.object(targets, "divide", autospec=True, side_effect=divide) as called:
+    with mock.patch.object(placed, "divide", autospec=True, side_effect=divide) as called:
         model = family_model("gpt", Sizes(2, 4, 2, 2, 2, 4, 8, 8))
         kinds = {name: "frozen" if "layers.0" in name else "trainable" for name in model.shapes}
         names = [name for name, kind in kinds.items() if kind == "trainable"]
