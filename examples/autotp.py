@@ -10,23 +10,20 @@ rows. The lines that megatron_ucp adds to a DeepSpeed script are marked with `# 
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import deepspeed
-import launcher  # beside this file, as the next ones
 import torch
 import torch.distributed as dist
-from states import LABELS, base_optimizer, equal, groups_of, held_for
+from resumes import Case, add_arguments, compare, write_result  # beside this file, as the next
+from states import base_optimizer, differing, equal, gather_plain
 from train import GLOBAL_BATCH, SEQUENCE, learning_rate, make_optimizer, read_corpus, sample
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatron_ucp as ucp  # <-- 1
 
 VOCAB = 257
-TOLERANCE = 1e-5  # in the loss: other ranks add in another order
 SOURCE = (2, 2, 1)  # tensor-parallel size, data-parallel ranks, ZeRO stage
 TARGETS = [(1, 2, 3), (4, 1, 2), (2, 1, 0)]
 Mesh = tuple[int, int, int]
@@ -95,24 +92,10 @@ def gather(engine: Any, mesh: Mesh) -> dict[str, Any]:
     DeepSpeed's accessors give a rank's share; shares are joined along the dim in which they are
     smaller than the parameter of a model that nobody cut.
     """
-    stage, base = mesh[2], base_optimizer(engine)
-    if stage in (1, 2) and base.state:
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
     whole = {name: param.shape for name, param in make_model(0).named_parameters()}
-    found: dict[str, Any] = {}
-    groups = groups_of(engine)
-    for name, param in engine.module.named_parameters():
-        for key, share in held_for(engine, param).items():
-            found[f"{key} of {name}"] = join(share.detach().clone(), whole[name], mesh[0])
-        settings = base.param_groups[groups[param]]
-        found[f"hyper-parameters of {name}"] = {
-            k: v for k, v in settings.items() if k not in LABELS
-        }
-    found["steps"] = sorted({float(held["step"]) for held in base.state.values()})
-    found["scheduler"] = engine.lr_scheduler.state_dict()
-    found["counters"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
-    return found
+    return gather_plain(
+        engine, engine.lr_scheduler, lambda name, share: join(share, whole[name], mesh[0])
+    )
 
 
 def join(share: torch.Tensor, whole: torch.Size, tp: int) -> torch.Tensor:
@@ -126,10 +109,6 @@ def join(share: torch.Tensor, whole: torch.Size, tp: int) -> torch.Tensor:
         return shares[0] if same else torch.stack(every)
     (dim,) = (d for d, n in enumerate(whole) if share.shape[d] < n)
     return torch.cat(shares, dim)
-
-
-def differing(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
-    return [name for name in want | have if not equal(want.get(name), have.get(name))]
 
 
 # ------------------------------------------------ on the ranks
@@ -161,7 +140,7 @@ def work(args: argparse.Namespace) -> None:
         result["read_bytes"] = int(read)
     result["losses"] = train(engine, mesh, corpus, args.more)
     if dist.get_rank() == 0:
-        (args.out / f"{named(mesh)}.json").write_text(json.dumps(result))
+        write_result(args, result)
     engine.destroy()
     dist.barrier()
     dist.destroy_process_group()
@@ -174,70 +153,18 @@ def plant(engine: Any) -> None:
         held.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
-# ------------------------------------------------ the table
-
-
-def named(mesh: Mesh) -> str:
-    return "tp{}_dp{}_zero{}".format(*mesh)
-
-
-def launch(mesh: Mesh, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs this file on the ranks of a mesh; what came of it."""
-    print("running at tp={}, dp={}, ZeRO-{} ...".format(*mesh), flush=True)
-    own = ["--mesh", *map(str, mesh), "--out", str(args.out)]
-    counts = ["--steps", str(args.steps), "--more", str(args.more)]
-    fault = ["--plant-fault"] if args.plant_fault else []
-    log = args.out / f"{named(mesh)}.log"
-    if launcher.run(mesh[0] * mesh[1], [__file__, *own, *counts, *fault], log):
-        raise SystemExit(f"{log.read_text()[-3000:]}\nfailed: the whole output is in {log}")
-    return json.loads((args.out / f"{named(mesh)}.json").read_text())
+def case(tp: int, dp: int, zero: int) -> Case:
+    return Case(f"tp={tp}, dp={dp}, ZeRO-{zero}", tp * dp, (tp, dp, zero))
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description="AutoTP at one size, resumed at others.")
+    add_arguments(parser, "runs/autotp", 3)
+    args = parser.parse_args()
     if args.mesh:
         work(args)
         return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    reference = launch(SOURCE, args)["losses"]
-    good, rows = True, []
-    for mesh in TARGETS:
-        found = launch(mesh, args)
-        distance = max(abs(a - b) for a, b in zip(found["losses"], reference, strict=True))
-        count = len(found["different"])
-        equal_bits = f"NO ({count} differ)" if count else f"yes ({found['compared']:,} values)"
-        good = good and not count and distance <= TOLERANCE
-        rows.append(
-            (
-                "tp={}, dp={}, ZeRO-{}".format(*mesh),
-                f"{found['read_bytes']:,}",
-                equal_bits,
-                f"{distance:.1e}",
-            )
-        )
-    heads = (
-        "resumed at",
-        "bytes read",
-        "states bit-equal",
-        f"largest loss difference, next {args.more} steps",
-    )
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    print("\nSaved at tp={}, dp={}, ZeRO-{}. Resumed straight from these files:\n".format(*SOURCE))
-    for row in [heads, tuple("-" * width for width in widths), *rows]:
-        print("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)) + " |")
-    return 0 if good else 1
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="AutoTP at one size, resumed at others.")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/autotp"), help="folder for all of it"
-    )
-    parser.add_argument("--steps", type=int, default=20, help="steps before the save")
-    parser.add_argument("--more", type=int, default=20, help="steps after it, which are compared")
-    parser.add_argument("--plant-fault", action="store_true", help="flip a bit after each load")
-    parser.add_argument("--mesh", type=int, nargs=3, help=argparse.SUPPRESS)  # this is a rank
-    return parser.parse_args()
+    return compare(__file__, args, case(*SOURCE), [case(*mesh) for mesh in TARGETS])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Nothing here uses megatron_ucp: a check by the code that it checks would show no
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,38 @@ def gather(engine: Any) -> States:
     if has_experts(engine):
         found = of_all(parallel_state().get_expert_model_parallel_group(), found, "expert rank")
     return of_all(engine.grid.get_pipe_parallel_group(), found, "stage") if pipe else found
+
+
+def gather_plain(
+    engine: Any, scheduler: Any, whole: Callable[[str, torch.Tensor], torch.Tensor]
+) -> States:
+    """The same of a model without megatron-core. `whole` gives the tensor of a parameter's name
+    that a rank's share belongs to. Collective."""
+    stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
+    if stage in (1, 2) and base.state:
+        engine.optimizer._hp_optimizer_states_linked = False  # as above
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found, groups = States(), groups_of(engine)
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+                found[f"weight of {name}"] = whole(name, param.detach().clone())
+            continue
+        for key, share in held_for(engine, param).items():
+            found[f"{key} of {name}"] = whole(name, share.detach().clone())
+        settings = base.param_groups[groups[param]]
+        found[f"hyper-parameters of {name}"] = {
+            k: v for k, v in settings.items() if k not in LABELS
+        }
+    found["steps"] = sorted({float(held["step"]) for held in base.state.values()})
+    found["scheduler"] = scheduler.state_dict()
+    found["counters"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
+    return found
+
+
+def differing(want: States, have: States) -> list[str]:
+    """What differs, or is on one side alone."""
+    return [name for name in want | have if not equal(want.get(name), have.get(name))]
 
 
 def held_for(engine: Any, param: Any) -> States:

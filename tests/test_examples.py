@@ -181,8 +181,8 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     assert int(lives[1][0]) > 1 and "60 of 60 losses" in done.stdout
 
 
-def autotp(out: Path, *arguments: str) -> Done:
-    script = [sys.executable, str(ROOT / "examples" / "autotp.py"), "--out", str(out)]
+def example(name: str, out: Path, *arguments: str) -> Done:
+    script = [sys.executable, str(ROOT / "examples" / name), "--out", str(out)]
     return subprocess.run(
         [*script, "--steps", "4", "--more", "3", *arguments],
         cwd=out.parent,
@@ -192,17 +192,27 @@ def autotp(out: Path, *arguments: str) -> Done:
     )
 
 
-@pytest.mark.slow
-def test_the_example_of_autotp(tmp_path: Path) -> None:
-    done = autotp(tmp_path / "autotp")
+EXAMPLES = {
+    "autotp.py": ["tp=1, dp=2, ZeRO-3", "tp=4, dp=1, ZeRO-2", "tp=2, dp=1, ZeRO-0"],
+    "hf_trainer.py": ["4 ranks, ZeRO-3", "1 rank, ZeRO-1"],
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", ["hf_trainer.py", pytest.param("autotp.py", marks=pytest.mark.slow)]
+)
+def test_an_example_that_resumes(tmp_path: Path, name: str) -> None:
+    done = example(name, tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"\| (tp=\d, dp=\d, ZeRO-\d) +\| [\d,]+ +\| (yes|NO) ", done.stdout)
-    meshes = ["tp=1, dp=2, ZeRO-3", "tp=4, dp=1, ZeRO-2", "tp=2, dp=1, ZeRO-0"]
-    assert rows == [(mesh, "yes") for mesh in meshes]
+    rows = re.findall(r"\| (\w[^|]*ZeRO-\d) +\| [\d,]+ +\| (yes|NO) ", done.stdout)
+    assert rows == [(mesh, "yes") for mesh in EXAMPLES[name]]
 
 
 @pytest.mark.slow
-def test_the_example_of_autotp_sees_a_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_that_resumes_sees_a_fault(tmp_path: Path, name: str) -> None:
     """Negative control: one bit of one moment."""
-    done = autotp(tmp_path / "autotp", "--plant-fault")
-    assert done.returncode == 1 and done.stdout.count("NO (1 differ)") == 3, done.stdout
+    done = example(name, tmp_path / "out", "--plant-fault")
+    count = len(EXAMPLES[name])
+    assert done.returncode == 1 and done.stdout.count("NO (1 differ)") == count, done.stdout

@@ -37,6 +37,17 @@ def without_manifest(folder: Path) -> Path:
     return folder
 
 
+def patterns_alone(folder: Path) -> Path:
+    """As DeepSpeed wrote it before it had affine maps, and as scripts write it."""
+    import torch
+
+    for path in folder.rglob("*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        del state["universal_checkpoint_info"]["affine_map"]
+        torch.save(state, path)
+    return folder
+
+
 def drop_record(path: Path, which: int) -> None:
     """Writes a .pt file again without one of its tensor records."""
     with zipfile.ZipFile(path) as old:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, patterns_alone
 from tests.engines.tensor_jobs import Mega
 
 pytestmark = pytest.mark.ranks
@@ -350,15 +350,10 @@ def test_stock_tools_keep_working_on_our_saves(
     and by the patterns alone."""
     import shutil
 
-    import torch
-
     folder = tmp_path / "save"
     shutil.copytree(source(sources, (before, 1, 1), family), folder)
     if keep == "patterns":
-        for path in (folder / "trained").glob("*_model_states.pt"):
-            state = torch.load(path, weights_only=False)
-            del state["universal_checkpoint_info"]["affine_map"]
-            torch.save(state, path)
+        patterns_alone(folder)
     convert_with_stock(str(folder))
     assert (
         sources.ranks.run(
@@ -369,23 +364,27 @@ def test_stock_tools_keep_working_on_our_saves(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("keep", ["patterns", "affine map"])
 def test_a_stock_checkpoint_with_patterns_and_no_family(
-    sources: Sources, tmp_path: Path, family: str
+    sources: Sources, tmp_path: Path, family: str, keep: str
 ) -> None:
     """Our own save without its manifest is what a stock run with universal_checkpoint_info
-    writes."""
+    writes. Where a map says how each parameter is cut nothing is left to a default."""
     import shutil
 
     folder = tmp_path / "save"
     shutil.copytree(source(sources, (2, 2, 3), family), folder)
     for path in folder.rglob("ucp_manifest.json"):
         path.unlink()
+    if keep == "patterns":
+        patterns_alone(folder)
     found = sources.ranks.run(2, JOBS + "resume_plain", Mega(family, 1, 1, seed=9), str(folder))
     for rank in found:
         assert rank["differences"] == []
-        assert any(
+        guessed = any(
             "stock DeepSpeed's default" in note and "linear_qkv" in note for note in rank["notes"]
         )
+        assert guessed == (keep == "patterns")
 
 
 @pytest.mark.parametrize(("rows", "note"), [(52, "4 rows added as zeros"), (44, "4 rows dropped")])

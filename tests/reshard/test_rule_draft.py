@@ -18,8 +18,8 @@ from megatron_ucp.reshard import rule_draft
 from megatron_ucp.reshard.rule_draft import draft_rules, write_draft
 from megatron_ucp.reshard.rules import check_rules
 from tests.engines.pipeline_jobs import Staged
-from tests.engines.sources import PLAIN, Sources
-from tests.engines.tensor_jobs import Mega
+from tests.engines.sources import PLAIN, Sources, patterns_alone
+from tests.engines.tensor_jobs import VOCAB, Mega
 from tests.reshard.rule_texts import (
     GPT,
     LLAMA,
@@ -73,10 +73,13 @@ def test_a_draft_of_a_manifest_says_the_same(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("keep", ["patterns", "affine map"])
 def test_a_draft_of_stock_patterns_says_the_same(
-    sources: Sources, tmp_path: Path, family: str
+    sources: Sources, tmp_path: Path, family: str, keep: str
 ) -> None:
     folder = bare(Path(sources.get(2, Mega(family, 2, 1), SAVE)) / "filled", tmp_path)
+    if keep == "patterns":
+        patterns_alone(folder)
     rules = drafted(folder, tmp_path)
     assert specs(folder, rules) == specs(folder) and said(check_rules(folder, rules)) == []
     text = Path(rules).read_text()
@@ -84,7 +87,9 @@ def test_a_draft_of_stock_patterns_says_the_same(
     assert any(isinstance(spec.layout, ShardNC) for spec in specs(folder).values()) == (
         family == "llama"
     )
-    assert "stock DeepSpeed's default" in text
+    assert ("stock DeepSpeed's default" in text) == (keep == "patterns")
+    extent = specs(folder)["embedding.word_embeddings.weight"].extent
+    assert extent is not None and extent.true == VOCAB
 
 
 @pytest.mark.parametrize(("zero", "world"), [(0, 2), (1, 4), (3, 2)])

@@ -38,7 +38,8 @@ def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str
         if (entry := entry_of(info, name)) is not None:
             version = info["affine_map"].get("version")
             shape, layout = affine_layout(entry, name, file, version)
-            return ParamSpec(name, shape, "", layout=layout)
+            kinds = [kind for kind, _ in _matches(name, info, file)]
+            return ParamSpec(name, shape, "", layout=layout, extent=_extent(kinds, shape, info))
         return _spec(name, local, info, tp, file)
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         raise DamagedFileError(
@@ -208,11 +209,14 @@ def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -
     shape = tuple(
         n * tp if any(cut.dim == dim for cut in layout.cuts()) else n for dim, n in enumerate(local)
     )
+    return ParamSpec(name, shape, "", layout=layout, extent=_extent([kind], shape, info))
+
+
+def _extent(kinds: Sequence[str], shape: Ints, info: Mapping[str, Any]) -> Extent | None:
+    """The rows of a padded vocabulary that are data; None for other parameters."""
     original: Any = info.get("original_vocab_size")
-    padded = kind == VOCABULARY and isinstance(original, int) and 0 < original <= shape[0]
-    return ParamSpec(
-        name, shape, "", layout=layout, extent=Extent(original, shape[0]) if padded else None
-    )
+    padded = VOCABULARY in kinds and isinstance(original, int) and 0 < original <= shape[0]
+    return Extent(original, shape[0]) if padded else None
 
 
 def _layout(
