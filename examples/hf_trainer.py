@@ -127,6 +127,10 @@ def work(args: argparse.Namespace) -> None:
     kept = [loss for step, loss in losses.items() if step > args.steps]
     if dist.get_rank() == 0:
         write_result(args, check.found | {"losses": kept})
+    engine: Any = trainer.deepspeed
+    engine.destroy()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> int:
