@@ -45,6 +45,7 @@ def prepare() -> None:
     that asked for it can't be forked, so each rank imports for itself there."""
     os.environ.pop("LOCAL_SIZE", None)
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # of Muon's few steps; a compilation takes 40 s
     if GPU.exists():
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
