@@ -21,7 +21,6 @@ from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import StateMismatchError, UsageError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
-from megatron_ucp.formats.deepspeed.muon import other_steps
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
@@ -192,7 +191,6 @@ class _Job:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
-            self.notes += other_steps(self.source.manifest, self.engine.manifest)
         if not self.how.module_only:
             self.notes += self.engine.restore(self.extras, self.how.optimizer)
         return self.notes

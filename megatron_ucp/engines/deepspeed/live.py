@@ -1,6 +1,7 @@
 """A live DeepSpeed engine, described for all its ranks and filled on this one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.deepspeed.muon import MOMENTUM, steps_matrices
+from megatron_ucp.formats.deepspeed.muon import MOMENTUM, other_steps, steps_matrices
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
@@ -143,7 +144,9 @@ class LiveEngine:
         own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
         place = self.own.data_rank, self.own.number
         mesh = self.manifest.mesh
-        return DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
+        extras = DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
+        steps = other_steps(source.manifest, self.manifest) if how.optimizer else []
+        return replace(extras, notes=(*extras.notes, *steps))
 
     # ------------------------------------------------ writing
 
