@@ -17,9 +17,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from resumes import Case, add_arguments, compare, write_result  # beside this file, as the next
-from states import base_optimizer, differing, equal, gather_plain
-from train import GLOBAL_BATCH, SEQUENCE, learning_rate, make_optimizer, read_corpus, sample
-from transformers import LlamaConfig, LlamaForCausalLM
+from states import compare_plain, equal, gather_plain, plant_in_moment, save, total
+from train import GLOBAL_BATCH, learning_rate, make_optimizer, read_corpus, sample
+from train import make_model as plain_model
+from transformers import LlamaForCausalLM
 
 import megatron_ucp as ucp  # <-- 1
 
@@ -30,20 +31,9 @@ Mesh = tuple[int, int, int]
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=128,
-            intermediate_size=344,
-            num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=SEQUENCE,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
-    )
+    sizes = {"intermediate_size": 344, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return plain_model(seed, vocab_size=VOCAB, **sizes, **heads)
 
 
 def make_engine(mesh: Mesh, seed: int) -> Any:
@@ -125,32 +115,19 @@ def work(args: argparse.Namespace) -> None:
     if saves:
         train(engine, mesh, corpus, args.steps)
         engine.save_checkpoint(str(folder))  # DeepSpeed's own files, plus ucp_manifest.json
-        states = gather(engine, mesh)
-        if dist.get_rank() == 0:
-            torch.save(states, args.out / "states.pt")
+        save(args.out / "states.pt", gather(engine, mesh))
     else:
         engine.load_checkpoint(str(folder))  # <-- 3: DeepSpeed's own call, on any mesh
         if args.plant_fault:
-            plant(engine)
-        want = torch.load(args.out / "states.pt", weights_only=False)
-        result["different"] = differing(want, gather(engine, mesh))
-        result["compared"] = sum(v.numel() for v in want.values() if isinstance(v, torch.Tensor))
-        read = torch.tensor(engine.ucp_report.read_bytes)
-        dist.all_reduce(read)
-        result["read_bytes"] = int(read)
+            plant_in_moment(engine)
+        result = compare_plain(args.out / "states.pt", gather(engine, mesh))
+        result["read_bytes"] = total(engine.ucp_report.read_bytes)
     result["losses"] = train(engine, mesh, corpus, args.more)
     if dist.get_rank() == 0:
         write_result(args, result)
     engine.destroy()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def plant(engine: Any) -> None:
-    """Flips the lowest bit of one element of the first rank's first moment."""
-    if dist.get_rank() == 0:
-        held = next(iter(base_optimizer(engine).state.values()))["exp_avg"]
-        held.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 def case(tp: int, dp: int, zero: int) -> Case:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from peft import LoraConfig, get_peft_model
 from resumes import Case, add_arguments, compare, write_result  # beside this file, as the next
-from states import base_optimizer, differing, gather_plain
+from states import compare_plain, gather_plain, plant_in_moment, save, total
 from train import GLOBAL_BATCH, make_model, read_corpus, sample
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -83,31 +83,16 @@ class Check(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.saves and state.global_step == self.args.steps:
-            states = self.states()
-            if dist.get_rank() == 0:
-                torch.save(states, self.args.out / "states.pt")
+            save(self.args.out / "states.pt", self.states())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.saves:
             return
         engine: Any = self.trainer.deepspeed
         if self.args.plant_fault:
-            plant(engine)
-        want = torch.load(self.args.out / "states.pt", weights_only=False)
-        read = torch.tensor(engine.ucp_report.read_bytes)
-        dist.all_reduce(read)
-        self.found = {
-            "different": differing(want, self.states()),
-            "compared": sum(v.numel() for v in want.values() if isinstance(v, torch.Tensor)),
-            "read_bytes": int(read),
-        }
-
-
-def plant(engine: Any) -> None:
-    """Flips the lowest bit of one element of the first rank's first moment."""
-    if dist.get_rank() == 0:
-        held = next(iter(base_optimizer(engine).state.values()))["exp_avg"]
-        held.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+            plant_in_moment(engine)
+        self.found = compare_plain(self.args.out / "states.pt", self.states())
+        self.found["read_bytes"] = total(engine.ucp_report.read_bytes)
 
 
 def work(args: argparse.Namespace) -> None:

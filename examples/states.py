@@ -110,6 +110,15 @@ def differing(want: States, have: States) -> list[str]:
     return [name for name in want | have if not equal(want.get(name), have.get(name))]
 
 
+def compare_plain(path: Path, found: States) -> dict[str, Any]:
+    """What differs from the states in the file, and how many elements were compared."""
+    want = torch.load(path, weights_only=False)
+    return {
+        "different": differing(want, found),
+        "compared": sum(v.numel() for v in want.values() if isinstance(v, torch.Tensor)),
+    }
+
+
 def held_for(engine: Any, param: Any) -> States:
     """Master, moments and weight of this rank's shard of a parameter, whatever the ZeRO stage."""
     stage, base = engine.zero_optimization_stage(), base_optimizer(engine)
@@ -272,6 +281,13 @@ def plant_fault(engine: Any) -> None:
     """Flips the lowest bit of one master's first element on the last rank."""
     if dist.get_rank() == dist.get_world_size() - 1:
         masters(engine)[0][1].data.view(-1).view(torch.int32)[0] ^= 1
+
+
+def plant_in_moment(engine: Any) -> None:
+    """Flips the lowest bit of one element of the first rank's first moment."""
+    if dist.get_rank() == 0:
+        held = next(iter(base_optimizer(engine).state.values()))["exp_avg"]
+        held.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 def total(number: int) -> int:

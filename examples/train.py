@@ -28,21 +28,20 @@ CORPUS_BYTES = 4_000_000
 WARMUP_STEPS, HORIZON_STEPS = 10, 200
 
 
-def make_model(seed: int) -> LlamaForCausalLM:
-    """Random weights, 1.05M parameters."""
+def make_model(seed: int, **other: Any) -> LlamaForCausalLM:
+    """Random weights, 1.05M parameters; `other` sizes for another example."""
     torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": SEQUENCE,
+    }
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=SEQUENCE,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
+        LlamaConfig(**(sizes | other), tie_word_embeddings=False, use_cache=False)
     )
 
 
