@@ -79,6 +79,10 @@ def take_down() -> None:
     comm = sys.modules["deepspeed.comm.comm"]
     if comm.cdb is not None and comm.cdb.is_initialized():
         comm.destroy_process_group()
+    mailboxes = sys.modules.get("tests.mailboxes")
+    if mailboxes and hasattr(mailboxes.MailboxGroup, "mailboxes"):
+        mailboxes.MailboxGroup.mailboxes.close()
+        del mailboxes.MailboxGroup.mailboxes
     for module_name, values in FRESH.items():
         module = sys.modules.get(module_name)
         for name, value in values.items() if module else ():

@@ -4,6 +4,7 @@ rank, which run what comes down their pipes."""
 import argparse
 import contextlib
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -69,7 +70,6 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
     # itself, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
-    share_gloo_loop()
     freeze_imports()
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -95,8 +95,9 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
         os.chdir(folder)
 
 
-def share_gloo_loop() -> None:
-    """Lets all process groups of this process share one thread that waits for their sockets. gloo
+@functools.cache
+def gloo_with_one_loop() -> type:
+    """gloo, with one thread that waits for the sockets of all process groups of this process. gloo
     gives each group its own, which wakes a hundred times a second: with the dozens of groups of
     DeepSpeed and megatron-core on several ranks that took a quarter of two cores."""
     from torch.distributed import distributed_c10d
@@ -110,7 +111,20 @@ def share_gloo_loop() -> None:
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OneLoop
+    return OneLoop
+
+
+def choose_communication(gloo: bool, rank: int, world: int, path: str, timeout: timedelta) -> None:
+    """What the process groups of this job are."""
+    from torch.distributed import distributed_c10d
+
+    from tests.mailboxes import Mailboxes, MailboxGroup
+
+    module: Any = distributed_c10d
+    module.ProcessGroupGloo = gloo_with_one_loop()  # before another one stands there
+    if not gloo and not GPU.exists():
+        MailboxGroup.mailboxes = Mailboxes(rank, world, path, timeout)
+        module.ProcessGroupGloo = MailboxGroup
 
 
 def run_job(
@@ -122,6 +136,7 @@ def run_job(
     port: int,
     store: str,
     timeout_s: float,
+    gloo: bool,
 ) -> Any:
     import deepspeed
     import numpy
@@ -136,10 +151,12 @@ def run_job(
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+    timeout = timedelta(seconds=timeout_s)
+    choose_communication(gloo, rank, world, store, timeout)
     deepspeed.init_distributed(
         "gloo",
         auto_mpi_discovery=False,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,

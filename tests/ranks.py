@@ -72,10 +72,11 @@ class Worker:
 
 class RankPool:
     """Up to `size` ranks. `jobs` lists (function, world, seconds) of all that ran. Not for use from
-    several threads."""
+    several threads. They communicate over gloo, or as `tests/mailboxes.py` does it."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, gloo: bool = os.environ.get("TESTS_COMM") == "gloo") -> None:
         self.size = size
+        self.gloo = gloo
         self.jobs: list[tuple[str, int, float]] = []
         self._workers: list[Worker] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -102,6 +103,7 @@ class RankPool:
             "port": port,
             "store": str(store),
             "timeout_s": timeout_s,
+            "gloo": self.gloo,
         }
         try:
             for rank, worker in enumerate(workers):

@@ -11,11 +11,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=
 case "${1:-}" in
     quick) quick=1 marks="not slow and not gpu and not long"; LAW_SHARE=0.04; shift ;;
-    all) marks=""; LAW_SHARE=1; shift ;;
+    all) marks=""; LAW_SHARE=1; export TESTS_COMM="${TESTS_COMM:-gloo}"; shift ;; # tests/mailboxes.py
     *) marks="not slow and not gpu" ;;
 esac
 
 bash tests/setup_env.sh
+unset PYTHONDONTWRITEBYTECODE # with it every process that a test starts compiles the package again
 export PATH="$PWD/.venv/bin:$PATH" # DeepSpeed looks for ninja there
 export LAW_SHARE="${LAW_SHARE:-0.25}" # of the random cases of each law (tests/core/strategies.py)
 export TORCH_EXTENSIONS_DIR="$PWD/.cache/torch_extensions" OMP_NUM_THREADS=1

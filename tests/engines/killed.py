@@ -76,8 +76,19 @@ def make(zero: int, seed: int) -> Any:
     return make_engine(Setup(zero, "fp32", seed=seed))
 
 
-def save_on_and_on(zero: int, folder: Path, steps: int, oracle: Path | None) -> None:
-    """A save after every step; beside them, if asked, the states that the saves hold."""
+def save_on_and_on(zero: int, folder: Path, steps: int) -> None:
+    """A save after every step."""
+    from tests.engines.model import train
+
+    engine = make(zero, seed=1)
+    for step in range(1, steps + 1):
+        train(engine, 1, first=step)
+        # new tags, then old ones again
+        engine.save_checkpoint(folder, tag=f"step{step % 3}" if step > 6 else f"step{step}")
+
+
+def go_uninterrupted(zero: int, steps: int, oracle: Path) -> None:
+    """The states of the same run, to which nothing happened, after so many steps."""
     import torch
     import torch.distributed as dist
 
@@ -85,50 +96,38 @@ def save_on_and_on(zero: int, folder: Path, steps: int, oracle: Path | None) -> 
     from tests.engines.model import train
 
     engine = make(zero, seed=1)
-    states = {}
     for step in range(1, steps + 1):
         train(engine, 1, first=step)
-        if oracle:
-            states[step] = canonical(engine)
-        else:
-            engine.save_checkpoint(
-                folder, tag=f"step{step % 3}" if step > 6 else f"step{step}"
-            )  # new tags, then old ones again
-    if oracle and dist.get_rank() == 0:
+    states = canonical(engine)
+    if dist.get_rank() == 0:
         torch.save(states, oracle)
 
 
-def compare(zero: int, folder: Path, oracle: Path, result: Path) -> None:
-    """Loads the newest whole tag, and what `latest` names, on a mesh of its own."""
+def load(zero: int, folder: Path, result: Path) -> None:
+    """Loads the newest whole tag, and what `latest` names, on a mesh of its own; the states before
+    and after."""
     import torch
     import torch.distributed as dist
 
     import megatron_ucp as ucp
-    from tests.engines.canonical import canonical, differences
+    from tests.engines.canonical import canonical
 
-    states = torch.load(oracle, weights_only=False)
     engine = make(zero, seed=2)
     before = canonical(engine)
     found = ucp.newest_whole(folder)
     ucp.load(engine, found.folder)
     step = engine.global_steps
     after = canonical(engine)
-    differs = differences(states[step], after)
     ucp.load(engine, folder)
     if dist.get_rank() == 0:
-        result.write_text(
-            json.dumps(
-                {
-                    "step": step,
-                    "tag": found.folder.name,
-                    "latest": (folder / "latest").read_text(),
-                    "differences": differs,
-                    "differed_before": len(differences(states[step], before)),
-                    "passed_over": found.passed_over,
-                    "unfinished": [p.name for p in folder.iterdir() if p.name.endswith(".saving")],
-                }
-            )
-        )
+        said = {
+            "step": step,
+            "tag": found.folder.name,
+            "latest": (folder / "latest").read_text(),
+            "passed_over": found.passed_over,
+            "unfinished": [p.name for p in folder.iterdir() if p.name.endswith(".saving")],
+        }
+        torch.save({"said": said, "before": before, "after": after}, result)
 
 
 def wait_for(path: Path) -> None:
@@ -137,16 +136,14 @@ def wait_for(path: Path) -> None:
         time.sleep(0.001)
 
 
-def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
-    """One run that is killed, and what can be loaded after it."""
-    (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
-    checkpoints, store = folder / f"trial{number}", folder / f"store{number}"
-    oracle = folder / f"oracle_{zero}_{ranks}.pt"
-    if not oracle.exists():  # the same run, uninterrupted
-        together(ranks, store, save_on_and_on, zero, checkpoints, STEPS, oracle)
-    job = ranks, store, save_on_and_on, zero, checkpoints, STEPS, None
+def save_and_kill(
+    zero: int, ranks: int, folder: Path, store: Path, dice: random.Random
+) -> tuple[float, list[int]]:
+    """How long after the end of its first save a run was killed, and the exit codes of its
+    ranks."""
+    job = ranks, store, save_on_and_on, zero, folder, STEPS
     pids = [start(rank, *job) for rank in range(ranks)]
-    wait_for(checkpoints / "latest")
+    wait_for(folder / "latest")
     after_s = dice.uniform(0, SAVES_S)
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):
@@ -154,14 +151,32 @@ def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
         time.sleep(dice.choice([0, 0.01]))
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     store.unlink(missing_ok=True)
-    result = folder / f"result{number}.json"
-    together(others, folder / f"store{number}b", compare, target, checkpoints, oracle, result)
+    return after_s, codes
+
+
+def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
+    """One run that is killed, and what can be loaded after it."""
+    import torch
+
+    from tests.engines.canonical import differences
+
+    (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
+    checkpoints, store = folder / f"trial{number}", folder / f"store{number}"
+    after_s, codes = save_and_kill(zero, ranks, checkpoints, store, dice)
+    result, oracle = folder / f"result{number}.pt", folder / f"oracle{number}.pt"
+    together(others, folder / f"store{number}b", load, target, checkpoints, result)
+    found = torch.load(result, weights_only=False)
+    step = found["said"]["step"]
+    together(ranks, folder / f"store{number}c", go_uninterrupted, zero, step, oracle)
+    states = torch.load(oracle, weights_only=False)
     return {
         "killed_after_s": round(after_s, 3),
         "source": [zero, ranks],
         "target": [target, others],
         "codes": codes,
-        **json.loads(result.read_text()),
+        "differences": differences(states, found["after"]),
+        "differed_before": len(differences(states, found["before"])),
+        **found["said"],
     }
 
 

@@ -328,7 +328,7 @@ SAVE_ONCE = """
 from pathlib import Path
 from tests.engines import killed
 killed.prepare()
-killed.together(2, Path("{0}.store"), killed.save_on_and_on, 1, Path("{0}"), 1, None)
+killed.together(2, Path("{0}.store"), killed.save_on_and_on, 1, Path("{0}"), 1)
 """
 
 
