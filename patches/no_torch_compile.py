@@ -8,17 +8,28 @@ from . import Patch
 
 
 def change() -> None:
-    import megatron.core.jit
+    import torch
 
+    # The import runs the decorator in the modules that megatron.core itself imports; torch.compile
+    # would import its compiler for them, which takes longer than all the rest of Megatron-Core.
+    stock, torch.compile = torch.compile, leave
+    try:
+        import megatron.core.jit
+    finally:
+        torch.compile = stock
     megatron.core.jit.disable_jit_fuser()
-    # The import above has already run the decorator in the modules that megatron.core itself
-    # imports.
+    # Where megatron.core was imported before:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             unwrap(module)
             for thing in list(vars(module).values()):
                 if isinstance(thing, type) and thing.__module__.startswith("megatron.core"):
                     unwrap(thing)
+
+
+def leave(model: Any = None, **_: Any) -> Any:
+    """What stands for torch.compile, called with a function or as a decorator with options."""
+    return model if model is not None else lambda function: function
 
 
 def unwrap(holder: Any) -> None:

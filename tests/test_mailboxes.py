@@ -9,7 +9,7 @@ from tests.ranks import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
 HERE = "tests.test_mailboxes:"
-MANY = 600_000  # elements: more bytes than a connection takes at once
+MANY = 100_000  # elements: more bytes than a connection takes at once
 
 
 # ------------------------------------------------ jobs, run by the ranks

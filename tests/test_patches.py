@@ -81,6 +81,7 @@ def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(
         "cuda_type_names_on_cpu",
         "current_device_is_cpu",
         "moe_dispatch_on_cpu",
+        "no_muon_compile",
         "no_torch_compile",
         "rng_tracker_on_cpu",
         "uneven_gather_on_cpu",
@@ -156,6 +157,14 @@ def compiled() -> Any:
         return activations.squared_relu(torch.tensor([-1.0, 2.0]))
 
 
+def orthogonal() -> Any:
+    import torch
+    from deepspeed.runtime.zero.muon import original_muon
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        return original_muon.zeropower_via_newtonschulz5(torch.eye(2), 1)
+
+
 def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
     """For each patch that one rank needs: what a call does without it, and then with it."""
     from unittest import mock
@@ -184,6 +193,7 @@ def megatron_without_a_gpu(folder: str) -> dict[str, list[str]]:
         "rng_tracker_on_cpu": draw,
         "current_device_is_cpu": forward,
         "no_torch_compile": compiled,
+        "no_muon_compile": orthogonal,
         "moe_router_gemm": lambda: routed("allgather"),
         "moe_dispatch_on_cpu": lambda: routed("alltoall"),
         "cuda_literals_on_cpu": lambda: stepped(distributed=False).get_loss_scale(),

@@ -13,7 +13,7 @@ from megatron_ucp.errors import UsageError
 
 PATCHES = ("no_torch_compile", "current_device_is_cpu", "rng_tracker_on_cpu")
 # what either of the two engines needs besides
-OF_DEEPSPEED = ("unfused_norm",)
+OF_DEEPSPEED = ("unfused_norm", "no_muon_compile")
 OF_MEGATRON = (
     "cuda_literals_on_cpu",
     "cuda_type_names_on_cpu",
