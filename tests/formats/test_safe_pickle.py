@@ -436,6 +436,7 @@ def test_no_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.long  # the optimizer imports seconds of torch
 def test_a_scheduler_of_torch() -> None:
     """MultiStepLR keeps its milestones in a Counter."""
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)

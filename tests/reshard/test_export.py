@@ -67,13 +67,8 @@ def test_every_tensor_is_what_the_reference_formulas_say(
     assert done.written_bytes == sum(t.nbytes for t in wanted.values())
 
 
-QUICK = ("mixtral",)  # all kinds of parameters that llama has, and experts
-
-
-@pytest.mark.parametrize(
-    "family",
-    [f if f in QUICK else pytest.param(f, marks=pytest.mark.long) for f in twins.SIZES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", twins.SIZES)
 def test_one_digest_from_ten_meshes(tmp_path: Path, family: str) -> None:
     source = first(twins.model(family), tmp_path)
     found: dict[str, dict[str, str]] = {}
