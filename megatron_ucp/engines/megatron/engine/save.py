@@ -150,7 +150,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
                 fix="load a checkpoint first",
             )
     live = describe(stack)
-    live.gather_weights()  # what a rank has of others' weights may be on its way
+    live.finish_gathers()
     with agree.together() as told:
         told.value = live.own.present()
     found: list[tuple[States, Scalars]] = [one for one in told.values if one[0]]
