@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import le, lt, mul, sub
 
 Ints = tuple[int, ...]
 
@@ -15,24 +16,23 @@ class Box:
     stop: Ints
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)
-        ):
+        fits = len(self.start) == len(self.stop) and all(map(le, self.start, self.stop))
+        if not fits or min(self.start, default=0) < 0:
             raise ValueError(f"no box: start {self.start}, stop {self.stop}")
 
     @property
     def shape(self) -> Ints:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def meet(self, other: "Box") -> "Box | None":
         """The common box, or None where nothing is common."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def moved(self, origin: Ints, target: Ints) -> "Box":
         """This box after the shift that takes the point `origin` to the point `target`."""
@@ -80,7 +80,9 @@ def strides(shape: Ints) -> Ints:
 
 def flat_index(point: Ints, shape: Ints) -> int:
     """Row-major position of a point."""
-    return sum(a * b for a, b in zip(point, strides(shape), strict=True))
+    if len(point) != len(shape):
+        raise ValueError(f"{point} is no point of a tensor of shape {shape}")
+    return sum(map(mul, point, strides(shape)))
 
 
 def flat_boxes(shape: Ints, low: int, high: int) -> list[Box]:

@@ -31,9 +31,11 @@ class Piece:
     perm: Ints
 
     def __post_init__(self) -> None:
-        kept = tuple(self.local.shape[v] for v in self.perm)
-        rest = math.prod(self.local.shape[v] for v in range(len(self.view)) if v not in self.perm)
-        if kept != self.full.shape or rest != 1 or len(set(self.perm)) != len(self.perm):
+        shape = self.local.shape
+        kept = tuple(shape[v] for v in self.perm)
+        left = [n for v, n in enumerate(shape) if v not in self.perm]
+        fits = kept == self.full.shape and math.prod(left) == 1
+        if not fits or len(set(self.perm)) != len(self.perm):
             raise ValueError(
                 f"piece with local {self.local}, full {self.full}, view {self.view}, perm "
                 f"{self.perm}"
@@ -42,8 +44,8 @@ class Piece:
     def clip_full(self, box: Box) -> "Piece | None":
         """The part of this piece inside a box of the logical tensor."""
         common = self.full.meet(box)
-        if common is None:
-            return None
+        if common is None or common == self.full:
+            return common and self
         start, stop = list(self.local.start), list(self.local.stop)
         for dim, v in enumerate(self.perm):
             start[v] = self.local.start[v] + common.start[dim] - self.full.start[dim]
@@ -53,8 +55,8 @@ class Piece:
     def clip_local(self, box: Box) -> "Piece | None":
         """The part of this piece inside a box of the view."""
         common = self.local.meet(box)
-        if common is None:
-            return None
+        if common is None or common == self.local:
+            return common and self
         start = tuple(
             self.full.start[d] + common.start[v] - self.local.start[v]
             for d, v in enumerate(self.perm)

@@ -7,6 +7,7 @@ float64.
 """
 
 import ctypes
+import functools
 import itertools
 import math
 import sys
@@ -18,7 +19,7 @@ from typing import Any, cast
 import torch
 from isal import isal_zlib
 
-from megatron_ucp.core.box import strides
+from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Where
@@ -89,29 +90,27 @@ def execute(plan: Plan, locate: Locate, target: TensorOf, *, checksums: bool = T
 
     Raises DamagedFileError where a file ends early or can't be read.
     """
-    counts = Counts()
-    staging = _Staging()
+    counts, staging = Counts(), _Staging()
     places = {slot: locate(slot) for slot in plan.sources}
-    for op in sorted(plan.ops, key=lambda op: _file_order(op, places)):
-        out = _view(target(op.target.slot), op.target, op.shape)
-        if isinstance(op, Mean):
-            _mean(op, places, out, staging, counts)
-        elif _direct(op, places, out):
-            where = places[op.source.slot]
-            read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
-        elif _by_rows(op, places, out):
-            memory = bytes_of(target(op.target.slot))
-            _read_rows(
-                places[op.source.slot],
-                op.source,
-                op.shape,
-                memory,
-                op.target.offset * out.element_size(),
-                op.target.strides,
-                counts,
-            )
-        else:
-            _through_staging(op, places[op.source.slot], out, staging, checksums, counts)
+    tensor_of = functools.cache(target)
+    ordered = sorted(plan.ops, key=lambda op: _file_order(op, places))
+    for _, ops in itertools.groupby(ordered, key=lambda op: _record_of(op, places)):
+        blocks: list[_Block] = []
+        for op in ops:
+            out = _view(tensor_of(op.target.slot), op.target, op.shape)
+            if isinstance(op, Mean):
+                _mean(op, places, out, staging, counts)
+            elif _direct(op, places, out):
+                where = places[op.source.slot]
+                read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
+            elif _by_rows(op, places, out):
+                memory, size = bytes_of(tensor_of(op.target.slot)), out.element_size()
+                into = _Rows(memory, op.target.offset * size, op.target.strides)
+                _read_rows(places[op.source.slot], op.source, op.shape, into, counts)
+            else:
+                blocks += _blocks_of(op.source, op.shape, places[op.source.slot], out)
+        if blocks:
+            _read_blocks(blocks, _copy, staging, checksums, counts)
     fill_padding(plan.fills, target)
     return counts
 
@@ -138,10 +137,16 @@ def fill_padding(fills: Sequence[Fill], target: TensorOf) -> None:
         target(fill.slot)[fill.start : fill.stop].zero_()
 
 
-def _file_order(op: Op, places: dict[Slot, Where]) -> tuple[str, int]:
+def _file_order(op: Op, places: dict[Slot, Where]) -> tuple[str, int, int]:
     side = op.sources[0] if isinstance(op, Mean) else op.source
     where = places[side.slot]
-    return str(where.file.path), where.record.offset_bytes + _byte_offset(where, side)
+    return (*_record_of(op, places), _byte_offset(where, side))
+
+
+def _record_of(op: Op, places: dict[Slot, Where]) -> tuple[str, int]:
+    """The record that an operation reads: its file, and where it begins there."""
+    where = places[(op.sources[0] if isinstance(op, Mean) else op.source).slot]
+    return str(where.file.path), where.record.offset_bytes
 
 
 def _byte_offset(where: Where, side: Side) -> int:
@@ -171,16 +176,19 @@ def _by_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
     return _same_rows(op, places, out) and _has_gaps(op.source, op.shape, out.element_size())
 
 
-def _has_gaps(side: Side, shape: tuple[int, ...], itemsize: int) -> bool:
+def _has_gaps(side: Side, shape: Ints, itemsize: int) -> bool:
     """Whether a region is read row by row, as reading over its gaps would read what other ranks
     need."""
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, side.strides, strict=True))
+    span = _span(shape, side.strides)
     return side.strides[-1] == 1 and span > math.prod(shape) and span * itemsize > ROWS_FROM_BYTES
 
 
-def _rows(
-    first_byte: int, strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int
-) -> Iterator[range]:
+def _span(shape: Ints, strides: Ints) -> int:
+    """Elements from the first to the last one of a region, gaps included."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def _rows(first_byte: int, strides: Ints, shape: Ints, itemsize: int) -> Iterator[range]:
     """The first byte of each row of a region: a range over the second last dim, for each index of
     the dims before it."""
     step = strides[-2] * itemsize
@@ -190,24 +198,24 @@ def _rows(
         yield range(start, start + shape[-2] * step, step)
 
 
-def _read_rows(
-    where: Where,
-    side: Side,
-    shape: tuple[int, ...],
-    into: memoryview,
-    first_byte: int,
-    strides: tuple[int, ...],
-    counts: Counts,
-) -> None:
-    """A region with gaps, row by row to `first_byte` of `into` with `strides` there. A gap leaves
-    no CRC-32 to compare."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where rows are read to: from `first_byte` of `memory` on, with strides in elements."""
+
+    memory: memoryview
+    first_byte: int
+    strides: Ints
+
+
+def _read_rows(where: Where, side: Side, shape: Ints, into: _Rows, counts: Counts) -> None:
+    """A region with gaps, row by row. A gap leaves no CRC-32 to compare."""
     itemsize = ITEMSIZE[where.dtype]
     for starts, places in zip(
         _rows(_byte_offset(where, side), side.strides, shape, itemsize),
-        _rows(first_byte, strides, shape, itemsize),
+        _rows(into.first_byte, into.strides, shape, itemsize),
         strict=True,
     ):
-        where.file.read_rows_into(where.record, starts, shape[-1] * itemsize, into, places)
+        where.file.read_rows_into(where.record, starts, shape[-1] * itemsize, into.memory, places)
     counts.read_bytes += math.prod(shape) * itemsize
     counts.unsummed_bytes += math.prod(shape) * itemsize
 
@@ -244,16 +252,47 @@ class _Staging:
         return self._bytes[:size_bytes]
 
 
-def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Sub-blocks of a region that fit the staging buffer when they are packed."""
-    if math.prod(shape) * itemsize <= STAGING_BYTES:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A part of a region that fits the staging buffer, and the view of the target that it goes to.
+    Bytes [start, stop) of the record hold it; `by_rows`: of them only its rows are read."""
+
+    where: Where
+    side: Side
+    out: torch.Tensor
+    start: int
+    stop: int
+    by_rows: bool
+
+
+def _blocks_of(side: Side, shape: Ints, where: Where, out: torch.Tensor) -> Iterator[_Block]:
+    """A region of the source, block by block. The dims are in the order in which the source stores
+    them, so that each block is a run of the file that is as short as can be."""
+    itemsize = ITEMSIZE[where.dtype]
+    by_rows = _has_gaps(side, shape, itemsize)
+    order = sorted(range(len(shape)), key=lambda dim: -side.strides[dim])
+    shape, steps = tuple(shape[d] for d in order), tuple(side.strides[d] for d in order)
+    held = strides(shape) if by_rows else steps
+    for index in _blocks(shape, held, STAGING_BYTES // (2 * itemsize)):
+        part = out.permute(order)[index]
+        first = side.offset + sum(one.start * s for one, s in zip(index, steps, strict=True))
+        start = where.offset_bytes + first * itemsize
+        stop = start + _span(tuple(part.shape), steps) * itemsize
+        yield _Block(where, Side(side.slot, first, steps), part, start, stop, by_rows)
+
+
+def _blocks(shape: Ints, strides: Ints, most: int) -> Iterator[tuple[slice, ...]]:
+    """Sub-blocks of a region that span at most `most` elements of memory. Its dims have `strides`
+    there, the largest first."""
+    if _span(shape, strides) <= most or math.prod(shape) == 1:
         yield tuple(slice(0, n) for n in shape)
         return
     dim = next(d for d, n in enumerate(shape) if n > 1)
-    rows = max(1, min(shape[dim] - 1, STAGING_BYTES // (math.prod(shape[dim + 1 :]) * itemsize)))
+    row = _span(shape[dim + 1 :], strides[dim + 1 :])
+    rows = min(shape[dim] - 1, 1 + max(0, most - row) // strides[dim])
     for start in range(0, shape[dim], rows):
         stop = min(start + rows, shape[dim])
-        for index in _blocks((*shape[:dim], stop - start, *shape[dim + 1 :]), itemsize):
+        for index in _blocks((*shape[:dim], stop - start, *shape[dim + 1 :]), strides, most):
             yield (
                 *index[:dim],
                 slice(start + index[dim].start, start + index[dim].stop),
@@ -261,52 +300,58 @@ def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]
             )
 
 
-def _staged(
-    side: Side,
-    shape: tuple[int, ...],
-    where: Where,
+def _read_blocks(
+    blocks: list[_Block],
+    put: Callable[[torch.Tensor, torch.Tensor], object],
     staging: _Staging,
     checksums: bool,
     counts: Counts,
-) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """The source region block by block: the index of the block in the region, and its values."""
-    itemsize, dtype = ITEMSIZE[where.dtype], TORCH_DTYPES[where.dtype]
-    for index in _blocks(shape, itemsize):
-        extent = tuple(s.stop - s.start for s in index)
-        first = side.offset + sum(
-            s.start * step for s, step in zip(index, side.strides, strict=True)
-        )
-        span = 1 + sum((n - 1) * s for n, s in zip(extent, side.strides, strict=True))
-        base = where.offset_bytes + first * itemsize
-        packed = math.prod(extent)
-        if _has_gaps(side, extent, itemsize):
-            memory = staging.take(packed * itemsize)
-            block = Side(side.slot, first, side.strides)
-            _read_rows(where, block, extent, bytes_of(memory), 0, strides(extent), counts)
-            yield index, memory.view(dtype).view(extent)
-        else:
-            memory = staging.take(span * itemsize)
-            read_run(where, base, bytes_of(memory), counts, checksums and span == packed)
-            yield index, torch.as_strided(memory.view(dtype), extent, side.strides, 0)
-
-
-def _through_staging(
-    op: Copy, where: Where, out: torch.Tensor, staging: _Staging, checksums: bool, counts: Counts
 ) -> None:
-    for index, values in _staged(op.source, op.shape, where, staging, checksums, counts):
-        _copy(out[index], values)
+    """Reads blocks of one record, and puts the values of each one into its view of the target."""
+    for together in _together(blocks):
+        where, start = together[0].where, together[0].start
+        dtype, itemsize = TORCH_DTYPES[where.dtype], ITEMSIZE[where.dtype]
+        if together[0].by_rows:
+            (block,) = together
+            shape = tuple(block.out.shape)
+            memory = staging.take(math.prod(shape) * itemsize)
+            into = _Rows(bytes_of(memory), 0, strides(shape))
+            _read_rows(where, block.side, shape, into, counts)
+            put(block.out, memory.view(dtype).view(shape))
+            continue
+        size = max(block.stop for block in together) - start
+        memory = staging.take(size)
+        wanted = sum(block.out.numel() for block in together) * itemsize
+        read_run(where, start, bytes_of(memory), counts, checksums and wanted == size)
+        for block in together:
+            at = (block.start - start) // itemsize
+            put(block.out, memory.view(dtype).as_strided(block.out.shape, block.side.strides, at))
+
+
+def _together(blocks: list[_Block]) -> Iterator[list[_Block]]:
+    """Blocks whose bytes interleave, so that one reading serves them all: the heads of a fused
+    tensor that is stored transposed take turns in each of its rows."""
+    held: list[_Block] = []
+    stop = 0
+    for block in sorted(blocks, key=lambda block: block.start):
+        reach = max(stop, block.stop)
+        apart = block.start >= stop or reach - held[0].start > STAGING_BYTES
+        if held and (apart or block.by_rows or held[0].by_rows):
+            yield held
+            held, reach = [], block.stop
+        held, stop = [*held, block], reach
+    yield held
 
 
 def _copy(out: torch.Tensor, values: torch.Tensor) -> None:
-    """`out.copy_(values)`. What is stored with its dims in another order goes by way of a packed
-    block: torch transposes only such ones in blocks that fit the cache, and not while it casts."""
+    """`out.copy_(values)`. What is stored with its dims in another order is packed on both sides:
+    torch transposes only such ones in blocks that fit the cache, and not while it casts."""
     order = sorted(range(out.dim()), key=lambda dim: -out.stride(dim))
     if out.device.type != "cpu" or order == [*range(out.dim())]:
         out.copy_(values)
         return
-    turned = values.to(out.dtype).permute(order)
-    packed = torch.empty(turned.shape, dtype=out.dtype)
-    out.permute(order).copy_(packed.copy_(turned))
+    turned, goal = values.to(out.dtype).contiguous().permute(order), out.permute(order)
+    goal.copy_(turned if goal.is_contiguous() else turned.contiguous())
 
 
 def _mean(
@@ -318,8 +363,8 @@ def _mean(
         )
     total = torch.zeros(op.shape, dtype=torch.float64)
     for side in op.sources:
-        for index, values in _staged(side, op.shape, places[side.slot], staging, False, counts):
-            total[index] += values
+        blocks = [*_blocks_of(side, op.shape, places[side.slot], total)]
+        _read_blocks(blocks, torch.Tensor.add_, staging, False, counts)
     out.copy_(total / len(op.sources))
 
 

@@ -58,7 +58,7 @@ def test_columns_straight_into_the_target(
     high: int,
     pitch: int,
 ) -> None:
-    monkeypatch.setattr(execute, "_through_staging", None)  # not this way
+    monkeypatch.setattr(execute, "_read_blocks", None)  # not this way
     out = torch.zeros(ROWS * pitch + 3)
     with PtFile(file) as opened:
         plan = plan_of((ROWS, high - low), (low, (COLUMNS, 1)), (3, (pitch, 1)))
@@ -130,3 +130,46 @@ def test_short_counts_are_continued(
     assert torch.equal(
         torch.frombuffer(memory, dtype=torch.float32), torch.cat([flat[10:14], flat[:4]])
     )
+
+
+def interleaved(count: int) -> Plan:
+    """A tensor that is stored transposed, in `count` groups of columns that lie in another order in
+    the target."""
+    width, box = COLUMNS // count, Box((0, 0), (COLUMNS // count, ROWS))
+    ops = tuple(
+        Copy(
+            Side(SOURCE, number * width, (1, COLUMNS)),
+            Side(TARGET, (count - 1 - number) * width * ROWS, (ROWS, 1)),
+            (width, ROWS),
+            0,
+            box,
+        )
+        for number in range(count)
+    )
+    return Plan(((TARGET, "master"),), ops, ())
+
+
+@pytest.mark.parametrize("staging_bytes", [64, 4 * COLUMNS * 7, 4 * COLUMNS * 40, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_that_take_turns_in_each_row(
+    file: Path,
+    tensor: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    staging_bytes: int,
+    dtype: torch.dtype,
+) -> None:
+    """They are read together: each byte once, in memory that is bounded, and its sum compared."""
+    monkeypatch.setattr(execute, "STAGING_BYTES", staging_bytes)
+    most: list[int] = []
+    take = execute._Staging.take
+    monkeypatch.setattr(
+        execute._Staging, "take", lambda self, size: most.append(size) or take(self, size)
+    )
+    out = torch.zeros(ROWS * COLUMNS, dtype=dtype)
+    with PtFile(file) as opened:
+        counts = execute.execute(interleaved(8), lambda _: where_of(opened), lambda _: out)
+    assert torch.equal(out.view(8, 64, ROWS).flip(0).view(COLUMNS, ROWS), tensor.t().to(dtype))
+    assert max(most) <= max(staging_bytes, 64 * 4)
+    if staging_bytes > 64:
+        assert counts.read_bytes == tensor.nbytes and not counts.unsummed_bytes
+        assert sum(run.size for run in counts.runs) == tensor.nbytes

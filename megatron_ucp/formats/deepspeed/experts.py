@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, EXPERT_RANK, Coords, Mesh, on_stage
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError
@@ -64,6 +65,7 @@ class ExpertName:
         return f"{self.layer}.{number}.{self.rest}"
 
 
+@lru_cache(maxsize=2**14)  # every rank asks for every name several times
 def expert_name(name: str) -> ExpertName | None:
     """A name in parts; None for what is no expert's."""
     if found := _EXPERT.fullmatch(name):

@@ -20,6 +20,7 @@ from megatron_ucp.formats.deepspeed.experts import in_order
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.rounded import is_rounded
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
@@ -138,7 +139,7 @@ class _Positions:
         for ours, theirs in zip(masters, weights, strict=True):
             low = torch.frombuffer(theirs, dtype=getattr(torch, stored.dtype))
             high = torch.frombuffer(ours, dtype=getattr(torch, dtype))
-            if not torch.equal(high.to(low.dtype).view(torch.uint8), low.view(torch.uint8)):
+            if not is_rounded(high, low):
                 return True
         return False
 

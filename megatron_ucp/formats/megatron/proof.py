@@ -3,19 +3,20 @@ weight, bit for bit. What is read in a wrong order, or was saved under wrong nam
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_ucp.core.box import Ints, whole
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.rounded import is_rounded
 
 if TYPE_CHECKING:
     import torch
 
 Bounds = tuple[Ints, Ints]
-_WINDOW_ELEMS = 512 * 1024
+_WINDOW_ELEMS = 256 * 1024  # masters and weights of a window fit a core's cache together
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def is_same(masters: Runs, weights: Runs, shape: Ints) -> bool:
     if masters.keys() == weights.keys():
         return all(same_run(masters[box], weights[box], _elems(box)) for box in masters)
     one, other = _assembled(masters, shape), _assembled(weights, shape)
-    return _same_bits(one, other)
+    return is_rounded(one, other)
 
 
 def _elems(box: Bounds) -> int:
@@ -61,28 +62,34 @@ def _elems(box: Bounds) -> int:
 
 def same_run(master: Run, weight: Run, elems: int) -> bool:
     """Whether a run of masters, rounded, is a run of weights. Raises as `is_same`."""
+    import torch  # inspecting a checkpoint must not need it
+
+    most = min(elems, _WINDOW_ELEMS)
+    masters, weights = (torch.empty(most, dtype=_dtype(run)) for run in (master, weight))
     for low in range(0, elems, _WINDOW_ELEMS):
         count = min(_WINDOW_ELEMS, elems - low)
-        if not _same_bits(_read(master, low, count), _read(weight, low, count)):
+        _read(master, low, masters[:count])
+        _read(weight, low, weights[:count])
+        if not is_rounded(masters[:count], weights[:count]):
             return False
     return True
 
 
-def _same_bits(master: "torch.Tensor", weight: "torch.Tensor") -> bool:
-    import torch  # inspecting a checkpoint must not need it
-
-    rounded = master.to(weight.dtype)
-    return torch.equal(rounded.view(torch.uint8), weight.view(torch.uint8))
-
-
-def _read(run: Run, low: int, count: int) -> "torch.Tensor":
+def _read(run: Run, low: int, into: "torch.Tensor") -> None:
+    """Fills `into` with the elements of a run from `low` on."""
     import torch
 
-    where, size = run.where, ITEMSIZE[run.where.dtype]
-    data = bytearray(count * size)
-    first = where.offset_bytes + (run.offset_elems + low) * size
-    where.file.read_into(where.record, first, memoryview(data))
-    return torch.frombuffer(data, dtype=getattr(torch, where.dtype))
+    where = run.where
+    first = where.offset_bytes + (run.offset_elems + low) * ITEMSIZE[where.dtype]
+    where.file.read_into(
+        where.record, first, memoryview(cast("Any", into.view(torch.uint8).numpy()))
+    )
+
+
+def _dtype(run: Run) -> "torch.dtype":
+    import torch
+
+    return getattr(torch, run.where.dtype)
 
 
 def _assembled(runs: Runs, shape: Ints) -> "torch.Tensor":
@@ -90,10 +97,12 @@ def _assembled(runs: Runs, shape: Ints) -> "torch.Tensor":
     import torch
 
     first = next(iter(runs.values()))
-    out = torch.empty(whole(shape).shape, dtype=getattr(torch, first.where.dtype))
+    out = torch.empty(whole(shape).shape, dtype=_dtype(first))
     for (start, stop), run in runs.items():
         at = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
         elems = _elems((start, stop))
         if elems:
-            out[at] = _read(run, 0, elems).view(out[at].shape)
+            part = torch.empty(elems, dtype=_dtype(run))
+            _read(run, 0, part)
+            out[at] = part.view(out[at].shape)
     return out.reshape(-1)

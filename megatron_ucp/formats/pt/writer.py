@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -217,6 +218,7 @@ class TensorArchive:
         return _around(self.dtype, self.shape, self.size_bytes, crc)
 
 
+@lru_cache(maxsize=4096)  # layers are alike, and masters and moments
 def tensor_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
     """The archive that `torch.save` makes of a contiguous tensor. Raises PlanError for a dtype that
     does not exist."""

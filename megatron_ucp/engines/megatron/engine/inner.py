@@ -160,10 +160,13 @@ class LiveBucket:
         if self._is_piece:
             (piece,) = self.pieces.values()
             return flat_view(piece.tensor(state).detach())
+        if (kept := self._kept_home(state)) is not None:
+            return kept
         device = next((p.master.device for p in self.pieces.values()), torch.device("cpu"))
-        home = torch.empty(self.flat.partition_elems, dtype=torch.float32, device=device)
+        like = torch.empty(1, device=device).expand(self.flat.partition_elems)
+        home = fresh(like, torch.float32)
         for number, piece in self.pieces.items():
-            at = self.flat.offset(self.flat.members[number], self.part, piece.first)
+            at = self._place(number)
             view = home[at : at + piece.last - piece.first]
             if state == MASTER or state in piece.held:
                 view.copy_(flat_view(piece.tensor(state).detach()))
@@ -172,6 +175,29 @@ class LiveBucket:
             else:
                 piece.held[state] = view
         return home
+
+    def _kept_home(self, state: str) -> torch.Tensor | None:
+        """The tensor of which all pieces of a state are views since an earlier load; None where
+        they are not."""
+        elems = self.flat.partition_elems
+        found: list[torch.Tensor] = []
+        for number, piece in self.pieces.items():
+            held = piece.master if state == MASTER else piece.held.get(state)
+            if not isinstance(held, torch.Tensor) or held.dtype != torch.float32:
+                return None
+            memory = held.untyped_storage()
+            alone = memory.nbytes() == elems * held.itemsize and held.is_contiguous()
+            if not alone or held.storage_offset() != self._place(number):
+                return None
+            found.append(held)
+        if len({one.untyped_storage().data_ptr() for one in found}) != 1:
+            return None
+        return torch.as_strided(found[0].detach(), (elems,), (1,), 0)
+
+    def _place(self, number: int) -> int:
+        """Where a piece begins in the partition."""
+        piece = self.pieces[number]
+        return self.flat.offset(self.flat.members[number], self.part, piece.first)
 
     def allocate(self, states: Sequence[str], dtype: str) -> None:
         """Makes room for exactly these states."""

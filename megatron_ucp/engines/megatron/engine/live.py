@@ -149,16 +149,30 @@ class LiveMegatron:
         """And waits for gathers of weights that are under way: they would undo what is written, and
         the refresh would take them for its own."""
         mark_unusable(self.stack.optimizer)
-        self.gather_weights()
+        self.wait_for_gathers()
 
     def mark_usable(self) -> None:
         mark_usable(self.stack.optimizer)
 
-    def gather_weights(self) -> None:
-        """Every rank gets the weights that others stepped; waits for gathers under way."""
-        if self.own.mesh.zero:
-            for chunk in self.own.chunks:
-                chunk.start_param_sync(force_sync=True)
+    def wait_for_gathers(self) -> None:
+        """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
+        with one under way megatron-core's call waits for it and does nothing else."""
+        for chunk in self.own.chunks if self.own.mesh.zero else ():
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
+
+    def finish_gathers(self) -> None:
+        """Every rank gets the weights that others stepped, where gathers overlap what follows: some
+        may be on their way, and some not begun."""
+        if any(chunk.ddp_config.overlap_param_gather for chunk in self.own.chunks):
+            self._gather_weights()
+
+    def _gather_weights(self) -> None:
+        """Every rank gets the weights that others have. Of a group of buckets with a gather under
+        way megatron-core's call waits for that one."""
+        for chunk in self.own.chunks if self.own.mesh.zero else ():
+            chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
@@ -176,7 +190,7 @@ class LiveMegatron:
         for inner in self.own.inner:
             if hasattr(inner, "_copy_main_params_to_model_params"):
                 inner._copy_main_params_to_model_params()
-        self.gather_weights()
+        self._gather_weights()
 
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         for number, piece in self._live[buffer].pieces.items():

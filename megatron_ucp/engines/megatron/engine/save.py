@@ -54,8 +54,10 @@ from megatron_ucp.formats.tags import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.outgoing import write_at
+from megatron_ucp.reshard.output_folder import begin_sync
 
 _WINDOW_BYTES = 8 << 20
+_BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the next one is summed
 _DATA = ".distcp"
 
 
@@ -150,7 +152,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
                 fix="load a checkpoint first",
             )
     live = describe(stack)
-    live.gather_weights()  # what a rank has of others' weights may be on its way
+    live.finish_gathers()
     with agree.together() as told:
         told.value = live.own.present()
     found: list[tuple[States, Scalars]] = [one for one in told.values if one[0]]
@@ -260,6 +262,8 @@ class _Job:
                     handles[chunk.file] = opened.enter_context(open(path, "r+b", buffering=0))
                 _write(handles[chunk.file].fileno(), self._elements(chunk, run), chunk, aside)
                 touched.add(chunk.file)
+                if sync.durable and chunk.archive.size_bytes >= _BEGIN_SYNC_BYTES:
+                    begin_sync(aside / chunk.file)
         if rng:
             sync(random_states.write(aside, rank))
         for name in sorted(touched):

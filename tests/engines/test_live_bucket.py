@@ -1,0 +1,67 @@
+"""The partitions that a load of megatron-core's stack fills, over its pieces of masters and
+moments. Without ranks."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.states import MASTER
+from megatron_ucp.engines.megatron.engine.inner import LiveBucket, Stepped
+
+FLAT = FlatBuffer(
+    (Member("a", 0, 5, 0), Member("b", 6, 4, 0)), 12, 1, "whole", ((MASTER, "float32"),)
+)
+
+
+@pytest.fixture
+def pieces() -> dict[int, Stepped]:
+    """Two parameters as megatron-core holds them: each master in memory of its own."""
+    optimizer = SimpleNamespace(state=defaultdict(dict), param_groups=[{}])
+    inner = SimpleNamespace(optimizer=optimizer)
+    out: dict[int, Stepped] = {}
+    for number, member in enumerate(FLAT.members):
+        master = torch.arange(member.size, dtype=torch.float32) + 10 * (number + 1)
+        param = torch.nn.Parameter(master.clone())
+        out[number] = Stepped(inner, 0, param, master, 0, member.size)
+    return out
+
+
+def loaded(pieces: dict[int, Stepped]) -> LiveBucket:
+    """A bucket as each load makes one anew, with room for a moment."""
+    bucket = LiveBucket(FLAT, 0, pieces, None)
+    bucket.allocate(["exp_avg"], "float32")
+    return bucket
+
+
+def test_the_next_load_finds_the_partitions_again(pieces: dict[int, Stepped]) -> None:
+    first = loaded(pieces)
+    for state in (MASTER, "exp_avg"):
+        first.tensor(state).copy_(torch.arange(12.0))
+    again = loaded(pieces)
+    for state in (MASTER, "exp_avg"):
+        assert again.tensor(state).data_ptr() == first.tensor(state).data_ptr()
+        assert torch.equal(again.tensor(state), torch.arange(12.0))
+        assert torch.equal(pieces[1].tensor(state), torch.arange(6.0, 10.0))
+
+
+def test_pieces_that_were_moved_get_a_new_partition(pieces: dict[int, Stepped]) -> None:
+    first = loaded(pieces)
+    first.tensor("exp_avg").copy_(torch.arange(12.0))
+    moved = pieces[1].held["exp_avg"] = pieces[1].held["exp_avg"].clone()
+    again = loaded(pieces).tensor("exp_avg")
+    assert again.data_ptr() not in (first.tensor("exp_avg").data_ptr(), moved.data_ptr())
+    assert torch.equal(again[6:10], torch.arange(6.0, 10.0))
+    again.zero_()
+    assert not pieces[0].held["exp_avg"].any() and not pieces[1].held["exp_avg"].any()
+
+
+def test_pieces_at_each_others_places_get_a_new_partition(pieces: dict[int, Stepped]) -> None:
+    home = torch.arange(12.0)
+    pieces[0].held["exp_avg"], pieces[1].held["exp_avg"] = home[4:9], home[0:4]
+    again = loaded(pieces).tensor("exp_avg")
+    assert again.data_ptr() != home.data_ptr()
+    assert torch.equal(again[:5], torch.arange(4.0, 9.0))
+    assert torch.equal(again[6:10], torch.arange(4.0))
