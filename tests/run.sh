@@ -3,15 +3,18 @@
 #
 #   bash tests/run.sh             the default tests
 #   bash tests/run.sh quick       only those that start no processes (under a minute)
-#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many
+#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many; then `older`
+#   bash tests/run.sh older       the core of the tests on ranks, with an older DeepSpeed (.cache/older)
 #   bash tests/run.sh -k plan -x  further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-quick=
+OLDER=0.19.4 # what README names
+quick= all= older=
 case "${1:-}" in
+    older) older=1 marks="not slow and not gpu"; shift ;;
     quick) quick=1 marks="not slow and not gpu and not long"; LAW_SHARE=0.04; shift ;;
-    all) marks=""; LAW_SHARE=1; shift ;;
+    all) all=1 marks=""; LAW_SHARE=1; shift ;;
     *) marks="not slow and not gpu" ;;
 esac
 
@@ -31,6 +34,16 @@ build_comm_op() { # every init_distributed on a CPU wants it; built here, ranks 
     python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >.cache/build_comm_op.log 2>&1 ||
         { cat .cache/build_comm_op.log >&2; echo "run: the op could not be built; is there a C++ compiler (g++)?" >&2; exit 1; }
 }
+
+if [ -n "$older" ]; then
+    bash tests/older_env.sh "$OLDER"
+    export PATH="$PWD/.cache/older/$OLDER/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/.cache/older/$OLDER/ops"
+    build_comm_op
+    # parameter_alignment came later
+    exec python -m pytest -m "$marks" -rs --durations=10 \
+        --deselect "tests/engines/test_features.py::test_carried_over_bit_for_bit[alignment and round robin]" \
+        tests/engines/test_pairs.py tests/engines/test_features.py tests/engines/test_saves.py tests/engines/test_older.py "$@"
+fi
 
 code=0
 check() {
@@ -64,4 +77,5 @@ tested=$code code=0
 wait $! || code=$?
 cat "$log"
 if [ "$tested" != 0 ]; then code=$tested; fi
+if [ -n "$all" ]; then check bash tests/run.sh older; fi
 exit "$code"

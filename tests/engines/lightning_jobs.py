@@ -41,9 +41,11 @@ class Module(lightning.LightningModule):
         torch.manual_seed(seed)
         self.net = Net()
         self.losses: dict[int, float] = {}
+        self.samples: dict[int, int] = {}
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         step = self.trainer.global_step
+        self.samples[step] = int(batch)
         generator = torch.Generator().manual_seed(1000 + step)
         tokens = torch.randint(VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=generator)
         loss = self.net(tokens.chunk(self.trainer.world_size)[self.global_rank].contiguous())
@@ -126,6 +128,7 @@ def fit(
             }
         ),
         max_steps=steps,
+        use_distributed_sampler=False,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=bool(save_at),
@@ -133,13 +136,13 @@ def fit(
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    loader = torch.utils.data.DataLoader(range(BATCHES * world), batch_size=1)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(range(BATCHES), batch_size=1)  # type: ignore[arg-type]
     try:
         trainer.fit(module, loader, ckpt_path=resume)
     finally:
         deepspeed.initialize = stock
     ends = (trainer.global_step, trainer.current_epoch)
-    return watch.found | {"losses": module.losses, "ends": ends}
+    return watch.found | {"losses": module.losses, "samples": module.samples, "ends": ends}
 
 
 def refused(**arguments: Any) -> str:
