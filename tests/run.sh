@@ -3,18 +3,18 @@
 #
 #   bash tests/run.sh             the default tests
 #   bash tests/run.sh quick       only those that start no processes (under a minute)
-#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many; then `older`
+#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many
 #   bash tests/run.sh older       the core of the tests on ranks, with an older DeepSpeed (.cache/older)
 #   bash tests/run.sh -k plan -x  further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OLDER=0.19.4 # what README names
-quick= all= older=
+quick= older=
 case "${1:-}" in
     older) older=1 marks="not slow and not gpu"; shift ;;
     quick) quick=1 marks="not slow and not gpu and not long"; LAW_SHARE=0.04; shift ;;
-    all) all=1 marks=""; LAW_SHARE=1; shift ;;
+    all) marks=""; LAW_SHARE=1; shift ;;
     *) marks="not slow and not gpu" ;;
 esac
 
@@ -39,9 +39,10 @@ if [ -n "$older" ]; then
     bash tests/older_env.sh "$OLDER"
     export PATH="$PWD/.cache/older/$OLDER/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/.cache/older/$OLDER/ops"
     build_comm_op
-    # parameter_alignment came later
+    # parameter_alignment came later; random kills take minutes and say nothing of a version
     exec python -m pytest -m "$marks" -rs --durations=10 \
         --deselect "tests/engines/test_features.py::test_carried_over_bit_for_bit[alignment and round robin]" \
+        --deselect tests/engines/test_saves.py::test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit \
         tests/engines/test_pairs.py tests/engines/test_features.py tests/engines/test_saves.py tests/engines/test_older.py "$@"
 fi
 
@@ -77,5 +78,4 @@ tested=$code code=0
 wait $! || code=$?
 cat "$log"
 if [ "$tested" != 0 ]; then code=$tested; fi
-if [ -n "$all" ]; then check bash tests/run.sh older; fi
 exit "$code"
