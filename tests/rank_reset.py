@@ -16,6 +16,19 @@ from typing import Any
 FRESH: dict[str, dict[str, Any]] = {
     # the next init_distributed believes that it is initialised, with the old world
     "deepspeed.comm.comm": {"cdb": None},
+    # before 0.19.5 they outlived the world: "Group ... is not registered" in the next one
+    "deepspeed.utils.groups": {
+        "_WORLD_GROUP": None,
+        "_EXPERT_PARALLEL_GROUP": {},
+        "_EXPERT_DATA_PARALLEL_GROUP": {},
+        "_ALL_TO_ALL_GROUP": {},
+        "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
+        "_TENSOR_MODEL_PARALLEL_GROUP": None,
+        "_MODEL_PARALLEL_GROUP": None,
+        "_DATA_PARALLEL_GROUP": None,
+        "mesh_device": None,
+        "mpu": None,
+    },
     # the grid holds groups of the old world; unfinished sends would be waited for
     "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None, "_async": []},
     # "Conflicting tp_model_init arguments" when the next job wants another tensor-parallel size
@@ -129,8 +142,11 @@ def reset_zero3() -> None:
 
     # Both count on over engines. A rank that sat out a job is behind: "disagreement between rank0
     # and rank2".
-    register: Any = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
-    register.__defaults__[0][0] = 0
+    register: Any = getattr(
+        parameter_offload.DeepSpeedZeRoOffload, "_register_deepspeed_module", None
+    )
+    if register is not None:  # from DeepSpeed 0.16 on
+        register.__defaults__[0][0] = 0
     partition_parameters.Init.param_id = 0
     # ZeRO-3 replaces it for good; engines of other stages in later jobs would multiply with it.
     patched = partition_parameters.InsertPostInitMethodToModuleSubClasses

@@ -2,14 +2,12 @@
 ones, and yet it is an axis of its own."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import megatron_ucp as ucp
 from megatron_ucp.core.manifest import FILE_NAME
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
@@ -48,31 +46,6 @@ def test_pair(
     folder = sources.get(world, source, more=0, filled=False, attach=named)
     job = "tests.engines.jobs:resume"
     check(sources.ranks.run(target_world, job, replace(target, seed=9), folder, tags=("trained",)))
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_files_that_are_named_by_the_sequence_parallel_rank(
-    sources: Sources, tmp_path: Path, zero: int
-) -> None:
-    """As DeepSpeed 0.18.2 to 0.19.4 named them: the second number is the rank in the sequence."""
-    source = sources.get(4, ulysses(zero, 2), more=0, filled=False, attach=False)
-    folder = Path(shutil.copytree(source, tmp_path / "old"))
-    renamed = 0
-    for path in [*(folder / "trained").glob("*zero_pp_rank_*")]:
-        part = int(path.name.partition("zero_pp_rank_")[2].partition("_")[0])
-        new = path.name.replace("mp_rank_00", f"mp_rank_{part % 2:02d}")
-        path.rename(path.with_name(new))
-        renamed += new != path.name
-    assert renamed == (4 if zero == 3 else 2)
-    job = "tests.engines.jobs:resume"
-    check(sources.ranks.run(2, job, ulysses(2, 1, seed=9), str(folder), tags=("trained",)))
-    assert ucp.verify(folder / "trained").findings == ()
-    lost = next((folder / "trained").glob("*zero_pp_rank_1_mp_rank_01_optim*"))
-    lost.rename(tmp_path / "away")
-    assert "missing" in ucp.verify(folder / "trained").findings[0].what
-    shutil.copy(tmp_path / "away", lost)
-    shutil.copy(lost, str(lost).replace("mp_rank_01", "mp_rank_00"))
-    assert ucp.verify(folder / "trained").findings  # two files of one partition
 
 
 def test_the_form_without_an_mpu_is_refused(sources: Sources) -> None:

@@ -66,6 +66,38 @@ def test_hf_trainer_resumes_on_another_mesh(
     check_losses(reference["losses"], found[0]["losses"])
 
 
+def samples(found: list[dict[str, Any]]) -> list[list[int]]:
+    """The samples of each step, those of rank 0 first."""
+    steps = zip(*(rank["samples"] for rank in found), strict=True)
+    return [[number for share in shares for number in share] for shares in steps]
+
+
+@pytest.mark.parametrize(
+    ("dp", "batch", "said"), [(1, 4, ""), (4, 4, ""), (2, 2, "repeats 8"), (1, 6, "leaves out 8")]
+)
+def test_the_trainers_own_counters(
+    ranks: RankPool,
+    trained: tuple[str, dict[str, Any]],
+    tmp_path: Path,
+    dp: int,
+    batch: int,
+    said: str,
+) -> None:
+    """It goes on where it was while a step has as many samples, on any number of ranks; else a note
+    says what it repeats or leaves out."""
+    job, arguments = "tests.engines.trainer_jobs:trainer", {"zero": 1, "batch": batch}
+    whole = ranks.run(1, job, str(tmp_path / "whole"), steps=14, zero=0)
+    order = [number for step in samples(whole) for number in step]
+    found = ranks.run(dp, job, str(tmp_path), steps=STEPS, resume=trained[0], **arguments)
+    first = SAVED_AT * batch
+    assert samples(found)[0] == order[first : first + batch]
+    for rank in found:
+        notes = [note for note in rank["report"].notes if "trainer_state.json" in note]
+        assert [f"after sample {first:,}, which {said} samples" in note for note in notes] == (
+            [True] if said else []
+        )
+
+
 def test_the_trainer_comparison_sees_another_step(trained: tuple[str, dict[str, Any]]) -> None:
     saved = trained[1]["saved"]
     scalars = {

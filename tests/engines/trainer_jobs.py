@@ -45,9 +45,9 @@ def make_data() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def ds_config(zero: int, **extra: Any) -> dict[str, Any]:
+def ds_config(zero: int, batch: int = GLOBAL_BATCH, **extra: Any) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
+        "train_micro_batch_size_per_gpu": batch // torch.distributed.get_world_size(),
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
@@ -99,14 +99,15 @@ def trainer(
     seed: int = 1,
     installed: bool = True,
     config: Mapping[str, Any] = ON,
+    batch: int = GLOBAL_BATCH,
 ) -> dict[str, Any]:
-    """Trains up to step `steps` under `transformers.Trainer`.
+    """Trains up to step `steps` under `transformers.Trainer`, with `batch` samples in a step.
 
-    Returns the losses by step, the states when it saved (`save_at`), and those on_train_begin,
-    after a resume.
+    Returns the losses by step, the samples that this rank took in each, the states when it saved
+    (`save_at`), and those on_train_begin, after a resume.
     """
     with as_in_a_new_process(installed):
-        return _trainer(folder, zero, steps, save_at, resume, seed, config)
+        return _trainer(folder, zero, steps, save_at, resume, seed, config, batch)
 
 
 def _trainer(
@@ -117,10 +118,19 @@ def _trainer(
     resume: str | None,
     seed: int,
     config: Mapping[str, Any],
+    batch: int,
 ) -> dict[str, Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"samples": []}
+    data = make_data()
+    numbers = {tuple(row["input_ids"].tolist()): number for number, row in enumerate(data)}
+
+    class Noting(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = inputs["input_ids"].tolist()
+            found["samples"].append([numbers[tuple(row)] for row in rows])
+            return super().training_step(model, inputs, *args, **kwargs)
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,8 +144,8 @@ def _trainer(
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=steps,
-        per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
-        deepspeed=ds_config(zero, **config),
+        per_device_train_batch_size=batch // torch.distributed.get_world_size(),
+        deepspeed=ds_config(zero, batch, **config),
         learning_rate=1e-2,
         weight_decay=0.1,
         lr_scheduler_type="linear",
@@ -149,9 +159,7 @@ def _trainer(
         seed=3,
         accelerator_config={"use_configured_state": True},
     )
-    run = Trainer(
-        model=make_model(seed), args=arguments, train_dataset=make_data(), callbacks=[Watch()]
-    )
+    run = Noting(model=make_model(seed), args=arguments, train_dataset=data, callbacks=[Watch()])
     run.train(resume_from_checkpoint=resume)
     found["losses"] = {
         entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry

@@ -11,7 +11,8 @@ from megatron_ucp.engines.deepspeed.wrappers import Wrapper
 def micro_batches(engine: Any) -> int:
     """How many micro-batches the engine has taken since the boundary of its accumulation; 0 where
     the caller says when that is."""
-    if not engine.managed_gradient_accumulation():
+    managed = getattr(engine, "managed_gradient_accumulation", None)  # 0.19.0 always manages it
+    if managed is not None and not managed():
         return 0
     if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
         return 0

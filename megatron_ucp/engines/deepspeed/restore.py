@@ -3,11 +3,13 @@ state, random states, data position."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.client_state import rebuilt
 from megatron_ucp.engines.deepspeed.schedulers import check_class
+from megatron_ucp.engines.deepspeed.trainer_state import counted_anew
 from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
@@ -63,11 +65,7 @@ class DeepSpeedExtras:
             found = scheduler_for(found, groups, len(source.manifest.groups), here)
             notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
             _check_scheduler(found, engine, source)
-        if taken := source.manifest.run.get(MIDDLE):
-            notes.append(
-                f"the save came after {taken} micro-batches of a step: they are not in it, and "
-                "their step begins again"
-            )
+        notes += _of_the_position(source, engine, how.module_only)
         position = None if how.module_only else saved.data_position
         if how.loader is not None and position is not None:
             how.loader.check(position, str(source.folder))
@@ -122,6 +120,19 @@ class DeepSpeedExtras:
         if sampler is not None and engine.training_dataloader is not None:
             if engine.curriculum_learning_enabled():
                 engine.training_dataloader.data_sampler.load_state_dict(sampler)
+
+
+def _of_the_position(source: Checkpoint, engine: Any, module_only: bool) -> list[str]:
+    """Notes where the run does not go on with the next sample."""
+    notes: list[str] = []
+    if taken := source.manifest.run.get(MIDDLE):
+        notes.append(
+            f"the save came after {taken} micro-batches of a step: they are not in it, and "
+            "their step begins again"
+        )
+    if module_only:
+        return notes
+    return notes + counted_anew(Path(source.folder), source.extras.counters, engine)
 
 
 def _check_scheduler(found: Any, engine: Any, source: Checkpoint) -> None:

@@ -7,6 +7,7 @@ One class per wrapper; the attributes that they read are those that the wrapper 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,10 +89,8 @@ class LiveZero12(Wrapper):
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
         for g, master in enumerate(self.opt.single_partition_of_fp32_groups):
-            params, starts = (
-                self.opt.round_robin_bit16_groups[g],
-                self.opt.round_robin_bit16_offsets[g],
-            )
+            params = self.opt.round_robin_bit16_groups[g]
+            starts = self._starts(g)
             flat, group = self.opt.bit16_groups_flat[g], self.group_of(master)
             _check_starts(self.engine, params, starts, flat)
             stepped = {} if group is None else self.base.param_groups[group]
@@ -109,6 +108,15 @@ class LiveZero12(Wrapper):
                 )
             )
         return out
+
+    def _starts(self, group: int) -> Sequence[int]:
+        """Where parameters begin in the flat buffer of a group. DeepSpeed 0.19.0 keeps no list of
+        it: there nothing lies between them."""
+        offsets = getattr(self.opt, "round_robin_bit16_offsets", None)
+        if offsets is not None:
+            return offsets[group]
+        sizes = [param.numel() for param in self.opt.round_robin_bit16_groups[group]]
+        return [0, *accumulate(sizes)][:-1]
 
     def momentum_dtype(self) -> torch.dtype | None:
         """That of the gradients that it averages."""
@@ -216,7 +224,7 @@ class LiveZero3(Wrapper):
         out: list[LiveBuffer] = []
         for i, master in enumerate(self.opt.fp32_partitioned_groups_flat):
             params = self.opt.fp16_groups[i]
-            group = self.opt._get_sub_group_process_group(i)
+            group = self._process_group(i)
             count = torch.distributed.get_world_size(group=group)
             starts, used = flat.aligned_starts([p.ds_tensor.ds_numel for p in params])
             for param, start in zip(params, starts, strict=True):
@@ -246,6 +254,12 @@ class LiveZero3(Wrapper):
                 )
             )
         return out
+
+    def _process_group(self, sub_group: int) -> Any:
+        """The ranks that share a sub-group; in DeepSpeed 0.19.0, which divides no experts at
+        ZeRO-3, those of all."""
+        own = getattr(self.opt, "_get_sub_group_process_group", None)
+        return self.opt.dp_process_group if own is None else own(sub_group)
 
     def refresh(self) -> None:
         for i, master in enumerate(self.opt.fp32_partitioned_groups_flat):

@@ -34,7 +34,9 @@ class Derived:
         """The manifest that follows from the files alone, with what it says of states that were
         not saved."""
         found = self._held()
-        lost = not_saved(self.of.meta.get("ds_config"), found)
+        names, meta = self.of.names, self.of.meta
+        has_optimizer = bool(names.optimizer or names.expert_optimizer or meta.get("optimizer"))
+        lost = not_saved(meta.get("ds_config"), found, has_optimizer)
         return replace(found, run={**found.run, NOT_SAVED: lost}) if lost else found
 
     def _held(self) -> Manifest:

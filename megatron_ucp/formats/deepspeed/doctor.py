@@ -2,7 +2,8 @@
 the run's config and from what lies in the files.
 
 Sources, of DeepSpeed 0.19.8: `runtime/superoffload/`, `runtime/zenflow/`, `backup_optimizer` of
-`runtime/zero/stage3.py`, `_get_param_fragment_func` of the engine.
+`runtime/zero/stage3.py`, `_get_param_fragment_func` of the engine; of 0.18.2: `DDP_BFLOAT16` and
+`zero_optimizer_state` of the engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,17 @@ _QUANTIZED = (
     "ZeRO++ (zero_quantized_nontrainable_weights): frozen weights were saved in 8 bits and their "
     "scales were not, so that nothing can restore them"
 )
+_BF16 = (
+    "bf16 without ZeRO, or at ZeRO-1 with data_types.grad_accum_dtype fp32: DeepSpeed 0.17 to "
+    "0.18.4 stepped it with an optimizer of which they saved neither masters nor moments"
+)
+_BF16_VERSIONS = ("0.17.", *(f"0.18.{patch}" for patch in range(5)))
 _EIGHT_BITS = ("int8", "uint8")
 
 
-def not_saved(config: Any, manifest: Manifest) -> list[str]:
-    """What the files of a run lack, one sentence for each cause."""
+def not_saved(config: Any, manifest: Manifest, has_optimizer: bool) -> list[str]:
+    """What the files of a run lack, one sentence for each cause. `has_optimizer`: whether any of
+    them holds one, with names or without."""
     settings = _section(config, "zero_optimization")
     offload = _section(settings, "offload_optimizer")
     out: list[str] = []
@@ -42,6 +49,8 @@ def not_saved(config: Any, manifest: Manifest) -> list[str]:
         out += [_SUPER] if offload.get("super_offload") else []
         out += [_PARTIAL] if isinstance(ratio, int | float) and ratio < 1 else []
     out += [_ZENFLOW] if settings.get("zenflow") else []
+    if not has_optimizer and _stepped(manifest) and _without_bf16_optimizer(config, manifest):
+        out.append(_BF16)
     if settings.get("zero_quantized_nontrainable_weights") and _quantized(manifest):
         out.append(_QUANTIZED)
     return out
@@ -56,7 +65,7 @@ def said_of(manifest: Manifest) -> Sequence[str]:
 def refuse_lost_moments(manifest: Manifest, file: str) -> None:
     """Raises StateMismatchError where moments that a run had were not saved, and the config says
     why."""
-    found = [cause for cause in said_of(manifest) if cause in (_SUPER, _PARTIAL)]
+    found = [cause for cause in said_of(manifest) if cause in (_SUPER, _PARTIAL, _BF16)]
     if found:
         raise StateMismatchError(
             "the files do not hold all states of the optimizer",
@@ -106,11 +115,20 @@ def refuse_unusable(manifest: Manifest, file: str, allow: Any) -> None:
 
 def _lacks_moments(manifest: Manifest) -> bool:
     """Whether a buffer has masters alone, and yet the run took steps."""
-    steps, skipped = (manifest.run.get(key) or 0 for key in ("global_steps", "skipped_steps"))
     stepped = [buffer for buffer in manifest.buffers if buffer.stepped and buffer.members]
-    return steps > skipped and any(
+    return _stepped(manifest) and any(
         [state for state, _ in buffer.states] == [MASTER] for buffer in stepped
     )
+
+
+def _stepped(manifest: Manifest) -> bool:
+    steps, skipped = (manifest.run.get(key) or 0 for key in ("global_steps", "skipped_steps"))
+    return steps > skipped
+
+
+def _without_bf16_optimizer(config: Any, manifest: Manifest) -> bool:
+    bf16 = any(_section(config, key).get("enabled") is True for key in ("bf16", "bfloat16"))
+    return bf16 and str(manifest.run.get("ds_version")).startswith(_BF16_VERSIONS)
 
 
 def _quantized(manifest: Manifest) -> list[str]:

@@ -1,0 +1,154 @@
+"""What the ranks do in the tests of Lightning, whose DeepSpeedStrategy calls
+`deepspeed.initialize` itself."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+import megatron_ucp as ucp
+from tests.engines.model import GLOBAL_BATCH, SEQUENCE, VOCAB, Net, param_groups
+from tests.engines.trainer_jobs import ON, states
+
+BATCHES = 6  # of an epoch
+
+
+class OnCpu(DeepSpeedStrategy):
+    """Lightning refuses DeepSpeed where there is no GPU, and numbers devices."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+    def setup_environment(self) -> None:
+        super(DDPStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+
+class Module(lightning.LightningModule):
+    """Its batches depend on the step alone, as Lightning begins the data again after a load."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = Net()
+        self.losses: dict[int, float] = {}
+        self.samples: dict[int, int] = {}
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        step = self.trainer.global_step
+        self.samples[step] = int(batch)
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=generator)
+        loss = self.net(tokens.chunk(self.trainer.world_size)[self.global_rank].contiguous())
+        mean = loss.detach().double()
+        torch.distributed.all_reduce(mean)
+        self.losses[step] = float(mean) / self.trainer.world_size
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(param_groups(self.net, 2))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+class Watch(Callback):
+    """A callback with a state of its own, which notes what a run saves and what it begins with."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.found: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+    def now(self, trainer: Any) -> dict[str, Any]:
+        loop = trainer.fit_loop
+        scheduler = trainer.lr_scheduler_configs[0].scheduler
+        return {
+            "states": states(trainer.strategy.deepspeed_engine, scheduler),
+            "counters": (trainer.global_step, trainer.current_epoch, self.seen),
+            "batches": loop.epoch_loop.batch_progress.state_dict(),
+        }
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found["begin"] = self.now(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen += 1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self.found.setdefault("saved", self.now(trainer))
+
+
+def fit(
+    folder: str,
+    zero: int,
+    steps: int,
+    save_at: int | None = None,
+    resume: str | None = None,
+    seed: int = 1,
+    config: Mapping[str, Any] = ON,
+) -> dict[str, Any]:
+    """Trains up to step `steps`; saves once at step `save_at`, or begins with `resume`."""
+    import deepspeed
+
+    world = torch.distributed.get_world_size()
+    stock = deepspeed.initialize
+    ucp.install()
+    module, watch = Module(seed), Watch()
+    callbacks: list[Callback] = [watch]
+    if save_at:
+        callbacks.append(
+            ModelCheckpoint(folder, "{step}", every_n_train_steps=save_at, save_top_k=-1)
+        )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=OnCpu(
+            config={
+                "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+                **config,
+            }
+        ),
+        max_steps=steps,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=bool(save_at),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    loader = torch.utils.data.DataLoader(range(BATCHES), batch_size=1)  # type: ignore[arg-type]
+    try:
+        trainer.fit(module, loader, ckpt_path=resume)
+    finally:
+        deepspeed.initialize = stock
+    ends = (trainer.global_step, trainer.current_epoch)
+    return watch.found | {"losses": module.losses, "samples": module.samples, "ends": ends}
+
+
+def refused(**arguments: Any) -> str:
+    """The error of a run that has to fail. On one rank only: others would wait."""
+    try:
+        fit(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it was not refused"
