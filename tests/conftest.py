@@ -4,13 +4,14 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engines.model import Setup
-from tests.engines.sources import PLAIN, Sources
 from tests.ranks import RankPool
+
+if TYPE_CHECKING:  # torch: seconds, before the processes that run the tests are started
+    from tests.engines.sources import Sources
 
 SHOWN_JOBS = 10
 CASES = 3  # of one test, that the default run takes in any case
@@ -44,15 +45,20 @@ def tmp_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def sources(ranks: RankPool, tmp_checkpoints: Path) -> Sources:
+def sources(ranks: RankPool, tmp_checkpoints: Path) -> "Sources":
+    from tests.engines.sources import Sources
+
     return Sources(ranks, tmp_checkpoints)
 
 
 @pytest.fixture
-def broken(sources: Sources, tmp_path: Path) -> Callable[..., Path]:
+def broken(sources: "Sources", tmp_path: Path) -> Callable[..., Path]:
     """A copy of a good checkpoint, to be damaged."""
 
-    def copy(dp: int = 2, setup: Setup = PLAIN, **kwargs: Any) -> Path:
+    def copy(dp: int = 2, setup: Any = None, **kwargs: Any) -> Path:
+        from tests.engines.sources import PLAIN
+
+        setup = PLAIN if setup is None else setup
         folder = tmp_path / "checkpoint"
         shutil.copytree(sources.get(dp, setup, **kwargs), folder)
         (folder / "oracle.pt").unlink()

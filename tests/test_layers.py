@@ -77,7 +77,7 @@ def imports(
 ) -> Iterator[tuple[int, tuple[str, ...], bool]]:
     """Every import as (line, dotted name, whether it runs on import of the module). `package`: for
     relative ones."""
-    late = {id(inner) for node in ast.walk(tree) if is_late(node) for inner in ast.walk(node)}
+    late = {id(node) for node in late_nodes(tree)}
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -99,6 +99,15 @@ def imports(
             )
         for name in names:
             yield node.lineno, tuple(name.split(".")), id(node) not in late  # type: ignore[attr-defined]
+
+
+def late_nodes(tree: ast.AST, late: bool = False) -> Iterator[ast.AST]:
+    """What does not run on import."""
+    for node in ast.iter_child_nodes(tree):
+        inner = late or is_late(node)
+        if inner:
+            yield node
+        yield from late_nodes(node, inner)
 
 
 def is_late(node: ast.AST) -> bool:

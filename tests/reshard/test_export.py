@@ -98,7 +98,13 @@ def test_an_export_compares_equal_and_one_bit_does_not(tmp_path: Path, family: s
     assert difference.what.startswith("value, 1 of ")
 
 
-@pytest.mark.parametrize("family", twins.SIZES)
+QUICK = ("gpt", "mixtral")  # between them, all kinds of parameters of the others
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.long) for f in twins.SIZES],
+)
 def test_import_and_export_again_is_the_identity(tmp_path: Path, family: str) -> None:
     """Names, dtypes, shapes and bytes, by way of several meshes."""
     ucp.export_hf(first(twins.model(family), tmp_path), tmp_path / "hf")
