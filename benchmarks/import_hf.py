@@ -32,7 +32,7 @@ def main() -> int:
     args = parse()
     size, rows, seconds = SMALL if args.tiny else {}, list[dict[str, Any]](), dict[str, Any]()
     folder = Path(tempfile.mkdtemp(prefix="import_hf_", dir=args.folder))
-    pool = RankPool(RANKS)
+    pool = RankPool(RANKS, gloo=True)
     try:
         for mesh in (TP1Z1, TP2Z1):
             pool.run(RANKS, JOBS + "save", str(folder), mesh, size, timeout_s=600)

@@ -388,7 +388,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="ucp_load_", dir=options.folder) as folder:
             if shutil.disk_usage(folder).free < needed:
                 parser.error(f"{folder} has less than {needed >> 30} GiB of free space")
-            pool = RankPool(RANKS.get(name, 2))
+            pool = RankPool(RANKS.get(name, 2), gloo=True)
             try:
                 results[name] = Suite(
                     pool, Path(folder).resolve(), SUITES[name], size, options.repetitions

@@ -36,7 +36,7 @@ CLAIMS = [
 def main() -> int:
     args = parse()
     folder = Path(tempfile.mkdtemp(prefix="megatron_", dir=args.folder))
-    pool = RankPool(RANKS)
+    pool = RankPool(RANKS, gloo=True)
     try:
         job, size = "benchmarks.megatron_ranks:measure", {"layers": 2} if args.tiny else FULL
         found = pool.run(RANKS, job, str(folder), size, args.repetitions, timeout_s=1500)[0]

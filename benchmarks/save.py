@@ -38,7 +38,7 @@ LAYERS, WIDTH, EXPERT_WIDTH, EXPERTS, VOCABULARY = 64, 8192, 5120, 128, 128000
 def main() -> int:
     args = parse()
     folder = Path(tempfile.mkdtemp(prefix="saves_", dir=args.folder))
-    pool = RankPool(RANKS)
+    pool = RankPool(RANKS, gloo=True)
     try:
         found: list[list[dict[str, Any]]] = pool.run(
             RANKS,

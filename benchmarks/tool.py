@@ -254,7 +254,7 @@ def saved(folder: Path) -> Path:
     from benchmarks.cases import Mesh
     from tests.ranks import RankPool
 
-    pool = RankPool(2)
+    pool = RankPool(2, gloo=True)
     pool.run(2, "benchmarks.load_ranks:save", str(folder), Mesh(1), {}, timeout_s=600)
     pool.close()
     return folder / "z1"
