@@ -1,19 +1,13 @@
 """A machine without a GPU: DeepSpeed's Muon leaves its small functions as they are instead of
 compiling them."""
 
-import torch
-
 from . import Patch
-from .no_torch_compile import leave, unwrap
+from .no_torch_compile import unwrap, without_compiler
 
 
 def change() -> None:
-    # DeepSpeed imports Muon with any ZeRO optimizer; torch.compile would import its compiler then.
-    stock, torch.compile = torch.compile, leave
-    try:
+    with without_compiler():
         from deepspeed.runtime.zero.muon import original_muon
-    finally:
-        torch.compile = stock
     unwrap(original_muon)  # where it was imported before
 
 

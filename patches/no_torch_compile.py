@@ -1,22 +1,18 @@
 """A machine without a GPU: megatron-core's `jit_fuser` leaves functions as they are instead of
 compiling them."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from . import Patch
 
 
 def change() -> None:
-    import torch
-
-    # The import runs the decorator in the modules that megatron.core itself imports; torch.compile
-    # would import its compiler for them, which takes longer than all the rest of Megatron-Core.
-    stock, torch.compile = torch.compile, leave
-    try:
+    # The import runs the decorator in the modules that megatron.core itself imports.
+    with without_compiler():
         import megatron.core.jit
-    finally:
-        torch.compile = stock
     megatron.core.jit.disable_jit_fuser()
     # Where megatron.core was imported before:
     for name, module in list(sys.modules.items()):
@@ -25,6 +21,19 @@ def change() -> None:
             for thing in list(vars(module).values()):
                 if isinstance(thing, type) and thing.__module__.startswith("megatron.core"):
                     unwrap(thing)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """For an import that decorates functions: torch.compile would import its compiler for them,
+    which takes longer than all the rest of Megatron-Core."""
+    import torch
+
+    stock, torch.compile = torch.compile, leave
+    try:
+        yield
+    finally:
+        torch.compile = stock
 
 
 def leave(model: Any = None, **_: Any) -> Any:

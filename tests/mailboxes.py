@@ -3,8 +3,8 @@ send each other bytes over Unix sockets, from their own threads.
 
 gloo hands each operation to a second thread, which hands each message to a third. On a machine
 with two cores and four ranks the hand-overs of one all-reduce of a hundred numbers take five
-milliseconds of processor time; here they take half of one, and the tests consist of thousands of
-them. `TESTS_COMM=gloo` takes gloo itself, which `tests/run.sh all` does.
+milliseconds of processor time; here they take one, and the tests consist of thousands of them.
+`TESTS_COMM=gloo` takes gloo itself, which `tests/run.sh all` does.
 
 What gloo refuses is refused here too (averages, gathers of different shapes), and more: a message
 says which operation it belongs to, so ranks whose operations differ fail instead of taking each
@@ -323,28 +323,29 @@ class MailboxGroup(dist.ProcessGroup):
     def _post(self, key: Key, member: int, tensor: torch.Tensor) -> None:
         self.mailboxes.post(self._rank(member), key, as_bytes(tensor))
 
+    def _post_each(self, key: Key, inputs: Tensors) -> None:
+        for member in self.others:
+            self._post(key, member, inputs[member])
+
+    def _fill_each(self, key: Key, outputs: Tensors) -> None:
+        for member in self.others:
+            fill(outputs[member], self._take(key, member, outputs[member]))
+
     def _take(self, key: Key, member: int, into: torch.Tensor) -> torch.Tensor:
         return like(self.mailboxes.take(self._rank(member), key), into)
 
     def _all_to_all(self, operation: str, outputs: Tensors, inputs: Tensors) -> Work:
         """`inputs[member]` goes to that member; `outputs[member]` comes from it."""
         key = self._key(operation)
-        for member in self.others:
-            self._post(key, member, inputs[member])
+        self._post_each(key, inputs)
         fill(outputs[self.me], inputs[self.me])
-
-        def finish() -> None:
-            for member in self.others:
-                fill(outputs[member], self._take(key, member, outputs[member]))
-
-        return Work(finish)
+        return Work(lambda: self._fill_each(key, outputs))
 
     def _sums(self, operation: str, output: torch.Tensor, inputs: Tensors, how: Any) -> Work:
         """`inputs[member]` goes to that member; `output` is the sum of what comes."""
         adder(how)
         key = self._key(operation)
-        for member in self.others:
-            self._post(key, member, inputs[member])
+        self._post_each(key, inputs)
         mine = inputs[self.me]
 
         def finish() -> None:
@@ -360,8 +361,7 @@ class MailboxGroup(dist.ProcessGroup):
         """`inputs[member]` of `root` goes to each member's `output`."""
         key = self._key(operation)
         if self.me == root:
-            for member in self.others:
-                self._post(key, member, inputs[member])
+            self._post_each(key, inputs)
             fill(output, inputs[root])
             return Work(lambda: None)
         return Work(lambda: fill(output, self._take(key, root, output)))
@@ -373,12 +373,7 @@ class MailboxGroup(dist.ProcessGroup):
             self._post(key, root, tensor)
             return Work(lambda: None)
         fill(outputs[root], tensor)
-
-        def finish() -> None:
-            for member in self.others:
-                fill(outputs[member], self._take(key, member, outputs[member]))
-
-        return Work(finish)
+        return Work(lambda: self._fill_each(key, outputs))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         how = opts.reduceOp if opts else dist.ReduceOp.SUM

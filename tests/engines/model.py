@@ -335,9 +335,11 @@ MUON = "muon"  # of DeepSpeed, by its config
 def uncompiled() -> None:
     """Newton-Schulz is not compiled from here on: a compiler's start takes longer than a test."""
     from deepspeed.runtime.zero.muon import original_muon
+    from megatron_ucp_patches.no_torch_compile import (  # pyright: ignore[reportMissingImports]
+        unwrap,
+    )
 
-    for name, thing in list(vars(original_muon).items()):
-        setattr(original_muon, name, getattr(thing, "_torchdynamo_orig_callable", thing))
+    unwrap(original_muon)
 
 
 def muon_engine(
