@@ -25,21 +25,34 @@ export LAW_SHARE="${LAW_SHARE:-0.25}" # of the random cases of each law (tests/c
 export TORCH_EXTENSIONS_DIR="$PWD/.cache/torch_extensions" OMP_NUM_THREADS=1
 if ! { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }; then export DS_ACCELERATOR=cpu; fi
 
-build_comm_op() { # every init_distributed on a CPU wants it; built here, ranks don't build it at the same time
+build_ops() { # Before the tests, whose ranks have little time each and would all build them at once.
+    # The first one is what every init_distributed on a CPU wants.
+    local op
     mkdir -p "$TORCH_EXTENSIONS_DIR"
     # a build that was killed leaves its lock, and whoever needs the op waits for that lock for ever
     find "$TORCH_EXTENSIONS_DIR" -name lock -delete
-    if [ -z "$(find "$TORCH_EXTENSIONS_DIR" -name 'deepspeed_shm_comm.so' -print -quit)" ]; then
-        echo "run: building DeepSpeed's communication op, once (about a minute)"
-    fi
-    python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >.cache/build_comm_op.log 2>&1 ||
-        { cat .cache/build_comm_op.log >&2; echo "run: the op could not be built; is there a C++ compiler (g++)?" >&2; exit 1; }
+    for op in deepspeed_shm_comm fused_adam cpu_adam; do
+        if [ -z "$(find "$TORCH_EXTENSIONS_DIR" -name "$op.so" -print -quit)" ]; then
+            echo "run: building DeepSpeed's ops, once (minutes)"
+            break
+        fi
+    done
+    python -c '
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import build_shm_op
+
+build_shm_op()
+on_cpu = get_accelerator().device_name() == "cpu"  # elsewhere DeepSpeed asks for another compiler
+for builder in ("FusedAdamBuilder", "CPUAdamBuilder") if on_cpu else ():
+    get_accelerator().create_op_builder(builder).load()
+' >.cache/build_ops.log 2>&1 ||
+        { cat .cache/build_ops.log >&2; echo "run: the ops could not be built; is there a C++ compiler (g++)?" >&2; exit 1; }
 }
 
 if [ -n "$older" ]; then
     bash tests/older_env.sh "$OLDER"
     export PATH="$PWD/.cache/older/$OLDER/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/.cache/older/$OLDER/ops"
-    build_comm_op
+    build_ops
     # parameter_alignment came later; random kills take minutes and say nothing of a version
     exec python -m pytest -m "$marks" -rs --durations=10 \
         --deselect "tests/engines/test_features.py::test_carried_over_bit_for_bit[alignment and round robin]" \
@@ -55,7 +68,7 @@ check() {
 
 check ruff format --check --quiet .
 check ruff check .
-if [ -z "$quick" ]; then build_comm_op; fi
+if [ -z "$quick" ]; then build_ops; fi
 
 # What is no test runs beside the tests. Its output comes when both are done.
 beside() {
