@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,15 +43,21 @@ PRELOADED = (
 
 
 def prepare() -> None:
-    """What the ranks need, imported before they are forked. Not where there is a GPU: a process
-    that asked for it can't be forked, so each rank imports for itself there."""
+    """The environment of the ranks, and what all of them need."""
     os.environ.pop("LOCAL_SIZE", None)
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # of Muon's few steps; a compilation takes 40 s
+    if not GPU.exists():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    preload(PRELOADED)
+
+
+def preload(names: Iterable[str]) -> None:
+    """Import what the ranks need before they are forked. Not where there is a GPU: a process that
+    asked for it can't be forked, so each rank imports for itself there."""
     if GPU.exists():
         return
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    for name in PRELOADED:
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     freeze_imports()
@@ -221,6 +228,9 @@ def main() -> None:
             answer = start(server, Path(value), *handles)
             for handle in handles:
                 os.close(handle)
+        elif what == "import":
+            answer = 0
+            preload([value])
         else:
             keep = os.WNOWAIT if what == "status" else 0
             found = os.waitid(os.P_PID, value, os.WEXITED | keep)

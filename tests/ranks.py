@@ -196,7 +196,8 @@ class ForkServer:
 
     def ask(self, request: tuple[Any, ...], handles: Sequence[int] = ()) -> int:
         """Its answer to a request: the pid of a new worker ("start", stacks), or the status with
-        which one ended, ("status", pid), and ("reap", pid) for the last time."""
+        which one ended, ("status", pid), and ("reap", pid) for the last time; 0 when it has
+        imported one more module for the workers to come, ("import", name)."""
         try:
             socket.send_fds(self._socket, [pickle.dumps(request)], handles)
             answer = self._socket.recv(64)

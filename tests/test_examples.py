@@ -1,4 +1,5 @@
-"""The quickstart and the example script, as a user runs them, with fewer steps."""
+"""The quickstart and the other examples, with fewer steps. `tests/run.sh all` runs each as a user
+does, the default run the quickstart's resume with a fault; the others take warm processes there."""
 
 import json
 import os
@@ -13,19 +14,26 @@ import psutil
 import pytest
 from matplotlib import image
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.ranks import ROOT
+from tests.scripts import Done, launch, run_example
+
+sys.path.append(str(ROOT / "examples"))
+import launcher
+
+AS_A_USER = os.environ.get("TESTS_COMM") == "gloo"
 SCRIPT = ["bash", str(ROOT / "examples" / "quickstart.sh")]
 ROW = re.compile(
     r"\| (tp=\d, dp=\d, ZeRO-\d) +\| ([\d,]+) +\| [\d.]+ +\| (yes|NO) \(.*?\) +\| ([\d.e+-]+) +\|"
 )
 
+FEW_STEPS = ["--steps", "4", "--more", "3"]
+
 pytestmark = pytest.mark.ranks
-Done = subprocess.CompletedProcess[str]
 
 
 def quickstart(out: Path, *arguments: str) -> Done:
     return subprocess.run(
-        [*SCRIPT, "--out", str(out), "--steps", "4", "--more", "3", *arguments],
+        [*SCRIPT, "--out", str(out), *FEW_STEPS, *arguments],
         cwd=out.parent,
         capture_output=True,
         text=True,
@@ -40,7 +48,9 @@ def run(tmp_checkpoints: Path) -> tuple[Path, Done]:
     out.mkdir()
     (out / "mine.txt").write_text("kept")
     (out / "resumed_tp1_pp1_dp4_zero3.json").write_text("left by an earlier run")
-    return out, quickstart(out)
+    if AS_A_USER:
+        return out, quickstart(out)
+    return out, run_example("quickstart.py", "--out", str(out), *FEW_STEPS)
 
 
 def test_the_quickstart_resumes_on_three_meshes(run: tuple[Path, Done]) -> None:
@@ -110,38 +120,21 @@ def test_ctrl_c_stops_every_rank(tmp_path: Path) -> None:
     assert set(Path("/dev/shm").glob("deepspeed*")) <= shared
 
 
-def torchrun(ranks: int, *arguments: str) -> None:
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-            str(ROOT / "examples" / "train.py"),
-            *arguments,
-        ],
-        check=True,
-        env=environment,
-        timeout=200,
-    )
+def train(folder: Path, ranks: int, *arguments: str) -> dict[str, float]:
+    """examples/train.py, of which the README shows the three lines; its losses by step."""
+    losses, log = folder / f"losses_{ranks}", folder / f"log_{ranks}"
+    until = ["--steps", "5", "--checkpoint", str(folder / "checkpoint"), "--losses", str(losses)]
+    start = launcher.run if AS_A_USER else launch
+    code = start(ranks, [str(ROOT / "examples" / "train.py"), *arguments, *until], log)
+    assert code == 0, log.read_text()
+    return json.loads(losses.read_text())
 
 
-def test_the_script_with_three_lines(tmp_path: Path) -> None:
-    """examples/train.py, of which the README shows the three lines."""
-    until = ["--steps", "5", "--checkpoint", str(tmp_path / "checkpoint"), "--losses"]
-    torchrun(2, "--zero", "1", "--save-at", "3", *until, str(tmp_path / "whole"))
-    torchrun(1, "--zero", "3", "--resume", *until, str(tmp_path / "resumed"))
-    whole, resumed = (json.loads((tmp_path / name).read_text()) for name in ("whole", "resumed"))
+def test_the_script_with_three_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    whole = train(tmp_path, 2, "--zero", "1", "--save-at", "3")
+    resumed = train(tmp_path, 1, "--zero", "3", "--resume")
     assert list(whole) == ["0", "1", "2", "3", "4"] and list(resumed) == ["3", "4"]
     assert list(resumed.values()) == pytest.approx([whole["3"], whole["4"]], rel=0, abs=1e-5)
     assert resumed["3"] != pytest.approx(
@@ -181,10 +174,13 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     assert int(lives[1][0]) > 1 and "60 of 60 losses" in done.stdout
 
 
-def example(name: str, out: Path, *arguments: str) -> Done:
-    script = [sys.executable, str(ROOT / "examples" / name), "--out", str(out)]
+def example(name: str, out: Path, *more: str) -> Done:
+    arguments = ["--out", str(out), *FEW_STEPS, *more]
+    if not AS_A_USER:
+        return run_example(name, *arguments, preload=["peft", "transformers.trainer"])
+    script = [sys.executable, str(ROOT / "examples" / name)]
     return subprocess.run(
-        [*script, "--steps", "4", "--more", "3", *arguments],
+        [*script, *arguments],
         cwd=out.parent,
         capture_output=True,
         text=True,
