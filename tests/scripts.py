@@ -1,12 +1,11 @@
-"""Runs an example as `python examples/NAME.py` does, with forks of a process that has imported what
-it needs as its ranks: a rank's imports take ten seconds of processor time, the few steps that the
-tests train take one. The example itself, with its files, flags, logs and exit code, is untouched.
+"""Runs scripts on ranks that are forks of a process which has imported what they need: a rank's
+imports take ten seconds of processor time, the few steps that tests train take one.
 
-That the examples' own launcher starts ranks is what tests show that use it.
+The scripts themselves, with their flags, files and exit codes, are untouched. `tests/run.sh all`
+starts them as a user does.
 """
 
 import contextlib
-import importlib
 import io
 import os
 import runpy
@@ -22,12 +21,19 @@ import pytest
 
 from tests.ranks import ROOT, RankPool, RanksFailed, fork_server
 
+sys.path.append(str(ROOT / "examples"))
+import launcher
+
+AS_A_USER = os.environ.get("TESTS_COMM") == "gloo"
 TIMEOUT_S = 300.0
 Done = subprocess.CompletedProcess[str]
 
 
 def run_example(name: str, *arguments: str, preload: Sequence[str] = ()) -> Done:
-    """`examples/NAME` with these arguments; its ranks also find `preload` imported."""
+    """`python examples/NAME` with these arguments; its ranks also find `preload` imported."""
+    if AS_A_USER:
+        command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
     for module in preload:
         fork_server().ask(("import", module))
     out, err = io.StringIO(), io.StringIO()
@@ -37,8 +43,7 @@ def run_example(name: str, *arguments: str, preload: Sequence[str] = ()) -> Done
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        patch.syspath_prepend(str(ROOT / "examples"))
-        patch.setattr(importlib.import_module("launcher"), "run", launch)
+        patch.setattr(launcher, "run", start)
         patch.setattr(sys, "argv", [str(ROOT / "examples" / name), *arguments])
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -61,8 +66,11 @@ def same_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def launch(ranks: int, script: list[str], log: Path) -> int:
-    """In the place of the examples' `launcher.run`."""
+def start(ranks: int, script: list[str], log: Path) -> int:
+    """The exit code of a script (or "-m" and a module) with its arguments on so many ranks; what
+    they say goes to `log`. As the examples' `launcher.run`, in whose place it stands."""
+    if AS_A_USER:
+        return launcher.run(ranks, script, log)
     pool = RankPool(ranks)
     try:
         pool.run(ranks, "tests.scripts:rank", script, str(log.resolve()), timeout_s=TIMEOUT_S)
@@ -83,12 +91,16 @@ def rank(script: list[str], log: str) -> None:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    sys.path.insert(0, str(Path(script[0]).parent))
-    sys.argv = script
+    module = script[0] == "-m"
+    sys.argv = script[module:]
+    sys.path.insert(0, str(ROOT if module else Path(script[0]).parent))
     # what the script left alive is taken down after it, and needs the groups for that
     with mock.patch.object(torch.distributed, "destroy_process_group"):
         try:
-            runpy.run_path(script[0], run_name="__main__")
+            if module:
+                runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script[0], run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,12 +14,8 @@ import pytest
 from matplotlib import image
 
 from tests.ranks import ROOT
-from tests.scripts import Done, launch, run_example
+from tests.scripts import AS_A_USER, Done, run_example, start
 
-sys.path.append(str(ROOT / "examples"))
-import launcher
-
-AS_A_USER = os.environ.get("TESTS_COMM") == "gloo"
 SCRIPT = ["bash", str(ROOT / "examples" / "quickstart.sh")]
 ROW = re.compile(
     r"\| (tp=\d, dp=\d, ZeRO-\d) +\| ([\d,]+) +\| [\d.]+ +\| (yes|NO) \(.*?\) +\| ([\d.e+-]+) +\|"
@@ -124,7 +119,6 @@ def train(folder: Path, ranks: int, *arguments: str) -> dict[str, float]:
     """examples/train.py, of which the README shows the three lines; its losses by step."""
     losses, log = folder / f"losses_{ranks}", folder / f"log_{ranks}"
     until = ["--steps", "5", "--checkpoint", str(folder / "checkpoint"), "--losses", str(losses)]
-    start = launcher.run if AS_A_USER else launch
     code = start(ranks, [str(ROOT / "examples" / "train.py"), *arguments, *until], log)
     assert code == 0, log.read_text()
     return json.loads(losses.read_text())
@@ -176,16 +170,7 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
 
 def example(name: str, out: Path, *more: str) -> Done:
     arguments = ["--out", str(out), *FEW_STEPS, *more]
-    if not AS_A_USER:
-        return run_example(name, *arguments, preload=["peft", "transformers.trainer"])
-    script = [sys.executable, str(ROOT / "examples" / name)]
-    return subprocess.run(
-        [*script, *arguments],
-        cwd=out.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_example(name, *arguments, preload=["peft", "transformers.trainer"])
 
 
 EXAMPLES = {

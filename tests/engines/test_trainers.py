@@ -3,7 +3,6 @@ the module runner."""
 
 import base64
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,10 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.attach import options_of
 from megatron_ucp.errors import UsageError
 from tests.engines.canonical import differences
-from tests.ranks import RankPool, free_port
+from tests.ranks import ROOT, RankPool
 from tests.reshard import twins
+from tests.scripts import start
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SAVED_AT, STEPS = 4, 8
 STOCK_KEY = {"checkpoint": {"load_universal": True}}
 
@@ -248,46 +247,18 @@ def test_a_folder_without_any_checkpoint_is_a_fresh_start(ranks: RankPool, tmp_p
     assert found == [(None, None), (None, None), "NotFoundError", "NotFoundError"]
 
 
-def torchrun(world: int, *command: str) -> "subprocess.CompletedProcess[str]":
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(world),
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(free_port()),
-        *command,
-    ]
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
-    environment |= {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "DS_ACCELERATOR": "cpu",
-    }
-    process = subprocess.Popen(
-        launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        said, _ = process.communicate(timeout=200)
-    finally:
-        process.terminate()  # the launcher takes its ranks along
-        process.wait()
-    return subprocess.CompletedProcess(launch, process.returncode, said)
-
-
 @pytest.mark.ranks
-def test_the_module_runner_resumes_a_script_that_knows_nothing(tmp_path: Path) -> None:
+def test_the_module_runner_resumes_a_script_that_knows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = [str(Path(__file__).with_name("plain_script.py")), str(tmp_path)]
-    saved = torchrun(2, "-m", "megatron_ucp.run", *script, "save", "1")
-    assert saved.returncode == 0, saved.stdout
-    refused = torchrun(1, *script, "resume", "1")
-    assert refused.returncode != 0 and "ZeRORuntimeException" in refused.stdout
-    resumed = torchrun(1, "-m", "megatron_ucp.run", *script, "resume", "3")
-    assert resumed.returncode == 0, resumed.stdout
+    runner, log = ["-m", "megatron_ucp.run", *script], tmp_path / "log"
+    assert start(2, [*runner, "save", "1"], log) == 0, log.read_text()
+    assert start(1, [*script, "resume", "1"], log) != 0
+    assert "ZeRORuntimeException" in log.read_text()
+    assert start(1, [*runner, "resume", "3"], log) == 0, log.read_text()
     want, have = (
         torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume")
     )
