@@ -15,6 +15,7 @@ rm -rf "$folder"
 .venv/bin/python -m venv --without-pip "$folder"
 own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$shared" >"$own/shared.pth"
+ln -s "$PWD/patches" "$own/megatron_ucp_patches" # an editable installation is not seen through a path
 # Its set-up script imports torch, so it is built beside the packages that are there.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
     --ignore-installed --no-deps --no-build-isolation --prefix "$folder" "deepspeed==$version"

@@ -69,6 +69,7 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"))
     threading.Thread(target=die_with_parent, args=(life, stacks.parent), daemon=True).start()
     import deepspeed
+    import megatron_ucp_patches as patches
     import torch
 
     torch.set_num_threads(1)
@@ -77,6 +78,8 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
     # itself, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("WARNING")
+    if deepspeed.__version__ in patches.find("zero3_gathers_waited").versions:
+        patches.apply("zero3_gathers_waited")
     freeze_imports()
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:

@@ -3,18 +3,18 @@
 #
 #   bash tests/run.sh             the default tests
 #   bash tests/run.sh quick       only those that start no processes (under a minute)
-#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many
+#   bash tests/run.sh all         the slow ones and the GPU ones too, and all cases of tests with many; then `older`
 #   bash tests/run.sh older       the core of the tests on ranks, with an older DeepSpeed (.cache/older)
 #   bash tests/run.sh -k plan -x  further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OLDER=0.19.4 # what README names
-quick= older=
+quick= all= older=
 case "${1:-}" in
     older) older=1 marks="not slow and not gpu"; shift ;;
     quick) quick=1 marks="not slow and not gpu and not long"; LAW_SHARE=0.04; shift ;;
-    all) marks=""; LAW_SHARE=1; export TESTS_COMM="${TESTS_COMM:-gloo}"; shift ;; # tests/mailboxes.py
+    all) all=1 marks=""; LAW_SHARE=1; export TESTS_COMM="${TESTS_COMM:-gloo}"; shift ;; # tests/mailboxes.py
     *) marks="not slow and not gpu" ;;
 esac
 
@@ -57,7 +57,8 @@ if [ -n "$older" ]; then
     exec python -m pytest -m "$marks" -rs --durations=10 \
         --deselect "tests/engines/test_features.py::test_carried_over_bit_for_bit[alignment and round robin]" \
         --deselect tests/engines/test_saves.py::test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit \
-        tests/engines/test_pairs.py tests/engines/test_features.py tests/engines/test_saves.py tests/engines/test_older.py "$@"
+        tests/engines/test_pairs.py tests/engines/test_features.py tests/engines/test_saves.py tests/engines/test_older.py \
+        tests/test_patches.py::test_zero3_gathers_waited "$@"
 fi
 
 code=0
@@ -92,4 +93,5 @@ tested=$code code=0
 wait $! || code=$?
 cat "$log"
 if [ "$tested" != 0 ]; then code=$tested; fi
+if [ -n "$all" ]; then check bash tests/run.sh older; fi
 exit "$code"

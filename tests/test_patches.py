@@ -1,11 +1,14 @@
 """The patches: each states what it is, is refused for an unknown version, and cures a defect that
 is there without it."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,59 @@ def test_round_robin_links(ranks: RankPool) -> None:
     assert ranks.run(2, "tests.test_patches:wrong_reads", True) == [[], []]
 
 
+class Late:
+    """A gather that fills its output when it is waited for, as a slow one may."""
+
+    def __init__(self, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.gather = lambda: gather(*args, **(kwargs | {"async_op": False}))
+
+    def wait(self) -> None:
+        self.gather()
+
+
+def stale_after_a_gather(patched: bool) -> list[str]:
+    """Parameters of ZeRO-3 that DeepSpeed gathers and gives out before they are there."""
+    from unittest import mock
+
+    import torch
+    from deepspeed.runtime.zero import GatheredParameters, partition_parameters
+
+    from tests.engines.model import Setup, make_engine
+
+    engine = make_engine(Setup(3, "fp32"), attach=False)
+    params = dict(engine.module.named_parameters())
+    with GatheredParameters(list(params.values())):
+        whole = {name: param.detach().clone() for name, param in params.items()}
+    comm, kind = partition_parameters.dist, partition_parameters.Init
+    gathers = ("all_gather", "all_gather_into_tensor")
+    late: Any = {name: partial(Late, getattr(comm, name)) for name in gathers}
+    before, applied = kind._allgather_params_coalesced, set(patches._applied)
+    kind._allgather_params_coalesced = inspect.unwrap(before)  # the ranks may have the patch
+    patches._applied.discard("zero3_gathers_waited")
+    try:
+        if patched:
+            patches.apply("zero3_gathers_waited")
+        with mock.patch.multiple(comm, **late), GatheredParameters(list(params.values())):
+            found = {name: param.detach().clone() for name, param in params.items()}
+    finally:
+        kind._allgather_params_coalesced = before
+        patches._applied.clear()
+        patches._applied.update(applied)
+    engine.destroy()
+    return [name for name in params if not torch.equal(whole[name], found[name])]
+
+
+@pytest.mark.ranks
+def test_zero3_gathers_waited(ranks: RankPool) -> None:
+    known = patches.find("zero3_gathers_waited").versions
+    job = "tests.test_patches:stale_after_a_gather"
+    if version("deepspeed") not in known:  # upstream waits now
+        assert ranks.run(2, job, False) == [[], []]
+        return
+    assert all(stale for stale in ranks.run(2, job, False))
+    assert ranks.run(2, job, True) == [[], []]
+
+
 def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,6 +141,7 @@ def test_a_patch_for_machines_without_a_gpu_does_nothing_where_there_is_one(
         "no_torch_compile",
         "rng_tracker_on_cpu",
         "uneven_gather_on_cpu",
+        "zero3_gathers_waited",
     ]
     with caplog.at_level("INFO", logger=patches.__name__):
         assert not any(patches.apply(name) for name in meant)
@@ -212,6 +269,9 @@ def said(call: Callable[[], Any]) -> str:
     return "right"
 
 
+APART = {"uneven_gather_on_cpu", "zero3_gathers_waited"}  # have tests of their own
+
+
 @pytest.mark.ranks
 def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     """In a process of its own: a patch stays, and the ranks of the pool have them all."""
@@ -232,7 +292,7 @@ def test_megatron_without_a_gpu(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     meant = {name for name in patches.names() if patches.find(name).only_without_gpu}
-    assert set(found) == meant - {"uneven_gather_on_cpu"} | {"moe_router_gemm", "adamw_load"}
+    assert set(found) == meant - APART | {"moe_router_gemm", "adamw_load"}
     for name, (without, with_it) in found.items():
         assert without != "right" and with_it == "right", (name, without, with_it)
 

@@ -1,10 +1,10 @@
 """What transformers computes for folders, in a process of its own: patches that let megatron-core
-run on a CPU would change what transformers loads.
+run on a CPU would change what transformers loads."""
 
-    python -m tests.engines.hf_twin REQUESTS.pt RESULTS.pt
-"""
-
-import sys
+import functools
+import io
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -80,16 +80,30 @@ def create(request: dict[str, Any]) -> None:
     model.save_pretrained(request["folder"])
 
 
-def main() -> None:
-    stay_in_fp64()
-    requests, results = sys.argv[1:]
+def answer(requests: bytes) -> bytes:
     out = []
-    for request in torch.load(requests, weights_only=False):
+    for request in torch.load(io.BytesIO(requests), weights_only=False):
         if "create" in request:
             create(request)
         out.append(logits(request))
-    torch.save(out, results)
+    return packed(out)
 
 
-if __name__ == "__main__":
-    main()
+def packed(value: Any) -> bytes:
+    """Not as processes send tensors: those would go through shared memory."""
+    held = io.BytesIO()
+    torch.save(value, held)
+    return held.getvalue()
+
+
+@functools.cache
+def process() -> ProcessPoolExecutor:
+    """One for all tests of this process, as its imports take seconds. It imports nothing of
+    megatron-core."""
+    return ProcessPoolExecutor(1, get_context("spawn"), stay_in_fp64)
+
+
+def transformers(requests: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """What it answers to each request, in their order."""
+    said = process().submit(answer, packed(requests)).result(timeout=300)
+    return torch.load(io.BytesIO(said), weights_only=False)

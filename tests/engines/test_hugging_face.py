@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
+from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
-from tests.engines.test_parity import transformers
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
@@ -149,7 +149,7 @@ def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path
     config = (tmp_path / "out" / "config.json").read_text()
     (tmp_path / "stock" / "config.json").write_text(config)
     asks = [{"folder": str(tmp_path / name), "tokens": tokens} for name in ("out", "stock")]
-    ours, theirs = (found["logits"] for found in transformers(asks, tmp_path))
+    ours, theirs = (found["logits"] for found in transformers(asks))
     assert torch.equal(ours, theirs) and float(ours.abs().max()) > 0.01
 
 

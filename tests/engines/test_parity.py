@@ -4,8 +4,6 @@ In fp64, norms and softmax too: what is left is rounding. Each setting that must
 in which it does not.
 """
 
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.engines.megatron.models import ModelConfig
-from tests.ranks import ROOT, RankPool
+from tests.engines.hf_twin import transformers
+from tests.ranks import RankPool
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
@@ -89,21 +88,6 @@ CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     assert one.shape == other.shape
     return float((one.double() - other.double()).abs().max())
-
-
-def transformers(requests: list[dict[str, Any]], folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What a process without anything of megatron-core computes."""
-    torch.save(requests, folder / "requests.pt")
-    command = [sys.executable, "-m", "tests.engines.hf_twin"]
-    done = subprocess.run(
-        [*command, str(folder / "requests.pt"), str(folder / "results.pt")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return torch.load(folder / "results.pt", weights_only=False)
 
 
 @dataclass
@@ -180,7 +164,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torc
         {"create": True, "config": config, "folder": str(folder / name), "tokens": TOKENS}
         for name, (config, _) in MADE.items()
     ]
-    theirs = transformers(requests, folder)
+    theirs = transformers(requests)
     return {
         name: (folder / name, found["logits"]) for name, found in zip(MADE, theirs, strict=True)
     }
@@ -214,7 +198,7 @@ def saved_again(
             ask = {"folder": str(out), "tokens": TOKENS[:1], "dtype": "float32"}
             again = {"save": str(folder / family / f"saved {size}"), "max_shard_size": size}
             requests.append({**ask, **again})
-    transformers(requests, folder)
+    transformers(requests)
     return folder
 
 
@@ -256,7 +240,7 @@ def computed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Compu
     for first, second in (("gate_proj", "up_proj"), ("k_proj", "v_proj")):
         out = swapped(llama, folder / first, first, second)
         requests[first] = {"folder": str(out), "tokens": TOKENS}
-    for request, theirs in zip(requests, transformers([*requests.values()], folder), strict=True):
+    for request, theirs in zip(requests, transformers([*requests.values()]), strict=True):
         found.theirs[request] = theirs
     return found
 

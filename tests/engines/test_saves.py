@@ -328,6 +328,8 @@ SAVE_ONCE = """
 from pathlib import Path
 from tests.engines import killed
 killed.prepare()
+print("ready", flush=True)
+input()
 killed.together(2, Path("{0}.store"), killed.save_on_and_on, 1, Path("{0}"), 1)
 """
 
@@ -355,14 +357,16 @@ def test_strace_sees_every_file_synced_before_the_names_move(tmp_path: Path) -> 
         pytest.skip("strace is not installed: nobody looks from outside")
     folder, trace = tmp_path / "checkpoint", tmp_path / "trace"
     watched = ["-e", "trace=fsync,rename,renameat,renameat2", "-o", str(trace)]
-    done = subprocess.run(
-        ["strace", "-f", "-y", *watched, sys.executable, "-c", SAVE_ONCE.format(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-c", SAVE_ONCE.format(folder)]
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as saves:
+        assert saves.stdout and saves.stdout.readline() == "ready\n", saves.communicate()
+        # attached behind the imports, which take it half a minute
+        strace = ["strace", "-f", "-y", *watched, "-p", str(saves.pid)]
+        with subprocess.Popen(strace, stderr=subprocess.PIPE, text=True) as watcher:
+            assert watcher.stderr and "attached" in watcher.stderr.readline()
+            said = saves.communicate("go\n", timeout=200)
+    assert saves.returncode == 0, said
     lines = [line for line in whole_lines(trace.read_text()) if str(folder) in line]
     calls = [call for line in lines if (call := CALL.match(line))]
     check_order(calls, folder)
