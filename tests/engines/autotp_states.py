@@ -116,7 +116,8 @@ def canonical(engine: Any) -> dict[str, Any]:
             for key, value in counters.items():
                 agreed(scalars, (name, key), value)
         for name, key, first, elements in found:
-            empty = torch.full((shares[name][place].numel(),), float("nan"))
+            size, dtype = shares[name][place].numel(), elements.dtype
+            empty = torch.full((size,), float("nan"), dtype=dtype)
             flat = local.setdefault((name, key, place), empty)[first : first + len(elements)]
             check_copy(flat, elements, name, key)
             flat.copy_(elements)

@@ -1,13 +1,15 @@
 """DeepSpeed's AutoTP: models of transformers resume at any tensor-parallel size, bit by bit, and
 without a family; their files are read by everything that reads files."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.autotp_jobs import OF_MUON, PLANTS, Auto
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
@@ -113,6 +115,7 @@ MUON: dict[str, tuple[Run, Run]] = {
     "1 to 2, ZeRO-3 to ZeRO-1": ((2, muon(1, 3)), (4, muon(2, 1))),
     "1 to 2, ZeRO-3 to ZeRO-3": ((2, muon(1, 3)), (2, muon(2, 3))),
     "2 to 2, ZeRO-1 to ZeRO-2": ((4, muon(2, 1)), (2, muon(2, 2, offload=True))),
+    "2 to 1, bf16": ((2, muon(2, 2, dtype="bf16")), (2, muon(1, 1, dtype="bf16"))),
 }
 
 
@@ -127,6 +130,19 @@ def test_muon(sources: Sources, pair: str) -> None:
         said = any("orthogonalizes" in note for note in rank["notes"]["filled"])
         assert said == (source[1].tp != target[1].tp)
         assert any("momentum_buffer" in line for line in rank["before"]["filled"])
+
+
+STOCK = {"muon": MUON["2 to 1, ZeRO-1 to ZeRO-2"], "offload": OTHERS["offload, 2 to 4"]}
+
+
+@pytest.mark.parametrize("pair", STOCK)
+def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, pair: str) -> None:
+    """Without a manifest."""
+    (ranks, setup), (target_ranks, target) = STOCK[pair]
+    folder = sources.get(ranks, setup, f"{JOBS}:save", more=0)
+    stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
+    job = f"{JOBS}:resume"
+    check(sources.ranks.run(target_ranks, job, replace(target, seed=9), str(stock)))
 
 
 FAULTS = [(fault, fault in OF_MUON) for fault in PLANTS if fault]
