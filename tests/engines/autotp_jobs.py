@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
 from tests.engines.autotp_states import canonical, fill, tensor_place
 from tests.engines.canonical import base_of, differences
+from tests.engines.model import MUON, uncompiled
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
 FROZEN = ("layers.0.self_attn.k_proj.weight", "layers.1.input_layernorm.weight")
@@ -28,6 +30,9 @@ class Auto:
     zero: int
     dtype: str = "fp32"
     seed: int = 1
+    offload: bool = False  # the optimizer, to the memory of the CPU
+    fp32_sums: bool = False  # BF16_Optimizer at ZeRO-1
+    muon: bool = False
 
 
 def network(setup: Auto) -> Any:
@@ -114,28 +119,41 @@ def make(setup: Auto, attach: bool = True) -> Any:
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     # a larger epsilon: gradients that are 0 but for rounding (of biases of keys) must not steer
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
+    optimizer = None if setup.muon else torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
+    engine = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        model_parameters=groups,
+        lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + 0.1 * step)),
+        config=ds_config(setup),
+        dist_init_required=False,
+    )[0]
+    engine.plain_shapes = whole
+    return ucp.attach(engine) if attach else engine
+
+
+def ds_config(setup: Auto) -> dict[str, Any]:
     copies = dist.get_world_size() // setup.tp
+    zero: dict[str, Any] = {"stage": setup.zero, "stage3_param_persistence_threshold": 0}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH // copies,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         **tensor_parallel(setup),
     }
+    if setup.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     if setup.dtype != "fp32":
         config[setup.dtype] = {"enabled": True}
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
-    engine = deepspeed.initialize(
-        model=net,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config,
-        dist_init_required=False,
-    )[0]
-    engine.plain_shapes = whole
-    return ucp.attach(engine) if attach else engine
+    if setup.fp32_sums:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if setup.muon:
+        uncompiled()
+        config["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
+        zero["reduce_scatter"] = False  # which DeepSpeed asks for at ZeRO-3
+    return config
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
@@ -189,9 +207,9 @@ def resume(
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
     before = canonical(engine)
-    found: dict[str, Any] = {"differences": {}, "before": {}, "loss": 0.0}
+    found: dict[str, Any] = {"differences": {}, "before": {}, "notes": {}, "loss": 0.0}
     for tag in tags:
-        ucp.load(engine, folder, tag=tag, **options)
+        found["notes"][tag] = ucp.load(engine, folder, tag=tag, **options).notes
         PLANTS[plant](engine)
         want = oracle["states"][tag]
         found["before"][tag] = differences(want, before)
@@ -298,6 +316,13 @@ def _moment(engine: Any) -> None:
     state["exp_avg"].view(-1)[0] += 1
 
 
+def _momentum(engine: Any) -> None:
+    """What Newton-Schulz gets of a matrix; all copies of it have the same fault."""
+    for kept in base_of(engine).state.values():
+        if "momentum_buffer" in kept:
+            kept["momentum_buffer"].view(-1)[0] += 1
+
+
 def _step(engine: Any) -> None:
     for kept in base_of(engine).state.values():
         kept["step"] += 1
@@ -308,12 +333,14 @@ def _decay(engine: Any) -> None:
     base_of(engine).param_groups[1]["weight_decay"] = 0.1
 
 
+OF_MUON = ("a momentum of Muon",)
 PLANTS: dict[str, Callable[[Any], None]] = {
     "": lambda engine: None,
     "rows at the boundary of two ranks": _boundary,
     "columns of a row-parallel weight": _rolled("o_proj.weight", 1),
     "a frozen share": _rolled(FROZEN[0], 0),
     "a moment": _moment,
+    "a momentum of Muon": _momentum,
     "a step": _step,
     "a group's decay": _decay,
 }

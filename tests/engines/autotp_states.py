@@ -10,6 +10,7 @@ from tests.engines.canonical import (
     STATES,
     agreed,
     bits,
+    check_copy,
     everywhere,
     loss_scale,
     provenance,
@@ -17,7 +18,7 @@ from tests.engines.canonical import (
 )
 from tests.engines.canonical import _held_here as held_here
 from tests.engines.canonical import values as values_of
-from tests.engines.masters import base_of, named, runs_of
+from tests.engines.masters import base_of, matrices_of, named, runs_of
 
 
 def tensor_place(engine: Any) -> tuple[int, int]:
@@ -68,12 +69,23 @@ def fill(engine: Any) -> None:
     _, rank = tensor_place(engine)
     shares, state = shares_of(engine), base_of(engine).state
     numbers = {name: number for number, name in enumerate(sorted(shares))}
+    matrices = matrices_of(engine)
+    apart = {id(master) for master, _ in matrices}
+
+    def own_of(name: str, key: str) -> torch.Tensor:
+        whole = provenance(numbers[name], key, engine.plain_shapes[name])
+        return cut(name, whole, shares[name])[rank].reshape(-1)
+
     for name, first, count, master, offset, _ in runs_of(engine):
         for key in ("fp32", *(k for k in STATES if k in state.get(master, {}))):
-            whole = provenance(numbers[name], key, engine.plain_shapes[name])
-            own = cut(name, whole, shares[name])[rank].reshape(-1)
+            if key == "momentum_buffer" and id(master) in apart:
+                continue
             flat = master.data if key == "fp32" else state[master][key]
-            flat.view(-1)[offset : offset + count] = own[first : first + count]
+            flat.view(-1)[offset : offset + count] = own_of(name, key)[first : first + count]
+    for master, runs in matrices:
+        for name, count, offset in runs:
+            momentum = state[master]["momentum_buffer"]
+            momentum[offset : offset + count] = own_of(name, "momentum_buffer")
     write_weights(engine)
 
 
@@ -104,8 +116,11 @@ def canonical(engine: Any) -> dict[str, Any]:
             for key, value in counters.items():
                 agreed(scalars, (name, key), value)
         for name, key, first, elements in found:
-            empty = torch.full((shares[name][place].numel(),), float("nan"))
-            local.setdefault((name, key, place), empty)[first : first + len(elements)] = elements
+            size, dtype = shares[name][place].numel(), elements.dtype
+            empty = torch.full((size,), float("nan"), dtype=dtype)
+            flat = local.setdefault((name, key, place), empty)[first : first + len(elements)]
+            check_copy(flat, elements, name, key)
+            flat.copy_(elements)
     full = joined(local, shares, engine.plain_shapes)
     return {
         "full": full,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.canonical import canonical, differences, fill
+from tests.engines.canonical import canonical, differences, everywhere, fill
 from tests.engines.masters import base_of, runs_of
 from tests.engines.model import Setup, make_engine, train
 
@@ -102,6 +102,9 @@ def plant_fault(engine: Any, fault: str) -> None:
         held["trend"].view(-1)[offset + count - 1] = 0.5
     elif fault == "one step":
         held["step"] += 1
+    elif fault == "the partition of another rank":
+        rank, world = dist.get_rank(), dist.get_world_size()
+        master.data.copy_(everywhere(master.data)[(rank + 1) % world])
     elif fault == "one group's weight decay":
         base.param_groups[g]["weight_decay"] += 0.01
     elif fault == "a buffer":
@@ -209,7 +212,9 @@ def refusal(feature: str, folder: str) -> list[tuple[str, bool]]:
         name, value = ZERO_SETTINGS[feature]
         setattr(zero, name, value)
     elif feature == "DualPipeV":
-        engine.__class__ = type("DualPipeVEngine", (type(engine),), {})
+        from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+
+        engine.__class__ = type(DualPipeVEngine.__name__, (type(engine),), {})
     elif feature == "node-local storage":
         engine._config.use_node_local_storage = True
     elif feature == "offloaded states":

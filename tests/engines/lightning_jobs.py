@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 import megatron_ucp as ucp
+from tests.engines.jobs import plant_fault
 from tests.engines.model import GLOBAL_BATCH, SEQUENCE, VOCAB, Net, param_groups
 from tests.engines.trainer_jobs import ON, states
 
@@ -64,10 +65,11 @@ class Module(lightning.LightningModule):
 
 
 class Watch(Callback):
-    """A callback with a state of its own, which notes what a run saves and what it begins with."""
+    """A callback with a state of its own, which notes what a run saves and what it begins with;
+    before that it may plant a fault."""
 
-    def __init__(self) -> None:
-        self.seen = 0
+    def __init__(self, fault: str) -> None:
+        self.seen, self.fault = 0, fault
         self.found: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,6 +88,8 @@ class Watch(Callback):
         }
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.fault:
+            plant_fault(trainer.strategy.deepspeed_engine, self.fault)
         self.found["begin"] = self.now(trainer)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -103,6 +107,7 @@ def fit(
     resume: str | None = None,
     seed: int = 1,
     config: Mapping[str, Any] = ON,
+    fault: str = "",
 ) -> dict[str, Any]:
     """Trains up to step `steps`; saves once at step `save_at`, or begins with `resume`."""
     import deepspeed
@@ -110,7 +115,7 @@ def fit(
     world = torch.distributed.get_world_size()
     stock = deepspeed.initialize
     ucp.install()
-    module, watch = Module(seed), Watch()
+    module, watch = Module(seed), Watch(fault)
     callbacks: list[Callback] = [watch]
     if save_at:
         callbacks.append(

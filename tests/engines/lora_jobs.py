@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.canonical import canonical
+from tests.engines.canonical import canonical, differences
+from tests.engines.jobs import plant_fault
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama
 
 RANK, ALPHA = 4, 12
@@ -99,12 +100,16 @@ def save(kind: str, zero: int, folder: str, exclude: bool, dtype: str = "fp32") 
     return found
 
 
-def resume(kind: str, zero: int, folder: str, excluded: bool) -> dict[str, Any]:
-    """Another seed's adapter, then the checkpoint's."""
+def resume(
+    kind: str, zero: int, folder: str, want: dict[str, Any], excluded: bool, fault: str = ""
+) -> dict[str, Any]:
+    """Another seed's adapter, then the checkpoint's, whose canonical state is `want`."""
     engine = make(kind, zero, 8)
     fresh = canonical(engine)
-    report = ucp.load(engine, folder, tag="tag", allow={"missing"} if excluded else set())
-    found = {"fresh": fresh, "begin": canonical(engine), "notes": report.notes}
+    ucp.load(engine, folder, tag="tag", allow={"missing"} if excluded else set())
+    if fault:
+        plant_fault(engine, fault)
+    found = {"tag": differences(want, canonical(engine))}
     train(engine, 1)
     engine.destroy()
-    return found
+    return {"before": {"tag": differences(want, fresh)}, "differences": found}

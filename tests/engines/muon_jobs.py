@@ -34,9 +34,11 @@ def stock_load(setup: Setup, converted: str, oracle: str) -> dict[str, Any]:
     return convert_jobs.stock_load(plain(setup, 9), converted, oracle)
 
 
-def faulty(setup: Setup, folder: str, fault: str) -> list[str]:
-    """What a comparison says of a load in which something went wrong."""
+def faulty(setup: Setup, folder: str, fault: str) -> dict[str, Any]:
+    """What a comparison says of a load in which something went wrong, as `resume` says it."""
     engine = make_engine(plain(setup, 9))
+    want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
+    found = {"before": {"filled": differences(want, canonical(engine))}}
     asked = mock.patch.object(wrappers, "uncut_states", return_value=())
     try:
         with asked if fault == "as a partition" else contextlib.nullcontext():
@@ -47,9 +49,9 @@ def faulty(setup: Setup, folder: str, fault: str) -> list[str]:
             # the first matrix of the first rank is whole there, that of the last one is split
             at_fault = 0 if fault == "one element" else dist.get_world_size() - 1
             momentum[0] += dist.get_rank() == at_fault
-        want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
-        return differences(want, canonical(engine))
+        seen = differences(want, canonical(engine))
     except (AssertionError, RuntimeError, ucp.UcpError) as error:
-        return [f"{type(error).__name__}: {error}"]
+        seen = [f"{type(error).__name__}: {error}"]
     finally:
         engine.destroy()
+    return found | {"differences": {"filled": seen}}

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models, pipeline
 from megatron_ucp.engines.megatron.experts import Experts
 from tests.engines import tensor_jobs
 from tests.engines.canonical import base_of, canonical, differences, named
+from tests.engines.model import MUON, uncompiled
 from tests.engines.tensor_jobs import BATCH, SEQUENCE, Mega
 from tests.ranks import allow_fp16_on_cpu
 
@@ -42,6 +44,9 @@ def ds_config(setup: Staged) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": setup.zero, "stage3_param_persistence_threshold": 0},
     }
+    if setup.muon:
+        uncompiled()
+        settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
     if setup.fp32_sums:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if setup.dtype != "fp32":
@@ -83,14 +88,15 @@ def make(setup: Staged, attach: bool = True) -> Any:
             buffer.copy_(torch.arange(buffer.numel()) * 0.01 * setup.seed)
     if setup.extras:
         add_extras(model, setup.seed)
-    optimizer = torch.optim.AdamW(models.param_groups(model, 3e-3, 0.1))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    groups = models.param_groups(model, 3e-3, 0.1)
+    optimizer = None if setup.muon else torch.optim.AdamW(groups)
     if setup.dtype == "fp16":
         allow_fp16_on_cpu()
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=schedule,
+        model_parameters=groups,
+        lr_scheduler=lambda opt: LambdaLR(opt, lambda step: 1.0 / (1 + step)),
         config=ds_config(setup),
         mpu=None if setup.pp else models.mpu(),
         dist_init_required=False,

@@ -1,13 +1,16 @@
 """DeepSpeed's AutoTP: models of transformers resume at any tensor-parallel size, bit by bit, and
 without a family; their files are read by everything that reads files."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.autotp_jobs import PLANTS, Auto
-from tests.engines.sources import Sources
-from tests.engines.test_pairs import check
+from tests.engines.autotp_jobs import OF_MUON, PLANTS, Auto
+from tests.engines.sources import Sources, without_manifest
+from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.autotp_jobs"
@@ -62,10 +65,92 @@ def test_pair(sources: Sources, kind: str, source: Mesh, target: Mesh) -> None:
     assert found[0]["loss"] <= 1e-5
 
 
-@pytest.mark.parametrize("fault", [fault for fault in PLANTS if fault])
-def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
+Run = tuple[int, Auto]  # ranks, and what they hold
+
+
+def resume(sources: Sources, source: Run, target: Run, **options: Any) -> list[dict]:
+    (ranks, setup), (target_ranks, other) = source, target
+    as_in_pairs = setup.dtype == "fp32" and not setup.muon  # where losses are compared
+    folder = sources.get(ranks, setup, f"{JOBS}:save", **({} if as_in_pairs else {"more": 0}))
+    job = f"{JOBS}:resume"
+    return sources.ranks.run(target_ranks, job, replace(other, seed=9), folder, **options)
+
+
+def low(kind: str, tp: int, zero: int, **options: Any) -> Auto:
+    return Auto(kind, tp, zero, "bf16", **options)
+
+
+OTHERS: dict[str, tuple[Run, Run]] = {
+    "bf16, 2 to 1": ((2, low("llama", 2, 1)), (1, low("llama", 1, 3))),
+    "bf16, 2 to 4": ((2, low("llama", 2, 1)), (4, low("llama", 4, 0))),
+    "bf16, 2 to 2": ((2, low("llama", 2, 1)), (4, low("llama", 2, 3))),
+    "bf16, 1 to 2": ((1, low("gpt2", 1, 3)), (4, low("gpt2", 2, 2))),
+    "bf16, to fp32 sums": ((1, low("gpt2", 1, 3)), (2, low("gpt2", 2, 1, fp32_sums=True))),
+    "offload, 2 to 1": (
+        (2, low("llama", 2, 2, offload=True)),
+        (2, low("llama", 1, 3, offload=True)),
+    ),
+    "offload, 2 to 4": (
+        (2, low("llama", 2, 2, offload=True)),
+        (4, low("llama", 4, 1, offload=True)),
+    ),
+    "bf16 onto offload": ((2, low("llama", 2, 1)), (4, low("llama", 2, 3, offload=True))),
+    "offload, off": ((2, low("llama", 2, 2, offload=True)), (1, low("llama", 1, 0))),
+    "fp32 onto offload": ((1, Auto("gpt2", 1, 1)), (2, Auto("gpt2", 2, 2, offload=True))),
+}
+
+
+@pytest.mark.parametrize("pair", OTHERS)
+def test_bf16_and_optimizers_in_the_memory_of_the_cpu(sources: Sources, pair: str) -> None:
+    check(resume(sources, *OTHERS[pair]))
+
+
+def muon(tp: int, zero: int, **options: Any) -> Auto:
+    return Auto("llama", tp, zero, muon=True, **options)
+
+
+MUON: dict[str, tuple[Run, Run]] = {
+    "2 to 1, ZeRO-1 to ZeRO-2": ((4, muon(2, 1)), (2, muon(1, 2))),
+    "2 to 1, ZeRO-1 to ZeRO-0": ((4, muon(2, 1)), (1, muon(1, 0))),
+    "1 to 2, ZeRO-3 to ZeRO-1": ((2, muon(1, 3)), (4, muon(2, 1))),
+    "1 to 2, ZeRO-3 to ZeRO-3": ((2, muon(1, 3)), (2, muon(2, 3))),
+    "2 to 2, ZeRO-1 to ZeRO-2": ((4, muon(2, 1)), (2, muon(2, 2, offload=True))),
+    "2 to 1, bf16": ((2, muon(2, 2, dtype="bf16")), (2, muon(1, 1, dtype="bf16"))),
+}
+
+
+@pytest.mark.parametrize("pair", MUON)
+def test_muon(sources: Sources, pair: str) -> None:
+    """States are bit-equal; where shares are others, so are the next steps, and the report says
+    that."""
+    source, target = MUON[pair]
+    found = resume(sources, source, target)
+    check(found)
+    for rank in found:
+        said = any("orthogonalizes" in note for note in rank["notes"]["filled"])
+        assert said == (source[1].tp != target[1].tp)
+        assert any("momentum_buffer" in line for line in rank["before"]["filled"])
+
+
+STOCK = {"muon": MUON["2 to 1, ZeRO-1 to ZeRO-2"], "offload": OTHERS["offload, 2 to 4"]}
+
+
+@pytest.mark.parametrize("pair", STOCK)
+def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, pair: str) -> None:
+    """Without a manifest."""
+    (ranks, setup), (target_ranks, target) = STOCK[pair]
+    folder = sources.get(ranks, setup, f"{JOBS}:save", more=0)
+    stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
+    job = f"{JOBS}:resume"
+    check(sources.ranks.run(target_ranks, job, replace(target, seed=9), str(stock)))
+
+
+FAULTS = [(fault, fault in OF_MUON) for fault in PLANTS if fault]
+
+
+@pytest.mark.parametrize(("fault", "of_muon"), FAULTS)
+def test_a_planted_fault_is_seen(sources: Sources, fault: str, of_muon: bool) -> None:
     """Negative control of every pair: what the comparison must not let pass."""
-    folder = saved(sources, "llama", (2, 2, 1))
-    setup = Auto("llama", 2, 0, seed=9)
-    found = sources.ranks.run(2, f"{JOBS}:resume", setup, folder, plant=fault, tags=("filled",))
-    assert found[0]["differences"]["filled"]
+    source = MUON["2 to 1, ZeRO-1 to ZeRO-2"][0] if of_muon else (2, Auto("llama", 2, 1))
+    target = (2, Auto("llama", 2, 0, muon=of_muon))
+    check_fails(resume(sources, source, target, plant=fault, tags=("filled",)))

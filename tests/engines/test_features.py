@@ -227,6 +227,31 @@ def test_a_checkpoint_from_before_the_first_step(
         assert rank["differences"] == {"trained": []} and len(rank["before"]["trained"]) >= 8
 
 
+def test_a_run_with_hpz(sources: Sources) -> None:
+    """A real one: the engine is refused; its files are ZeRO-3's, as a second copy of the weights is
+    in none of them."""
+    hpz = Setup(3, "bf16", zero_config=(("zero_hpz_partition_size", 2),))
+    for rank in sources.ranks.run(4, "tests.engines.optimizer_jobs:attaching", hpz):
+        assert rank["error"] == "UnsupportedError" and "hpZ" in rank["message"]
+        assert rank["unchanged"] and not rank["attached"]
+    folder = sources.get(4, hpz, attach=False, more=0)
+    target = Setup(1, "bf16", seed=9)
+    check(sources.ranks.run(2, "tests.engines.jobs:resume", target, folder))
+
+
+def test_files_of_mics_are_refused_by_name(sources: Sources, tmp_path: Any) -> None:
+    """DeepSpeed 0.19.8 has it no more; its files are ZeRO-3's but for the number of partitions."""
+    setup = Setup(3, "bf16")
+    folder = without_manifest(Path(shutil.copytree(sources.get(2, setup), tmp_path / "mics")))
+    for path in (folder / "trained").glob("*.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["ds_config"]["zero_optimization"]["mics_shard_size"] = 1
+        torch.save(tree, path)
+    for rank in sources.ranks.run(2, "tests.engines.jobs:attempt", setup, str(folder), "trained"):
+        assert rank["error"] == "UnsupportedError" and "mics_shard_size 1" in rank["message"]
+        assert rank["unchanged"]
+
+
 def test_a_load_names_what_was_never_saved(sources: Sources, tmp_path: Any) -> None:
     """As SuperOffload's runs are saved: the cause is in the error, and in the report of a load that
     does without the states."""

@@ -16,7 +16,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.reshard.adapter import adapter_of
-from tests.engines.canonical import differences
+from tests.engines.test_pairs import check, check_fails
 from tests.ranks import RankPool
 from tests.reshard import twins
 
@@ -247,15 +247,28 @@ def test_a_merge_of_nothing(tmp_path: Path, saved: Saved) -> None:
     assert "holds no adapter" in said
 
 
-@pytest.mark.parametrize(
-    ("kind", "zero", "exclude", "world", "target"),
-    [("llama", 2, True, 4, 1), ("llama", 1, False, 1, 3), ("dora", 1, True, 4, 2)],
-)
-def test_a_run_resumes_on_another_mesh(
+PAIRS = [
+    ("llama", 2, True, 4, 1),
+    ("llama", 1, False, 1, 3),
+    ("llama", 3, True, 2, 2),
+    ("dora", 1, True, 4, 2),
+    ("gpt2", 1, True, 4, 3),
+    ("rslora", 2, True, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "zero", "exclude", "world", "target"), PAIRS)
+def test_pair(
     ranks: RankPool, saved: Saved, kind: str, zero: int, exclude: bool, world: int, target: int
 ) -> None:
     """Without its frozen weights, which the model has from its base."""
-    folder, reference = saved(kind, zero, exclude)
-    for rank in ranks.run(world, JOBS + "resume", kind, target, str(folder), exclude):
-        assert differences(reference["states"], rank["begin"]) == []
-        assert len(differences(rank["fresh"], rank["begin"])) > 8
+    folder, run = saved(kind, zero, exclude)
+    job = JOBS + "resume"
+    check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude))
+
+
+@pytest.mark.parametrize("fault", ["one bit", "one moment", "one step"])
+def test_a_planted_fault_is_seen(ranks: RankPool, saved: Saved, fault: str) -> None:
+    folder, run = saved("llama", 2, True)
+    job = JOBS + "resume"
+    check_fails(ranks.run(1, job, "llama", 1, str(folder), run["states"], True, fault))

@@ -19,14 +19,16 @@ from megatron_ucp.formats.deepspeed.muon import in_its_order
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard.preview import preview
 from tests.engines.model import Setup
+from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.tensor_jobs import Mega
-from tests.engines.test_pairs import check
+from tests.engines.test_pairs import check, check_fails
 from tests.reshard.test_preview import READS, compare
 
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.muon_jobs:"
 TENSOR, STOCK = "tests.engines.tensor_jobs:", "tests.engines.convert_jobs:stock_load"
+STAGES = "tests.engines.pipeline_jobs:"
 OFFLOAD = (("offload_optimizer", (("device", "cpu"),)),)
 GAPS = (("parameter_alignment", True), ("round_robin_gradients", True))
 WIDE = (("data_types", {"grad_accum_dtype": "fp32"}),)  # BF16_Optimizer at ZeRO-1
@@ -49,6 +51,8 @@ SOURCES = {
     "dp2z1bf16": (2, muon(1, "bf16")),
     "dp4bf16": (4, muon(1, "bf16", WIDE)),
     "dp2z2gaps": (2, muon(2, zero_config=GAPS)),
+    "dp2z1fp16": (2, muon(1, "fp16")),
+    "dp1z0fp16": (1, muon(0, "fp16")),
 }
 PAIRS = [
     ("dp2z1", 4, muon(1)),
@@ -69,6 +73,9 @@ PAIRS = [
     ("dp4bf16", 2, muon(1, "bf16", WIDE)),
     ("dp4bf16", 2, muon(1, "bf16", zero_config=OFFLOAD)),
     ("dp4bf16", 1, muon(0, "bf16")),
+    ("dp2z1fp16", 4, muon(3, "fp16")),
+    ("dp2z1fp16", 4, muon(2, "fp16")),
+    ("dp1z0fp16", 2, muon(1, "fp16", zero_config=OFFLOAD)),
 ]
 
 
@@ -118,9 +125,8 @@ def test_values_that_would_be_rounded(sources: Sources) -> None:
 @pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = source(sources, "dp4z3")
-    for said in sources.ranks.run(2, JOBS + "faulty", muon(1), folder, fault):
-        assert said, "nothing was seen"
-    assert sources.ranks.run(2, JOBS + "faulty", muon(1), folder, "") == [[], []]
+    check_fails(sources.ranks.run(2, JOBS + "faulty", muon(1), folder, fault))
+    check(sources.ranks.run(2, JOBS + "faulty", muon(1), folder, ""))
 
 
 CONVERTED = [
@@ -191,27 +197,64 @@ def test_a_plan_is_what_a_load_reads(sources: Sources, world: int, setup: Setup)
 
 
 MEGA = Mega("llama", 2, 1, muon=True)
+ONE = replace(MEGA, tp=1, zero=2)
 
 
-@pytest.mark.parametrize("convert", [False, True])
-def test_another_tensor_parallel_size(sources: Sources, tmp_path: Path, convert: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "origin", "target_world", "target"),
+    [(4, MEGA, 2, ONE), (2, ONE, 4, MEGA), (4, MEGA, 4, MEGA), (2, ONE, 2, replace(MEGA, zero=0))],
+)
+def test_another_tensor_parallel_size(
+    sources: Sources, world: int, origin: Mega, target_world: int, target: Mega
+) -> None:
     """States are bit-equal, and the report says that the next steps are others: Newton-Schulz runs
     on what a rank has of a matrix."""
-    folder = sources.get(4, MEGA, TENSOR + "save", more=0)
-    one = replace(MEGA, tp=1, zero=2, seed=9)
-    if convert:
-        out = tmp_path / "out" / "step7"
-        done = ucp.convert(f"{folder}/filled", out, target=ucp.Mesh(dp=2, zero=2))
-        assert any("orthogonalizes" in note for note in done.notes)
-        for rank in sources.ranks.run(2, STOCK, one, str(out), folder):
-            assert rank["loaded"] and rank["before"] and rank["differences"] == []
-        return
-    found = sources.ranks.run(2, TENSOR + "resume", one, folder)
+    folder = sources.get(world, origin, TENSOR + "save", more=0)
+    found = sources.ranks.run(target_world, TENSOR + "resume", replace(target, seed=9), folder)
     check(found)
-    assert any("orthogonalizes" in note for note in found[0]["notes"]["filled"])
-    same = sources.ranks.run(4, TENSOR + "resume", replace(MEGA, seed=9), folder)
-    check(same)
-    assert not any("Muon" in note for note in same[0]["notes"]["filled"])
+    said = any("orthogonalizes" in note for note in found[0]["notes"]["filled"])
+    assert said == (origin.tp != target.tp)
+
+
+def test_a_conversion_to_another_tensor_parallel_size(sources: Sources, tmp_path: Path) -> None:
+    folder = sources.get(4, MEGA, TENSOR + "save", more=0)
+    out = tmp_path / "out" / "step7"
+    done = ucp.convert(f"{folder}/filled", out, target=ucp.Mesh(dp=2, zero=2))
+    assert any("orthogonalizes" in note for note in done.notes)
+    for rank in sources.ranks.run(2, STOCK, replace(ONE, seed=9), str(out), folder):
+        assert rank["loaded"] and rank["before"] and rank["differences"] == []
+
+
+def staged(pp: int, zero: int, tp: int = 1) -> Staged:
+    return Staged("llama", tp, zero, pp=pp, muon=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "origin", "target_world", "target"),
+    [
+        (4, staged(2, 1), 2, staged(0, 2)),
+        (2, staged(0, 1), 4, staged(2, 1)),
+        (4, staged(2, 1), 4, staged(4, 0)),
+        (4, staged(2, 0, tp=2), 2, staged(2, 1)),
+    ],
+)
+def test_stages_of_a_pipeline(
+    sources: Sources, world: int, origin: Staged, target_world: int, target: Staged
+) -> None:
+    """Which matrices a rank steps is the stage's affair; each of them is whole."""
+    folder = sources.get(world, origin, STAGES + "save")
+    found = sources.ranks.run(target_world, STAGES + "resume", replace(target, seed=9), folder)
+    check(found)
+    assert any("momentum_buffer" in line for line in found[0]["before"]["filled"])
+
+
+def test_stages_of_stock_deepspeed(sources: Sources, tmp_path: Path) -> None:
+    """Files of stage 0 name no parameters, and Muon's groups are not in the order of the model."""
+    for origin, allow in ((staged(2, 1), {}), (staged(4, 0), {"allow": {"positions"}})):
+        folder = Path(sources.get(4, origin, STAGES + "save"))
+        stock = without_manifest(Path(shutil.copytree(folder, tmp_path / f"zero{origin.zero}")))
+        target = replace(staged(0, 2), seed=9)
+        check(sources.ranks.run(2, STAGES + "resume", target, str(stock), **allow))
 
 
 def test_the_order_of_a_group_that_nobody_knows(sources: Sources, tmp_path: Path) -> None:

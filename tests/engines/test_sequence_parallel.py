@@ -11,7 +11,7 @@ import pytest
 from megatron_ucp.core.manifest import FILE_NAME
 from tests.engines.model import Setup
 from tests.engines.sources import Sources
-from tests.engines.test_pairs import check
+from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
 SAVES = "tests.engines.save_jobs:"
@@ -46,6 +46,16 @@ def test_pair(
     folder = sources.get(world, source, more=0, filled=False, attach=named)
     job = "tests.engines.jobs:resume"
     check(sources.ranks.run(target_world, job, replace(target, seed=9), folder, tags=("trained",)))
+
+
+FAULTS = ["the partition of another rank", "one bit", "one moment", "one step", "a buffer"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
+    folder = sources.get(4, ulysses(1, 2), more=0, filled=False, attach=True)
+    setup, job = ulysses(2, 2, seed=9), "tests.engines.jobs:resume"
+    check_fails(sources.ranks.run(2, job, setup, folder, tags=("trained",), plant=fault))
 
 
 def test_the_form_without_an_mpu_is_refused(sources: Sources) -> None:

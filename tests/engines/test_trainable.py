@@ -2,6 +2,7 @@
 parameter groups."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,42 +66,80 @@ def check_fresh(found: dict[str, Any], want: dict[str, Any], name: str) -> None:
     assert any(name in note and "begin afresh" in note for note in found["notes"])
 
 
-@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
-def test_unfrozen(sources: Sources, world: int, zero: int, dtype: str) -> None:
-    folder, want = source(sources, dtype)
-    setup = Setup(zero, dtype, seed=5, extra={"thawed": THAWED, "apart": (THAWED,)})
-    found = go_on(sources, world, setup, folder, allow={"unfreeze"})
-    check_fresh(found, want, THAWED)
+def check_unfrozen(found: dict[str, Any], want: dict[str, Any]) -> None:
+    """It goes on from the weight that was frozen."""
     value = want["weights"][THAWED].float().view(-1)
     assert torch.equal(found["after"]["full"][THAWED, "fp32"].view(-1), value)
     assert not torch.equal(found["before"]["full"][THAWED, "fp32"].view(-1), value)
+    check_fresh(found, want, THAWED)
 
 
-@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
-def test_new(sources: Sources, world: int, zero: int, dtype: str) -> None:
-    folder, want = source(sources, dtype)
-    setup = Setup(zero, dtype, seed=5, net="Grown", extra={"apart": (NEW,)})
-    found = go_on(sources, world, setup, folder, allow={"new"})
-    check_fresh(found, want, NEW)
+def check_new(found: dict[str, Any], want: dict[str, Any]) -> None:
+    """It keeps the value that the model drew."""
     own = [found[when]["full"][NEW, "fp32"] for when in ("before", "after", "stepped")]
     assert torch.equal(own[0], own[1]) and not torch.equal(own[1], own[2])
+    check_fresh(found, want, NEW)
 
 
-@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
-def test_frozen(sources: Sources, world: int, zero: int, dtype: str) -> None:
+def check_frozen(found: dict[str, Any], want: dict[str, Any]) -> None:
     """It has the weights that the run computed with: masters, rounded to its training dtype."""
-    folder, want = source(sources, dtype)
-    setup = Setup(zero, dtype, seed=5, extra={"frozen": FROZEN})
-    found = go_on(sources, world, setup, folder, allow={"freeze"})
     after = found["after"]
     assert wrong(want["full"], after["full"], but=FROZEN) == []
     assert wrong(want["scalars"], after["scalars"], but=FROZEN) == []
     assert not [key for key in after["full"] if key[0] == FROZEN]
-    trained = want["full"][FROZEN, "fp32"].to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    trained = want["full"][FROZEN, "fp32"].to(want["weights"][FROZEN].dtype)
     for when, equal in (("before", False), ("after", True), ("stepped", True)):
         value = found[when]["weights"][FROZEN]
         assert torch.equal(value.view(-1), trained.view(-1)) == equal
     assert any(FROZEN in note and "dropped" in note for note in found["notes"])
+
+
+Check = Callable[[dict[str, Any], dict[str, Any]], None]
+# what changes: how an engine is built for it, which parameter it is, and the check
+CHANGES: dict[str, tuple[dict[str, Any], str, Check]] = {
+    "unfreeze": ({"extra": {"thawed": THAWED, "apart": (THAWED,)}}, THAWED, check_unfrozen),
+    "new": ({"net": "Grown", "extra": {"apart": (NEW,)}}, NEW, check_new),
+    "freeze": ({"extra": {"frozen": FROZEN}}, FROZEN, check_frozen),
+}
+
+
+def change_on(sources: Sources, change: str, world: int, zero: int, dtype: str) -> None:
+    folder, want = source(sources, dtype)
+    built, _, check = CHANGES[change]
+    setup = Setup(zero, dtype, seed=5, **built)
+    check(go_on(sources, world, setup, folder, allow={change}), want)
+
+
+@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
+def test_unfrozen(sources: Sources, world: int, zero: int, dtype: str) -> None:
+    change_on(sources, "unfreeze", world, zero, dtype)
+
+
+@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
+def test_new(sources: Sources, world: int, zero: int, dtype: str) -> None:
+    change_on(sources, "new", world, zero, dtype)
+
+
+@pytest.mark.parametrize(("world", "zero", "dtype"), TARGETS)
+def test_frozen(sources: Sources, world: int, zero: int, dtype: str) -> None:
+    change_on(sources, "freeze", world, zero, dtype)
+
+
+FAULTS = [
+    *(("unfreeze", fault) for fault in ("states of its own", "one bit", "one step")),
+    *(("new", fault) for fault in ("states of its own", "another value")),
+    *(("freeze", fault) for fault in ("another value", "one moment")),
+]
+
+
+@pytest.mark.parametrize(("change", "fault"), FAULTS)
+def test_a_planted_fault_is_seen(sources: Sources, change: str, fault: str) -> None:
+    folder, want = source(sources, "fp32")
+    built, name, check = CHANGES[change]
+    options = {"allow": {change}, "fault": fault, "name": name}
+    found = go_on(sources, 1, Setup(0, seed=5, **built), folder, **options)
+    with pytest.raises(AssertionError):
+        check(found, want)
 
 
 def test_only_what_was_allowed(sources: Sources) -> None:
@@ -141,6 +180,12 @@ def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
     assert steps.pop(THAWED) == 1 and {*steps.values()} == {STEPS + 1}
 
 
+def check_regrouped(found: dict[str, Any], want: dict[str, Any]) -> None:
+    assert wrong(want["full"], found["before"]["full"])  # the load did something
+    for part in ("full", "scalars", "hyper"):
+        assert wrong(want[part], found["after"][part]) == [], part
+
+
 @pytest.mark.parametrize(
     ("world", "zero", "groups"), [(1, 0, 2), (4, 1, 3), (2, 2, 2), (4, 3, 2), (2, 3, 3)]
 )
@@ -149,12 +194,9 @@ def test_one_group_becomes_several(sources: Sources, world: int, zero: int, grou
     folder = str(sources.get(2, Setup(1, groups=1)))
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     found = go_on(sources, world, Setup(zero, seed=5, groups=groups), folder)
-    after = found["after"]
-    assert wrong(want["full"], found["before"]["full"])
-    for part in ("full", "scalars", "hyper"):
-        assert wrong(want[part], after[part]) == [], part
+    check_regrouped(found, want)
     assert {s["lr"] for s in found["before"]["hyper"].values()} != {
-        s["lr"] for s in after["hyper"].values()
+        s["lr"] for s in found["after"]["hyper"].values()
     }
     rates = [settings["lr"] for settings in found["stepped"]["hyper"].values()]
     assert rates == pytest.approx([3e-3 / (1 + STEPS + 1)] * len(rates)) and len(rates) > 5
@@ -180,11 +222,18 @@ def test_groups_that_agree_become_one(sources: Sources, world: int, zero: int) -
     folder = sources.get(2, ALIKE)
     want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     found = go_on(sources, world, joined(zero), folder)
-    assert wrong(want["full"], found["before"]["full"])
-    for part in ("full", "scalars", "hyper"):
-        assert wrong(want[part], found["after"][part]) == [], part
+    check_regrouped(found, want)
     steps = {value for key, value in found["stepped"]["scalars"].items() if key[1] == "step"}
     assert steps == {STEPS + 1}
+
+
+@pytest.mark.parametrize("fault", ["one bit", "one moment", "one step", "one group's weight decay"])
+def test_a_planted_fault_in_joined_groups_is_seen(sources: Sources, fault: str) -> None:
+    folder = sources.get(2, ALIKE)
+    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    found = go_on(sources, 2, joined(2), folder, fault=fault)
+    with pytest.raises(AssertionError):
+        check_regrouped(found, want)
 
 
 def test_groups_whose_steps_differ_are_not_joined(sources: Sources, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.families import pipe
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.stage_order import of_stages
+from megatron_ucp.formats.deepspeed.stage_order import folds, of_stages
 
 
 def sizes(layers: int, tied: bool) -> Sizes:
@@ -75,6 +75,23 @@ def test_counts_that_fit_no_run_of_layers(case) -> None:
     wrong[-1][0] += 100  # one more could be a copy of another part of the tied module
     with pytest.raises(StateMismatchError, match="run of the model's layers"):
         of_stages(order, names, wrong, lambda _: 1, "f")
+
+
+@pytest.mark.parametrize(
+    ("counts", "held", "could"),
+    [
+        ([1, 1, 1, 1], [2, 2], True),  # one layer for each of the four runs
+        ([2] * 12, [8, 6, 10], True),
+        ([2] * 12, [8, 5, 11], False),
+        ([1, 6, 6, 6, 6, 1, 1], [13, 14], False),  # a LLaMA, whose ends the first rank would have
+        ([1, 6, 6, 6, 6, 1, 1], [15, 12], True),
+        ([3, 1, 3], [4, 3], False),
+    ],
+)
+def test_stages_that_dualpipev_could_have_made(
+    counts: list[int], held: list[int], could: bool
+) -> None:
+    assert folds(counts, held) is could
 
 
 def test_names_of_parameters_and_of_buffers_beside_them() -> None:

@@ -110,8 +110,9 @@ def test_files_of_mics_are_refused_by_name(source: Path, tmp_path: Path) -> None
     edited(source, lambda name, tree: configured(name, tree, mics_shard_size=2))
     with pytest.raises(UnsupportedError, match="MiCS"):
         ucp.convert(source, tmp_path / "out" / "step7", target=target(1, 1))
-    with pytest.raises(UnsupportedError, match="MiCS"):
-        ucp.describe(source)
+    for look in (ucp.describe, ucp.verify):
+        with pytest.raises(UnsupportedError, match="MiCS"):
+            look(source)
 
 
 def test_masters_of_zenflow_as_they_are(source: Path, tmp_path: Path) -> None:

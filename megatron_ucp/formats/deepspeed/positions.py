@@ -18,7 +18,9 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import ByteFile, Record
 from megatron_ucp.formats.deepspeed.experts import in_order
 from megatron_ucp.formats.deepspeed.paths import at_tp
+from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
+from megatron_ucp.formats.deepspeed.stage_order import folds, positions_of
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.rounded import is_rounded
 
@@ -164,6 +166,24 @@ class _Positions:
                 if place[one] > place[other]:
                     text = f"the groups have {one} before {other}, the model file has it behind"
                     self._refuse(doubtful[0], text, shown)
+        if not shown and self.checkpoint.counts.stages > 1:
+            self._check_runs()
+
+    def _check_runs(self) -> None:
+        """Raises StateMismatchError where the stages may be those of DualPipeV, each of which has
+        two runs of layers: how many parameters they keep is all that the files say of them."""
+        layer, held = positions_of(PipeNames(self.checkpoint.pipe_names)), Counter[int]()
+        counts = Counter[int]()
+        for buffer in self.checkpoint.manifest.buffers:
+            for member in buffer.members if buffer.stepped else ():
+                if member.param in layer:
+                    held[buffer.stage] += 1
+                    counts[layer[member.param]] += 1
+        of_layers = [counts[number] for number in range(max(counts, default=0) + 1)]
+        of_stages = [held[stage] for stage in range(self.checkpoint.counts.stages)]
+        if folds(of_layers, of_stages):
+            text = "stages that DualPipeV could have made too, with two runs of layers each"
+            self._refuse(self._trained()[0][0], text, False)
 
     def _trained(self) -> list[list[str]]:
         """Names of each group at each place that have elements."""

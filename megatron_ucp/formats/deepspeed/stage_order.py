@@ -6,7 +6,7 @@ A stage is a run of layers, so the counts of its groups leave one way to cut the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import accumulate, chain, combinations
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
@@ -76,11 +76,7 @@ def of_stages(
     """For each stage the names of each of its groups, in the optimizer's order. `order` has those
     of all stages, `sizes` what each stage's groups hold, added up by `weigh`. Raises
     StateMismatchError where no cut fits."""
-    layer = {
-        name: int(pipe.partition(".")[0])
-        for pipe, name in names.canonical.items()
-        if name not in names.tied
-    }
+    layer = positions_of(names)
     stops = [*names.layers, max(names.layers, default=0) + 1]
     tied = [name for group in order for name in group if name in names.tied]
     out: list[list[list[str]]] = []
@@ -109,6 +105,32 @@ def of_stages(
         groups, first = found
         out.append(groups)
     return out
+
+
+def positions_of(names: PipeNames) -> dict[str, int]:
+    """The position of the layer of each parameter that one stage alone holds."""
+    return {
+        name: int(pipe.partition(".")[0])
+        for pipe, name in names.canonical.items()
+        if name not in names.tied
+    }
+
+
+def folds(counts: Sequence[int], held: Sequence[int]) -> bool:
+    """Whether DualPipeV could have divided layers of `counts` parameters among ranks that keep
+    `held` of them: there the r-th rank has the r-th run of layers from the front and the r-th from
+    the back."""
+    sums = [0, *accumulate(counts)]
+    left = {(0, len(counts))}  # layers that the ranks further in may have between them
+    for wanted in held[:-1]:
+        left = {
+            (a, b)
+            for first, stop in left
+            for a in range(first + 1, stop)
+            for b in range(a, stop)
+            if sums[a] - sums[first] + sums[stop] - sums[b] == wanted
+        }
+    return any(sums[b] - sums[a] == held[-1] for a, b in left)
 
 
 def _cut(

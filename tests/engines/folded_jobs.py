@@ -1,0 +1,156 @@
+"""What the ranks do with DeepSpeed's DualPipeV, each of whose ranks holds two runs of layers: a
+stack of equal layers, on two ranks."""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.core.layers import Layers
+from megatron_ucp.families.base import Declared, Family, Sizes, whole
+from tests.engines.canonical import everywhere
+
+LAYERS, WIDTH, STAGES, MICRO_BATCHES = 4, 5, 2, 4
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def table(sizes: Sizes) -> dict[str, Declared]:
+    return {
+        f"layers.{number}.inner.{name}": whole(*shape)
+        for number in range(LAYERS)
+        for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))
+    }
+
+
+def staged(name: str) -> str:
+    return name.removeprefix("layers.")
+
+
+def layers(held: Collection[str]) -> Layers:
+    names = {staged(name): name for name in held}
+    at: list[dict[str, str]] = [{} for _ in range(LAYERS)]
+    for pipe in names:
+        position, _, rest = pipe.partition(".")
+        at[int(position)][rest] = pipe
+    return Layers(tuple(at), names, frozenset(range(LAYERS)))
+
+
+FAMILY = Family(
+    "stack",
+    table,
+    "tests/engines/folded_jobs.py",
+    lambda sizes: {staged(name): name for name in table(sizes)},
+    layers,
+    measure=lambda module: Sizes(LAYERS, WIDTH, 1, 1, 1, 1, 1, 1),
+)
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """The family is known inside."""
+    from megatron_ucp import families
+
+    before = dict(families._FAMILIES)
+    ucp.register_family(FAMILY)
+    try:
+        yield
+    finally:
+        families._FAMILIES.clear()
+        families._FAMILIES.update(before)
+
+
+def make(zero: int, seed: int, folded: bool) -> Any:
+    import deepspeed
+    from deepspeed.pipe import DualPipeVModule, PipelineModule
+
+    kind = DualPipeVModule if folded else PipelineModule
+    net = kind(
+        [Layer() for _ in range(LAYERS)],
+        num_stages=STAGES,
+        loss_fn=torch.nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    for name, param in net.named_parameters():  # the same values on whatever rank
+        dice = torch.Generator().manual_seed(seed + 10 * int(name[0]) + param.dim())
+        param.data.copy_(torch.randn(param.shape, generator=dice))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    return deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": zero},
+        },
+        dist_init_required=False,
+    )[0]
+
+
+def moments(engine: Any) -> dict[str, torch.Tensor]:
+    """The first moments of all ranks, by name in the pipeline."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    def of(param: Any) -> Any:
+        if engine.zero_optimization_stage():
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+            return safe_get_full_optimizer_state(param, "exp_avg")
+        return engine.optimizer.state[param]["exp_avg"]
+
+    own = {name: of(param).clone() for name, param in engine.module.named_parameters()}
+    return {name: value for held in everywhere(own) for name, value in held.items()}
+
+
+def save(zero: int, folder: str) -> dict[str, Any]:
+    """What `attach` and `load` say to such an engine; and its first moments, as DeepSpeed's own
+    save writes them."""
+    engine = make(zero, 1, folded=True)
+    for step in range(2):
+        dice = torch.Generator().manual_seed(step)
+        batch = torch.randn(MICRO_BATCHES, 2, 1, WIDTH, generator=dice)
+        engine.train_batch(iter([(one[0], one[1]) for one in batch]))
+    engine.save_checkpoint(folder, tag="tag")
+    said: list[str] = []
+    with registered():
+        for call in (
+            lambda: ucp.attach(engine, family="stack"),
+            lambda: ucp.load(engine, folder, family="stack"),
+        ):
+            try:
+                call()
+                said.append("nothing was refused")
+            except ucp.UcpError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    found = {"said": said, "moments": moments(engine)}
+    engine.destroy()
+    return found
+
+
+def load(zero: int, folder: str, **options: Any) -> dict[str, Any]:
+    """Such files in a plain pipeline: the error, or what it has of them."""
+    with registered():
+        engine = make(zero, 9, folded=False)
+        out: dict[str, Any] = {"error": ""}
+        try:
+            ucp.load(engine, folder, family="stack", **options)
+        except ucp.UcpError as error:
+            out["error"] = f"{type(error).__name__}: {error}"
+        else:
+            out["moments"] = moments(engine)
+    dist.barrier()
+    engine.destroy()
+    return out

@@ -1,0 +1,37 @@
+"""DeepSpeed's DualPipeV: its engines are refused by name, and so are its files where they would be
+taken for those of a plain pipeline."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.folded_jobs:"
+
+
+def wrong(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
+    """Names of parameters with another first moment."""
+    assert len(want["moments"]) == 8 and {*have["moments"]} == {*want["moments"]}
+    return [n for n, value in want["moments"].items() if not torch.equal(value, have["moments"][n])]
+
+
+def test_it_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    """Of stage 0 its files say no more than how many parameters a rank has, which equal layers
+    leave open; by the counts alone the moments would go to other layers."""
+    want, _ = ranks.run(2, JOBS + "save", 0, str(tmp_path))
+    for message in want["said"]:
+        assert message.startswith("UnsupportedError") and "two separate runs of layers" in message
+    for rank in ranks.run(2, JOBS + "load", 0, str(tmp_path)):
+        assert rank["error"].startswith("StateMismatchError") and "DualPipeV" in rank["error"]
+    taken, _ = ranks.run(2, JOBS + "load", 0, str(tmp_path), allow=("positions",))
+    assert {name.partition(".")[0] for name in wrong(want, taken)} == {"1", "2", "3"}
+
+
+def test_its_files_of_zero_1_name_their_parameters(ranks: RankPool, tmp_path: Path) -> None:
+    want, _ = ranks.run(2, JOBS + "save", 1, str(tmp_path))
+    for rank in ranks.run(2, JOBS + "load", 1, str(tmp_path)):
+        assert not rank["error"] and wrong(want, rank) == []
