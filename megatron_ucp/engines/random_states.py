@@ -187,6 +187,10 @@ def _check(saved: Mapping[str, torch.Tensor], file: str) -> None:
             expected=own[name],
             found=theirs[name] or "nothing of it",
         )
+    _check_values(saved, file)
+
+
+def _check_values(saved: Mapping[str, torch.Tensor], file: str) -> None:
     for name, state in saved.items():
         if name not in _ALWAYS and not _is_of_torch(state):
             _refuse(name, f"{state.dtype} {tuple(state.shape)}", file)

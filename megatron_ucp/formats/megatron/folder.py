@@ -28,7 +28,7 @@ from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, ra
 from megatron_ucp.formats.megatron.extras import iteration_of
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import layout_of
-from megatron_ucp.formats.megatron.random_states import Place, generators
+from megatron_ucp.formats.megatron.random_states import WhereOf, generators
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import storages_of
@@ -97,7 +97,7 @@ class MegatronFolder:
         """Whether there are those of any rank."""
 
     @abstractmethod
-    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, Place, str] | str:
+    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str] | str:
         """The stored entry with the generators of a rank of a mesh that cuts the model as the run
         did, where the tensors in it lie, and its file; or why there is none."""
 

@@ -41,7 +41,7 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
 from megatron_ucp.formats.megatron.proof import Run, same_run
-from megatron_ucp.formats.megatron.random_states import Place
+from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -393,7 +393,7 @@ class LegacyCheckpoint(MegatronFolder):
     def has_random_states(self) -> bool:
         return _RANDOM in self.main_tree
 
-    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, Place, str]:
+    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str]:
         """Each model-parallel rank has its own file, written by the first of its copies."""
         at, (expert, _) = here.coord(rank), here.expert_place(rank)
         name = f"{self._folders[RankFolder(at.tp, at.pp, expert)]}/{_MODEL_FILE}"

@@ -14,13 +14,13 @@ from megatron_ucp.formats.base import Generators, Where
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
-Place = Callable[[TensorRef], Where]  # where the elements of a tensor lie
+WhereOf = Callable[[TensorRef], Where]  # where the elements of a tensor lie
 
 _WORDS = 624  # of the state of a Mersenne Twister
 _MAX_BYTES = 2**16  # more than any generator of torch keeps
 
 
-def generators(entry: Sequence[Any], data_rank: int, place: Place, file: str) -> Generators:
+def generators(entry: Sequence[Any], data_rank: int, place: WhereOf, file: str) -> Generators:
     """The generators of a data-parallel rank, in the form of `Checkpoint.random_states`. Raises
     DamagedFileError for tensors that are no generator's, and what Python raises for an entry of
     another structure."""
@@ -72,7 +72,7 @@ def _real(value: Any) -> float:
     return value
 
 
-def _bytes(ref: Any, name: str, place: Place, file: str) -> bytes:
+def _bytes(ref: Any, name: str, place: WhereOf, file: str) -> bytes:
     good = isinstance(ref, TensorRef) and len(ref.shape) == 1 and ref.is_contiguous
     if not good or ref.storage.dtype != "uint8" or not 0 < ref.numel <= _MAX_BYTES:
         raise DamagedFileError(

@@ -26,7 +26,7 @@ from megatron_ucp.formats.megatron.index import INDEX_FILE, Index
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
 from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
-from megatron_ucp.formats.megatron.random_states import Place
+from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -258,7 +258,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def has_random_states(self) -> bool:
         return any(key.startswith(_RANDOM) for key in self.index.objects)
 
-    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, Place, str] | str:
+    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str] | str:
         """An entry stands for the ranks of a stage that have one tensor-parallel rank, or for one
         of them alone, as with expert parallelism."""
         at = here.coord(rank)
