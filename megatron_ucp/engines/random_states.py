@@ -5,9 +5,10 @@ import hashlib
 import math
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ _TRACKERS = {
     ),
 }
 _ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
+_GPU_BYTES = 16  # of a CUDA generator: its seed and offset
+_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
 SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
 CONVERTED = (
     "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
@@ -90,8 +93,8 @@ class Restored:
 
     @classmethod
     def plan(cls, source: Checkpoint, here: Mesh, rank: int, place: tuple[int, int]) -> "Restored":
-        """Reads this rank's file where the mesh is the same. `place`: this rank's data-parallel
-        rank and pipeline stage.
+        """Reads this rank's file where the mesh is the same, and where our own saves left none what
+        the format's own program keeps. `place`: this rank's data-parallel rank and pipeline stage.
 
         Raises DamagedFileError.
         """
@@ -103,9 +106,12 @@ class Restored:
             or not kept
             and CONVERTED not in manifest.run
         ):
-            return cls("random states: the checkpoint has none, this process's own go on")
+            found = source.random_states(here, rank)
+            if isinstance(found, str):
+                return cls(f"random states: {found}, this process's own go on")
+            return cls._exactly({name: _tensor(found[name]) for name in found}, source.main_file)
         if kept and _ranks(manifest.mesh) == _ranks(here):
-            return cls(None, states=_parse(source.beside(file_name(rank)), file))
+            return cls._exactly(_parse(source.beside(file_name(rank)), file), file)
         seed, steps = manifest.run[SEED], manifest.run.get(STEPS, 0)
         text = f"{seed} {steps} {place[0]} {place[1]}"
         return cls(
@@ -113,6 +119,23 @@ class Restored:
             "mesh is another one",
             seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1,
         )
+
+    @classmethod
+    def _exactly(cls, saved: dict[str, torch.Tensor], file: str) -> "Restored":
+        """Sets generators to what they were. Those of a GPU and of a machine without one can't be
+        set to each other's, and a tracker may have names that the other has not: these go on, and
+        the note says which. Raises DamagedFileError for what no generator can be set to."""
+        _check(saved, file)
+        live = {name: state for name, state in states().items() if name not in _ALWAYS}
+        kept = [name for name in live if name not in saved or saved[name].shape != live[name].shape]
+        if "cuda" in saved and "cuda" not in live and saved["cuda"].numel() == _GPU_BYTES:
+            kept.append("cuda")
+        note = (
+            "random states: this process's own go on for "
+            f"{', '.join(kept)}, as the checkpoint has none that fit them"
+        )
+        fitting = {name: state for name, state in saved.items() if name not in kept}
+        return cls(note if kept else None, states=fitting)
 
     def apply(self) -> None:
         """Sets the generators of this rank."""
@@ -137,11 +160,23 @@ def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
         raise DamagedFileError(
             "a file of random states can't be read", file=file, found=str(error)
         ) from None
-    # Setting them comes after everything else was written: what torch, numpy and Python would
-    # refuse is found now.
+    return found
+
+
+def _tensor(value: bytes | Sequence[int] | Sequence[float]) -> torch.Tensor:
+    """In the form of `states`."""
+    if isinstance(value, bytes):
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    kind = torch.float64 if isinstance(value[0], float) else torch.int64
+    return torch.tensor(value, dtype=kind)
+
+
+def _check(saved: Mapping[str, torch.Tensor], file: str) -> None:
+    """Setting them comes after everything else was written: what torch, numpy and Python would
+    refuse, or take as something else, is found now. Raises DamagedFileError."""
     own = {name: (state.shape, state.dtype) for name, state in states().items() if name in _ALWAYS}
     theirs = {
-        name: (found[name].shape, found[name].dtype) if name in found else None for name in own
+        name: (saved[name].shape, saved[name].dtype) if name in saved else None for name in own
     }
     if own != theirs:
         name = next(name for name in own if own[name] != theirs[name])
@@ -152,33 +187,73 @@ def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:
             expected=own[name],
             found=theirs[name] or "nothing of it",
         )
-    return found
+    _check_values(saved, file)
 
 
-def _set(saved: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(saved["torch"])
-    place, has_gauss = saved["numpy_place"].tolist()
-    np.random.set_state(
-        (
-            "MT19937",
-            saved["numpy"].numpy().astype(np.uint32),
-            place,
-            has_gauss,
-            saved["numpy_gauss"].item(),
-        )
+def _check_values(saved: Mapping[str, torch.Tensor], file: str) -> None:
+    for name, state in saved.items():
+        if name not in _ALWAYS and not _is_of_torch(state):
+            _refuse(name, f"{state.dtype} {tuple(state.shape)}", file)
+    words = torch.cat([saved["numpy"], saved["python"][1:-1]])
+    places = torch.stack([saved["numpy_place"][0], saved["python"][-1]])
+    for name, found, most in (("numpy, python", words, 2**32 - 1), ("place", places, _WORDS)):
+        if not bool(((found >= 0) & (found <= most)).all()):
+            _refuse(name, "a word or a place that no generator has", file)
+    try:
+        torch.Generator().set_state(saved["torch"])
+        np.random.RandomState().set_state(_of_numpy(saved))
+        random.Random().setstate(_of_python(saved))
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        _refuse("torch, numpy or python", str(error)[:200], file)
+
+
+def _is_of_torch(state: torch.Tensor) -> bool:
+    """Whether a generator of torch can be set to it, on a GPU or on a CPU."""
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        return False
+    if state.numel() == _GPU_BYTES:
+        return True
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _refuse(name: str, found: str, file: str) -> NoReturn:
+    raise DamagedFileError(
+        "random states are no states of a generator",
+        file=file,
+        parameter=name,
+        found=found,
+        fix="load another tag, or with rng=False",
     )
+
+
+def _of_numpy(saved: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """As numpy's `set_state` takes it."""
+    place, has_gauss = saved["numpy_place"].tolist()
+    words = saved["numpy"].numpy().astype(np.uint32)
+    return "MT19937", words, place, has_gauss, saved["numpy_gauss"].item()
+
+
+def _of_python(saved: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """As Python's `setstate` takes it."""
     version, *internal = saved["python"].tolist()
     gauss_next = saved["python_gauss"].item()
-    random.setstate((version, tuple(internal), None if math.isnan(gauss_next) else gauss_next))
+    return version, tuple(internal), None if math.isnan(gauss_next) else gauss_next
+
+
+def _set(saved: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(saved["torch"])
+    np.random.set_state(_of_numpy(saved))
+    random.setstate(_of_python(saved))
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     for owner, tracker in _trackers().items():
-        tracked = {
-            name.removeprefix(f"{owner}."): state
-            for name, state in saved.items()
-            if name.startswith(f"{owner}.")
-        }
-        if tracked and set(tracked) == set(tracker.get_states()):
+        live = tracker.get_states()
+        tracked = {name: saved.get(f"{owner}.{name}", state) for name, state in live.items()}
+        if tracked:
             tracker.set_states(tracked)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.shares import Share
@@ -15,6 +16,9 @@ from megatron_ucp.formats.pt.values import TensorRef
 Order = Sequence[
     Sequence[str]
 ]  # names of each group's trainable parameters, in its optimizer's order
+# A rank's random generators by name (see `Checkpoint.random_states`).
+Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
+NO_RANDOM_STATES = "the checkpoint has none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,17 @@ class Checkpoint(Protocol):
     def beside(self, name: str) -> bytes | None:
         """The bytes of a small file that the manifest lists; None where it lists none of that
         name."""
+        ...
+
+    def random_states(self, here: Mesh, rank: int) -> Generators | str:
+        """The generators that the format's own program kept for a rank of the mesh `here`, or why
+        there are none for it.
+
+        `torch` and `cuda` are the bytes of these; `numpy` its 624 words, `numpy_place` the position
+        in them and whether a normal number is left of a pair, `numpy_gauss` that number; `python`
+        version, words and position, `python_gauss` the number that is left (NaN: none);
+        `megatron.NAME` the bytes of what megatron-core's tracker calls NAME. Raises
+        DamagedFileError."""
         ...
 
     def layers(self) -> Layers | None:

@@ -16,14 +16,14 @@ SAMPLES, SEQUENCE = 4, 16
 SCHEDULE = Settings(3e-3, 1e-4, 0.0, 8, 80, "cosine", 0.1)
 
 
-def make(tp: int, zero: int, dtype: str, seed: int = 5) -> Any:
+def make(tp: int, zero: int, dtype: str, seed: int = 5, layers: int = 4) -> Any:
     """An attached engine around the LLaMA of the golden folders, with other weights."""
     import deepspeed
 
     models.start(tp, seed=seed)
     config = models.ModelConfig(
         "llama",
-        layers=4,
+        layers=layers,
         hidden=32,
         head_dim=8,
         ffn=64,

@@ -1,10 +1,12 @@
 """What the ranks do in the tests of megatron-core's own stack: build, train, save, load."""
 
 import argparse
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -245,6 +247,8 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
         for chunk in engine.stack.chunks:
             chunk.start_param_sync(force_sync=True)
     state = sharded(engine, content, loading=False)
+    if engine.setup.dropout:
+        state["rng_state"] = random_entry(engine.setup)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -259,6 +263,39 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
         str(folder),
         content_metadata=content,
     )
+
+
+def random_states() -> dict[str, Any]:
+    """The generators of this rank, as Megatron-LM names them."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker: Any = get_cuda_rng_tracker()
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": tracker.get_states(),
+    }
+
+
+def random_entry(setup: Mcore) -> Any:
+    """The generators of this rank, in the entry that Megatron-LM makes of them: one for each
+    data-parallel rank only where there are experts."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    saved = random_states()
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    if setup.ep == 1:
+        return ShardedObject("rng_state", [saved], (setup.pp, setup.tp), place, replica_id=rank)
+    world = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    sizes = (setup.pp, setup.tp, world)
+    return ShardedObject("rng_state", [saved], sizes, (*place, rank))
 
 
 def sharded(engine: Engine, content: dict[str, Any], loading: bool) -> dict[str, Any]:

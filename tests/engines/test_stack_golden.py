@@ -2,7 +2,7 @@
 the next three losses are those of the run that went on."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,10 +24,19 @@ CASES: dict[str, tuple[str, int, Mcore]] = {
 }
 
 
-def next_losses(setup: Mcore, folder: str, plant: bool = False) -> tuple[list[float], int, int]:
-    """Of iterations 4 to 6 after a load; the iteration and samples that it gave."""
+@dataclass
+class Run:
+    """A stack of the model that the folders hold, not loaded yet."""
+
+    stack: Any
+    optimizer: Any
+    scheduler: Any
+    handle: Any
+
+
+def start(setup: Mcore) -> Run:
     from megatron_ucp.engines.megatron import models
-    from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+    from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build
     from tests.engines.stack_jobs import make_optimizer
 
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
@@ -38,16 +47,32 @@ def next_losses(setup: Mcore, folder: str, plant: bool = False) -> tuple[list[fl
     stack = build(config, Stages(setup.pp, setup.vpp), buffers)
     optimizer, scheduler = make_optimizer(replace(setup, eps=1e-8), stack, use_checkpoint=True)
     handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler)
-    ucp.load(handle, folder)
-    position = handle.iteration, handle.consumed_samples
-    if plant:
-        for group in optimizer.param_groups:
-            group["lr"] *= 2
+    return Run(stack, optimizer, scheduler, handle)
+
+
+def go_on(run: Run) -> list[float]:
+    """The losses of iterations 4 to 6."""
+    from megatron_ucp.engines.megatron.chunks import run_batch
+
     losses = []
     for iteration in range(3, 6):
-        losses.append(run_batch(stack, rows(iteration), optimizer))
-        optimizer.step()
-        scheduler.step(SAMPLES)
+        losses.append(run_batch(run.stack, rows(iteration), run.optimizer))
+        run.optimizer.step()
+        run.scheduler.step(SAMPLES)
+    return losses
+
+
+def next_losses(setup: Mcore, folder: str, plant: bool = False) -> tuple[list[float], int, int]:
+    """Of iterations 4 to 6 after a load; the iteration and samples that it gave."""
+    from megatron_ucp.engines.megatron import models
+
+    run = start(setup)
+    ucp.load(run.handle, folder)
+    position = run.handle.iteration, run.handle.consumed_samples
+    if plant:
+        for group in run.optimizer.param_groups:
+            group["lr"] *= 2
+    losses = go_on(run)
     models.stop()
     return losses, *position
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.base import Extras, Record, Where
+from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Where
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -140,6 +141,10 @@ class TagFolder:
         """The bytes of a small file that the manifest lists; None where it lists none of that
         name."""
         return self.evidence.read(name)
+
+    def random_states(self, here: Mesh, rank: int) -> str:
+        """DeepSpeed saves none."""
+        return NO_RANDOM_STATES
 
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.errors import (
@@ -22,7 +23,14 @@ from megatron_ucp.errors import (
     NotFoundError,
     UsageError,
 )
-from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.base import (
+    NO_RANDOM_STATES,
+    Checkpoint,
+    Extras,
+    Record,
+    Told,
+    Where,
+)
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
@@ -227,6 +235,10 @@ class HuggingFaceCheckpoint:
     def beside(self, name: str) -> bytes | None:
         """No manifest lists any."""
         return None
+
+    def random_states(self, here: Mesh, rank: int) -> str:
+        """A Hugging Face folder has none."""
+        return NO_RANDOM_STATES
 
     def layers(self) -> Layers | None:
         return None

@@ -14,12 +14,21 @@ from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
-from megatron_ucp.formats.base import ByteFile, Extras, Record, Told, Where
+from megatron_ucp.formats.base import (
+    NO_RANDOM_STATES,
+    ByteFile,
+    Extras,
+    Generators,
+    Record,
+    Told,
+    Where,
+)
 from megatron_ucp.formats.deepspeed.folder import SCALAR_CODES, WRONG_STRUCTURE
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
 from megatron_ucp.formats.megatron.extras import iteration_of
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import layout_of
+from megatron_ucp.formats.megatron.random_states import WhereOf, generators
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import storages_of
@@ -82,6 +91,16 @@ class MegatronFolder:
     def file(self, name: str) -> Any:
         """A file of the folder, open. Raises DamagedFileError."""
 
+    @property
+    @abstractmethod
+    def has_random_states(self) -> bool:
+        """Whether there are those of any rank."""
+
+    @abstractmethod
+    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str] | str:
+        """The stored entry with the generators of a rank of a mesh that cuts the model as the run
+        did, where the tensors in it lie, and its file; or why there is none."""
+
     # ------------------------------------------------ what the operations ask for
 
     @cached_property
@@ -135,6 +154,39 @@ class MegatronFolder:
 
     def beside(self, name: str) -> bytes | None:
         return self._beside.read(name)
+
+    def random_states(self, here: Mesh, rank: int) -> Generators | str:
+        """Megatron-LM keeps those of each model-parallel rank: of its first copy alone, where the
+        copies draw alike. Raises DamagedFileError."""
+        if self.arguments.get("no_save_rng"):
+            return "the checkpoint was saved without them (no_save_rng)"
+        if not self.has_random_states:
+            return NO_RANDOM_STATES
+        if not self._is_cut_as(here):
+            return self.of_another_mesh
+        return self._guarded(lambda: self._random_states(here, rank))
+
+    def _is_cut_as(self, here: Mesh) -> bool:
+        """Whether a mesh cuts the model as the run did; it may have another number of copies."""
+        ran, experts = self.saved_on, bool(self.arguments.get("num_experts"))
+        alike = (here.tp, here.pp, here.sp) == (ran.tp, ran.pp, ran.sp)
+        return alike and (not experts or (here.ep, here.etp) == (ran.ep, ran.etp))
+
+    def _random_states(self, here: Mesh, rank: int) -> Generators | str:
+        found = self.random_entry(here, rank)
+        if isinstance(found, str):
+            return found
+        entry, place, file = found
+        if not isinstance(entry, list) or not entry:
+            raise TypeError("random states are no list of data-parallel ranks")
+        if len(entry) not in (1, here.dp):
+            return self.of_another_mesh
+        return generators(entry, here.coord(rank).dp, place, file)
+
+    @property
+    def of_another_mesh(self) -> str:
+        """Why there are no random states for a rank."""
+        return f"the checkpoint's are of the ranks of another mesh ({self.saved_on})"
 
     def layers(self) -> Layers | None:
         return None

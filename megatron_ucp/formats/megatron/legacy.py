@@ -20,6 +20,7 @@ from megatron_ucp.core.mesh import (
     EXPERT_CUT,
     EXPERT_RANK,
     Coords,
+    Mesh,
     on_stage,
 )
 from megatron_ucp.core.plan import Slot
@@ -40,12 +41,14 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
 from megatron_ucp.formats.megatron.proof import Run, same_run
+from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 _FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 _MODEL_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_RANDOM = "rng_state"
 _STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -385,6 +388,17 @@ class LegacyCheckpoint(MegatronFolder):
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
         return records_of(self.file(name))
+
+    @property
+    def has_random_states(self) -> bool:
+        return _RANDOM in self.main_tree
+
+    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str]:
+        """Each model-parallel rank has its own file, written by the first of its copies."""
+        at, (expert, _) = here.coord(rank), here.expert_place(rank)
+        name = f"{self._folders[RankFolder(at.tp, at.pp, expert)]}/{_MODEL_FILE}"
+        entry = self._tree(name)[_RANDOM]
+        return entry, lambda ref: self._where_of(name, ref), str(self.folder / name)
 
     def read_extras(self) -> Extras:
         counters = counters_of(self.iteration, self.arguments, self.groups)

@@ -22,10 +22,11 @@ from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.index import Index
+from megatron_ucp.formats.megatron.index import INDEX_FILE, Index
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
 from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
+from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -33,6 +34,7 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
 _HEAD = "output_layer.weight"
+_RANDOM = "rng_state/"
 
 
 class TorchDistCheckpoint(MegatronFolder):
@@ -252,6 +254,32 @@ class TorchDistCheckpoint(MegatronFolder):
             out[f"{_HEAD.rpartition('.')[0]}._extra_state"] = None  # which Megatron leaves out
         return out
 
+    @property
+    def has_random_states(self) -> bool:
+        return any(key.startswith(_RANDOM) for key in self.index.objects)
+
+    def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str] | str:
+        """An entry stands for the ranks of a stage that have one tensor-parallel rank, or for one
+        of them alone, as with expert parallelism."""
+        at = here.coord(rank)
+        place, sizes = (at.pp, at.tp), (here.pp, here.tp)
+        shared = _shard(place, sizes)
+        own = _shard((*place, here.partition_of(rank)), (*sizes, here.partitions))
+        key = own if own in self.index.objects else shared
+        if key in self.index.objects and not (key == shared and here.experts_apart):
+            file = str(self.folder / self.index.objects[key].file)
+            return self.object(key), lambda ref: self.place_in(key, ref), file
+        if key in self.index.objects:  # of a Megatron-LM between 0.16.1 and its pull request 6858
+            return "the checkpoint has one rank's for ranks that have different experts"
+        if here.partitions != self.saved_on.partitions:
+            return self.of_another_mesh
+        raise DamagedFileError(
+            "the random states of a rank are missing",
+            file=self.folder / INDEX_FILE,
+            expected=f"{shared} or {own}",
+            found="those of other ranks",
+        )
+
     def object(self, key: str) -> Any:
         """An object that is no tensor, by its key; tensors in it are references (see
         `place_in`). Raises DamagedFileError."""
@@ -263,6 +291,11 @@ class TorchDistCheckpoint(MegatronFolder):
         record = file.record_of(key, ref)
         self.note_read(file, record)
         return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+
+
+def _shard(place: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+    """The key of a rank's random states."""
+    return f"{_RANDOM}shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes))}"
 
 
 def check_backend(folder: Path) -> None:

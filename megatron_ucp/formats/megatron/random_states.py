@@ -1,0 +1,87 @@
+"""Random generators as Megatron-LM keeps them: an entry is a list of one dict for all data-parallel
+ranks, or with `--data-parallel-random-init` of one for each of them.
+
+Source: what `get_rng_state` of Megatron-LM's training program saves (core_v0.16.1).
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.base import Generators, Where
+from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
+
+WhereOf = Callable[[TensorRef], Where]  # where the elements of a tensor lie
+
+_WORDS = 624  # of the state of a Mersenne Twister
+_MAX_BYTES = 2**16  # more than any generator of torch keeps
+
+
+def generators(entry: Sequence[Any], data_rank: int, place: WhereOf, file: str) -> Generators:
+    """The generators of a data-parallel rank, in the form of `Checkpoint.random_states`. Raises
+    DamagedFileError for tensors that are no generator's, and what Python raises for an entry of
+    another structure."""
+    saved = entry[data_rank if len(entry) > 1 else 0]
+    out: dict[str, bytes | list[int] | list[float]] = {
+        **_of_python(*saved["random_rng_state"]),
+        **_of_numpy(*saved["np_rng_state"]),
+        "torch": _bytes(saved["torch_rng_state"], "torch_rng_state", place, file),
+        "cuda": _bytes(saved["cuda_rng_state"], "cuda_rng_state", place, file),
+    }
+    for name, ref in saved["rng_tracker_states"].items():
+        out[f"megatron.{name}"] = _bytes(ref, name, place, file)
+    return out
+
+
+def _of_python(version: Any, words: Any, left: Any) -> dict[str, list[int] | list[float]]:
+    """What `random.getstate` gives: its version, 624 words and a position in them, and a normal
+    number that is left of a pair."""
+    gauss = math.nan if left is None else _real(left)
+    return {"python": [_whole(n) for n in (version, *words)], "python_gauss": [gauss]}
+
+
+def _of_numpy(
+    kind: Any, words: Any, position: Any, is_left: Any, left: Any
+) -> dict[str, list[int] | list[float]]:
+    """What `numpy.random.get_state` gives: its kind, 624 words, a position in them, and whether a
+    normal number is left of a pair, and which."""
+    if kind != "MT19937" or not isinstance(words, Stand):
+        raise ValueError(f"numpy's generator is {str(kind)[:40]!r}")
+    data: Any = words.get("data")
+    if (words.get("dtype"), words.get("shape")) != ("<u4", (_WORDS,)):
+        raise ValueError(f"numpy's generator has {words.get('shape')} words")
+    return {
+        "numpy": list(struct.unpack(f"<{_WORDS}I", data)),
+        "numpy_place": [_whole(number(position)), _whole(number(is_left))],
+        "numpy_gauss": [_real(number(left))],
+    }
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**32:
+        raise ValueError("a generator has a word that is none")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) is not float:
+        raise TypeError("a generator has a number that is none")
+    return value
+
+
+def _bytes(ref: Any, name: str, place: WhereOf, file: str) -> bytes:
+    good = isinstance(ref, TensorRef) and len(ref.shape) == 1 and ref.is_contiguous
+    if not good or ref.storage.dtype != "uint8" or not 0 < ref.numel <= _MAX_BYTES:
+        raise DamagedFileError(
+            "the state of a generator is no row of bytes",
+            file=file,
+            parameter=name,
+            expected=f"uint8, up to {_MAX_BYTES} of them",
+            found=repr(ref)[:200],
+        )
+    where, data = place(ref), bytearray(ref.numel)
+    where.file.read_into(where.record, where.offset_bytes, memoryview(data))
+    return bytes(data)
