@@ -351,22 +351,27 @@ def whole_lines(trace: str) -> Iterator[str]:
 CALL = re.compile(r"(?P<pid>\d+) +(?P<what>fsync|rename\w*)\((?P<arguments>.*)\) += 0")
 
 
-@pytest.mark.ranks
-def test_strace_sees_every_file_synced_before_the_names_move(tmp_path: Path) -> None:
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed: nobody looks from outside")
-    folder, trace = tmp_path / "checkpoint", tmp_path / "trace"
+def save_under_strace(folder: Path, trace: Path) -> None:
+    """One save on two ranks, whose calls go to `trace`. It is attached behind the imports, which
+    would take it half a minute."""
     watched = ["-e", "trace=fsync,rename,renameat,renameat2", "-o", str(trace)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-c", SAVE_ONCE.format(folder)]
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as saves:
         assert saves.stdout and saves.stdout.readline() == "ready\n", saves.communicate()
-        # attached behind the imports, which take it half a minute
         strace = ["strace", "-f", "-y", *watched, "-p", str(saves.pid)]
         with subprocess.Popen(strace, stderr=subprocess.PIPE, text=True) as watcher:
             assert watcher.stderr and "attached" in watcher.stderr.readline()
             said = saves.communicate("go\n", timeout=200)
     assert saves.returncode == 0, said
+
+
+@pytest.mark.ranks
+def test_strace_sees_every_file_synced_before_the_names_move(tmp_path: Path) -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed: nobody looks from outside")
+    folder, trace = tmp_path / "checkpoint", tmp_path / "trace"
+    save_under_strace(folder, trace)
     lines = [line for line in whole_lines(trace.read_text()) if str(folder) in line]
     calls = [call for line in lines if (call := CALL.match(line))]
     check_order(calls, folder)
