@@ -29,6 +29,7 @@ from tests.formats.megatron_random import (
     without,
 )
 
+pytestmark = pytest.mark.long  # the damaged ones each copy a folder
 CASE = "rng_tp2dp2"
 MESH = RUNS[CASE]
 KEY = key_of(CASE, 1)
@@ -68,10 +69,9 @@ def wanted(case: str, rank: int) -> dict[str, Any]:
 
 
 # torch imports megatron-core to read the legacy files whole
-READ = [pytest.param(case, marks=[pytest.mark.long] * ("legacy" in case)) for case in RUNS]
 
 
-@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize("case", RUNS)
 def test_every_rank_gets_what_torch_reads(case: str) -> None:
     for rank in range(RUNS[case].world):
         torch.manual_seed(1)
@@ -95,7 +95,7 @@ def test_the_comparison_sees_one_flipped_bit() -> None:
     assert not alike(live(), wanted(CASE, 1))
 
 
-@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize("case", RUNS)
 def test_ranks_differ(case: str) -> None:
     """Or a rank could get another one's."""
     first, last = (saved_states(case, rank) for rank in (0, RUNS[case].world - 1))
