@@ -15,7 +15,7 @@ import torch
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.base import TWISTER_WORDS, Checkpoint
 
 # Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where
 # a program uses it.
@@ -28,7 +28,6 @@ _TRACKERS = {
 }
 _ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
 _GPU_BYTES = 16  # of a CUDA generator: its seed and offset
-_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
 SEED, STEPS = "seed", "global_steps"  # keys of the manifest's `run`
 CONVERTED = (
     "converted_from"  # the mesh whose ranks had the generators, which a conversion leaves behind
@@ -196,7 +195,10 @@ def _check_values(saved: Mapping[str, torch.Tensor], file: str) -> None:
             _refuse(name, f"{state.dtype} {tuple(state.shape)}", file)
     words = torch.cat([saved["numpy"], saved["python"][1:-1]])
     places = torch.stack([saved["numpy_place"][0], saved["python"][-1]])
-    for name, found, most in (("numpy, python", words, 2**32 - 1), ("place", places, _WORDS)):
+    for name, found, most in (
+        ("numpy, python", words, 2**32 - 1),
+        ("place", places, TWISTER_WORDS),
+    ):
         if not bool(((found >= 0) & (found <= most)).all()):
             _refuse(name, "a word or a place that no generator has", file)
     try:

@@ -18,6 +18,7 @@ Order = Sequence[
 ]  # names of each group's trainable parameters, in its optimizer's order
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
+TWISTER_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have
 NO_RANDOM_STATES = "the checkpoint has none"
 
 

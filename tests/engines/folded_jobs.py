@@ -1,8 +1,8 @@
 """What the ranks do with DeepSpeed's DualPipeV, each of whose ranks holds two runs of layers: a
 stack of equal layers, on two ranks."""
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.families.base import Declared, Family, Sizes, whole
 from tests.engines.canonical import everywhere
+from tests.families.registration import registered
 
 LAYERS, WIDTH, STAGES, MICRO_BATCHES = 4, 5, 2, 4
 
@@ -56,18 +57,7 @@ FAMILY = Family(
 )
 
 
-@contextlib.contextmanager
-def registered() -> Iterator[None]:
-    """The family is known inside."""
-    from megatron_ucp import families
-
-    before = dict(families._FAMILIES)
-    ucp.register_family(FAMILY)
-    try:
-        yield
-    finally:
-        families._FAMILIES.clear()
-        families._FAMILIES.update(before)
+known = partial(registered, FAMILY)
 
 
 def make(zero: int, seed: int, folded: bool) -> Any:
@@ -125,7 +115,7 @@ def save(zero: int, folder: str) -> dict[str, Any]:
         engine.train_batch(iter([(one[0], one[1]) for one in batch]))
     engine.save_checkpoint(folder, tag="tag")
     said: list[str] = []
-    with registered():
+    with known():
         for call in (
             lambda: ucp.attach(engine, family="stack"),
             lambda: ucp.load(engine, folder, family="stack"),
@@ -142,7 +132,7 @@ def save(zero: int, folder: str) -> dict[str, Any]:
 
 def load(zero: int, folder: str, **options: Any) -> dict[str, Any]:
     """Such files in a plain pipeline: the error, or what it has of them."""
-    with registered():
+    with known():
         engine = make(zero, 9, folded=False)
         out: dict[str, Any] = {"error": ""}
         try:

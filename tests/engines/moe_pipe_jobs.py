@@ -1,9 +1,9 @@
 """What the ranks do in the tests of DeepSpeed's own mixtures in DeepSpeed's own pipeline, which
 needs a family that says how its layers are called: here is one, as a user would write it."""
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_ucp.families.base import Declared, Family, Sizes, whole
 from tests.engines import tensor_jobs
 from tests.engines.canonical import named
 from tests.engines.moe_jobs import BATCH, SEQUENCE, VOCAB, WIDTH, Moe, draw, mixture
+from tests.families.registration import registered
 
 LAYERS = 2
 
@@ -134,18 +135,7 @@ FAMILY = Family(
 )
 
 
-@contextlib.contextmanager
-def registered() -> Iterator[None]:
-    """The family is known inside."""
-    from megatron_ucp import families
-
-    before = dict(families._FAMILIES)
-    ucp.register_family(FAMILY)
-    try:
-        yield
-    finally:
-        families._FAMILIES.clear()
-        families._FAMILIES.update(before)
+known = partial(registered, FAMILY)
 
 
 def make(setup: Piped, attach: bool = True) -> Any:
@@ -212,13 +202,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 def save(setup: Piped, folder: str, **options: Any) -> None:
     """As tensor_jobs.save."""
-    with registered():
+    with known():
         tensor_jobs.save(setup, folder, making=make, training=train, **options)
 
 
 def resume(setup: Piped, folder: str, **options: Any) -> dict[str, Any]:
     """As tensor_jobs.resume."""
-    with registered():
+    with known():
         return tensor_jobs.resume(
             setup, folder, making=make, training=train, planting=swap_experts, **options
         )

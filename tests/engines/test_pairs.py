@@ -76,10 +76,11 @@ def check(found: list[dict]) -> None:
 
 
 def check_fails(found: list[dict]) -> None:
-    """Negative control: `check` fails, and for what it saw after the load."""
-    with pytest.raises(AssertionError) as caught:
-        check(found)
-    assert "equal before the load" not in str(caught.value)
+    """Negative control: `check` fails for every rank, and for what it saw after the load."""
+    for rank in found:
+        with pytest.raises(AssertionError) as caught:
+            check([rank])
+        assert "equal before the load" not in str(caught.value)
 
 
 @pytest.mark.ranks

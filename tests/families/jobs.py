@@ -1,9 +1,8 @@
 """What the ranks do with families that they register themselves."""
 
-import contextlib
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from tests.engines import tensor_jobs
 from tests.families.own import MIXER, NEO, MixerSizes
+from tests.families.registration import registered
 from tests.pretrain import jobs as pretrain_jobs
 
 SIZES = MixerSizes(
@@ -28,19 +28,7 @@ SIZES = MixerSizes(
 PLANTED = "two parts of a fused projection swapped"
 
 
-@contextlib.contextmanager
-def registered() -> Iterator[None]:
-    """Both families are known inside."""
-    from megatron_ucp import families
-
-    before = dict(families._FAMILIES)
-    ucp.register_family(MIXER)
-    ucp.register_family(NEO)
-    try:
-        yield
-    finally:
-        families._FAMILIES.clear()
-        families._FAMILIES.update(before)
+known = partial(registered, MIXER, NEO)
 
 
 @dataclass(frozen=True)
@@ -148,13 +136,13 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 def save(setup: Own, folder: str) -> None:
     """As `tensor_jobs.save`."""
-    with registered():
+    with known():
         tensor_jobs.save(setup, folder, more=0, making=make, training=train)
 
 
 def resume(setup: Own, folder: str, **options: Any) -> dict[str, Any]:
     """As `tensor_jobs.resume`."""
-    with registered():
+    with known():
         return tensor_jobs.resume(
             setup, folder, making=make, training=train, planting=swap_parts, **options
         )
@@ -169,5 +157,5 @@ def swap_parts(engine: Any, _fault: str) -> None:
 
 def pretrained(argv: list[str], train: bool = False) -> dict[str, Any]:
     """As `states` of the training program's tests."""
-    with registered():
+    with known():
         return pretrain_jobs.states(argv, train)

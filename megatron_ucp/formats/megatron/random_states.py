@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.base import Generators, Where
+from megatron_ucp.formats.base import TWISTER_WORDS, Generators, Where
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.pt.unpickler import Stand, TensorRef
 
 WhereOf = Callable[[TensorRef], Where]  # where the elements of a tensor lie
 
-_WORDS = 624  # of the state of a Mersenne Twister
 _MAX_BYTES = 2**16  # more than any generator of torch keeps
 
 
@@ -51,10 +50,10 @@ def _of_numpy(
     if kind != "MT19937" or not isinstance(words, Stand):
         raise ValueError(f"numpy's generator is {str(kind)[:40]!r}")
     data: Any = words.get("data")
-    if (words.get("dtype"), words.get("shape")) != ("<u4", (_WORDS,)):
+    if (words.get("dtype"), words.get("shape")) != ("<u4", (TWISTER_WORDS,)):
         raise ValueError(f"numpy's generator has {words.get('shape')} words")
     return {
-        "numpy": list(struct.unpack(f"<{_WORDS}I", data)),
+        "numpy": list(struct.unpack(f"<{TWISTER_WORDS}I", data)),
         "numpy_place": [_whole(number(position)), _whole(number(is_left))],
         "numpy_gauss": [_real(number(left))],
     }
