@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core import flat
+from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.formats.deepspeed.muon import steps_matrices, uncut_states
 
@@ -149,28 +150,15 @@ def _share(
     opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]
 ) -> None:
     """`opt.update_lp_params()`: this rank's masters into its partition of the weights, and that to
-    all ranks. Collective.
-
-    gloo's all-gather collects in fresh memory of the whole buffer's size first. A broadcast of each
-    partition writes in place: a quarter of the time, and the load needs no memory on top of the
-    engine's own.
-    """
-    if any(
-        partition.device.type != "cpu" for partitions in partitioned for partition in partitions
-    ):
+    all ranks. Collective."""
+    if not all(map(on_cpu, partitioned)):
         opt.update_lp_params()
         return
     for master, partitions, group in zip(
         masters, partitioned, opt.real_dp_process_group, strict=True
     ):
         partitions[rank_in(group)].data.copy_(master.data)
-        ranks = torch.distributed.get_process_group_ranks(group)
-        sent: list[Any] = [
-            torch.distributed.broadcast(partition.data, rank, group, async_op=True)
-            for rank, partition in zip(ranks, partitions, strict=True)
-        ]
-        for work in sent:
-            work.wait()
+        broadcast_each(partitions, group)
 
 
 class LiveBf16(Wrapper):

@@ -25,6 +25,7 @@ from megatron_ucp.engines.megatron.engine.inner import (
 from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
+from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.engines.settings import scalar_state, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
@@ -174,6 +175,19 @@ class LiveMegatron:
         for chunk in self.own.chunks if self.own.mesh.zero else ():
             chunk.start_param_sync(force_sync=True)
 
+    def _share_weights(self) -> None:
+        """As `_gather_weights`, where no gather is under way; in place on the CPU."""
+        for chunk in self.own.chunks if self.own.mesh.zero else ():
+            groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if not on_cpu([bucket.param_data for group in groups for bucket in group.buckets]):
+                chunk.start_param_sync(force_sync=True)
+                continue
+            for group in groups:
+                ranks = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets:
+                    broadcast_each(bucket.param_data.tensor_split(ranks.size()), ranks)
+                group.param_gather_dispatched = True
+
     @torch.no_grad()
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
@@ -190,7 +204,7 @@ class LiveMegatron:
         for inner in self.own.inner:
             if hasattr(inner, "_copy_main_params_to_model_params"):
                 inner._copy_main_params_to_model_params()
-        self._gather_weights()
+        self._share_weights()
 
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         for number, piece in self._live[buffer].pieces.items():
