@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import le, lt, mul, sub
 
 Ints = tuple[int, ...]
@@ -70,6 +71,7 @@ def whole(shape: Iterable[int]) -> Box:
     return Box((0,) * len(stop), stop)
 
 
+@lru_cache(maxsize=4096)  # a model has few shapes, and a plan asks for them at every box
 def strides(shape: Ints) -> Ints:
     """Row-major strides in elements."""
     out = [1] * len(shape)

@@ -3,13 +3,14 @@ no authority."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars
 from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
+from megatron_ucp.errors import LayoutError
 
 FILE_NAME = "ucp_manifest.json"
 RECORDED = "model"  # of a manifest's run: sizes and architecture of the model, as its family says
@@ -43,7 +44,18 @@ class ParamSpec:
 
     def pieces(self, place: Place) -> tuple[Piece, ...]:
         """What the rank at `place` holds; see Layout.pieces."""
-        return self.layout.pieces(self.name, self.shape, place, self.order)
+        try:
+            return _pieces(self.layout, self.shape, tuple(place.items()), self.order)
+        except LayoutError:  # which names the parameter
+            return self.layout.pieces(self.name, self.shape, place, self.order)
+
+
+@lru_cache(maxsize=1024)
+def _pieces(
+    layout: Layout, shape: Ints, place: tuple[tuple[str, tuple[int, int]], ...], order: Ints | None
+) -> tuple[Piece, ...]:
+    """A model's layers are alike, and a fused parameter has a piece for each head."""
+    return layout.pieces("", shape, dict(place), order)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.flat import FlatBuffer, Member
@@ -192,10 +193,14 @@ class _Move:
     mean: bool
 
 
+_Places = list[tuple[Coords, tuple[Piece, ...]]]  # what each place holds of a parameter
+
+
 class _Planner:
     def __init__(self, source: Manifest, target: Manifest, allow: frozenset[str]) -> None:
         self.source, self.target, self.allow = source, target, allow
-        self._held: dict[tuple[int, int], list[tuple[Coords, tuple[Piece, ...]]]] = {}
+        self._held: dict[tuple[int, int], _Places] = {}
+        self._near: dict[tuple[int, int, Coords], _Places] = {}
 
     def moves(
         self, slot: Slot, state: str, low: int = 0, high: int | None = None
@@ -356,9 +361,11 @@ class _Planner:
         places = self.source.cuts_of(self.source.buffers[b])
         return [place for place in places if [at for at in place if at[0] != axis] == others]
 
-    def _places_of(self, b: int, m: int, prefer: Coords) -> list[tuple[Coords, tuple[Piece, ...]]]:
+    def _places_of(self, b: int, m: int, prefer: Coords) -> _Places:
         """One place for each distinct share of a parameter; of copies the one at the target's own
         place, of a Partial parameter's the one with its index on the axis of the copies."""
+        if (b, m, prefer) in self._near:
+            return self._near[b, m, prefer]
         member = self.source.member(b, m)
         if (b, m) not in self._held:
             self._held[b, m] = [
@@ -373,21 +380,27 @@ class _Planner:
             own = axis is not None and index_on(cut, axis) == index_on(prefer, axis)
             if key not in shares or cut == prefer or (own and shares[key][0] != prefer):
                 shares[key] = (cut, pieces)
-        return list(shares.values())
+        self._near[b, m, prefer] = list(shares.values())
+        return self._near[b, m, prefer]
 
 
 def _by_partition(buffer: FlatBuffer, member: Member, piece: Piece) -> Iterator[tuple[int, Piece]]:
     """A piece of a member's stored tensor, split by the partitions that own it."""
     if not piece.full.numel:
         return
-    for part in buffer.owners(member, piece.flat_start, piece.flat_stop):
+    start, stop = piece.flat_start, piece.flat_stop
+    for part in buffer.owners(member, start, stop):
         low, high = buffer.owned(member, part)
-        for box in flat_boxes(piece.view, max(low, piece.flat_start), min(high, piece.flat_stop)):
+        if low <= start and stop <= high:
+            yield part, piece
+            continue
+        for box in flat_boxes(piece.view, max(low, start), min(high, stop)):
             clipped = piece.clip_local(box)
             if clipped is not None:
                 yield part, clipped
 
 
+@lru_cache(maxsize=4096)
 def _merged(shape: Ints, ours: Ints, theirs: Ints) -> tuple[Ints, Ints, Ints]:
     """Fewer dims with the same elements: dims of extent 1 go, dims that are adjacent on both sides
     become one."""

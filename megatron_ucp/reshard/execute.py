@@ -25,7 +25,7 @@ from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Where
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
-STAGING_BYTES = 32 * 2**20
+STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
@@ -84,31 +84,37 @@ def fresh(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def execute(plan: Plan, locate: Locate, target: TensorOf, *, checksums: bool = True) -> Counts:
+def execute(
+    plan: Plan,
+    locate: Locate,
+    target: TensorOf,
+    *,
+    checksums: bool = True,
+    over_gaps: int = 1,
+    staging: "Staging | None" = None,
+) -> Counts:
     """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of
-    the plan).
+    the plan). `staging` is kept from one call to the next where there are many.
 
-    Raises DamagedFileError where a file ends early or can't be read.
+    Rows with gaps between them are read for themselves, as what lies between is for other ranks;
+    over the gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
+    DamagedFileError where a file ends early or can't be read.
     """
-    counts, staging = Counts(), _Staging()
+    counts, staging = Counts(), staging or Staging()
     places = {slot: locate(slot) for slot in plan.sources}
     tensor_of = functools.cache(target)
     ordered = sorted(plan.ops, key=lambda op: _file_order(op, places))
     for _, ops in itertools.groupby(ordered, key=lambda op: _record_of(op, places)):
         blocks: list[_Block] = []
         for op in ops:
-            out = _view(tensor_of(op.target.slot), op.target, op.shape)
+            tensor = tensor_of(op.target.slot)
+            out = _view(tensor, op.target, op.shape)
             if isinstance(op, Mean):
                 _mean(op, places, out, staging, counts)
-            elif _direct(op, places, out):
-                where = places[op.source.slot]
-                read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
-            elif _by_rows(op, places, out):
-                memory, size = bytes_of(tensor_of(op.target.slot)), out.element_size()
-                into = _Rows(memory, op.target.offset * size, op.target.strides)
-                _read_rows(places[op.source.slot], op.source, op.shape, into, counts)
-            else:
-                blocks += _blocks_of(op.source, op.shape, places[op.source.slot], out)
+                continue
+            where = places[op.source.slot]
+            if not _read_in_place(op, where, tensor, out, over_gaps, checksums, counts):
+                blocks += _blocks_of(op.source, op.shape, where, out, over_gaps)
         if blocks:
             _read_blocks(blocks, _copy, staging, checksums, counts)
     fill_padding(plan.fills, target)
@@ -157,30 +163,45 @@ def _view(flat: torch.Tensor, side: Side, shape: tuple[int, ...]) -> torch.Tenso
     return torch.as_strided(flat, shape, side.strides, flat.storage_offset() + side.offset)
 
 
-def _same_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
+def _same_rows(op: Copy, where: Where, out: torch.Tensor) -> bool:
     """Rows, contiguous on both sides, may be read straight into the target's memory."""
     return (
         not isinstance(op, Cast)
         and op.source.strides[-1] == 1
         and op.target.strides[-1] == 1
         and out.device.type == "cpu"
-        and out.dtype == TORCH_DTYPES[places[op.source.slot].dtype]
+        and out.dtype == TORCH_DTYPES[where.dtype]
     )
 
 
-def _direct(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
-    return len(op.shape) == 1 and _same_rows(op, places, out)
+def _read_in_place(
+    op: Copy,
+    where: Where,
+    tensor: torch.Tensor,
+    out: torch.Tensor,
+    over_gaps: int,
+    checksums: bool,
+    counts: Counts,
+) -> bool:
+    """Reads a copy straight into the target's memory, if that can be; `out` is its part of
+    `tensor`."""
+    if not _same_rows(op, where, out):
+        return False
+    if len(op.shape) == 1:
+        read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
+        return True
+    if not _has_gaps(op.source, op.shape, where, over_gaps):
+        return False
+    into = _Rows(bytes_of(tensor), op.target.offset * out.element_size(), op.target.strides)
+    _read_rows(where, op.source, op.shape, into, counts)
+    return True
 
 
-def _by_rows(op: Copy, places: dict[Slot, Where], out: torch.Tensor) -> bool:
-    return _same_rows(op, places, out) and _has_gaps(op.source, op.shape, out.element_size())
-
-
-def _has_gaps(side: Side, shape: Ints, itemsize: int) -> bool:
-    """Whether a region is read row by row, as reading over its gaps would read what other ranks
-    need."""
+def _has_gaps(side: Side, shape: Ints, where: Where, over_gaps: int) -> bool:
+    """Whether a region is read row by row; see `execute`."""
     span = _span(shape, side.strides)
-    return side.strides[-1] == 1 and span > math.prod(shape) and span * itemsize > ROWS_FROM_BYTES
+    far = span * ITEMSIZE[where.dtype] > ROWS_FROM_BYTES
+    return far and side.strides[-1] == 1 and span > over_gaps * math.prod(shape)
 
 
 def _span(shape: Ints, strides: Ints) -> int:
@@ -240,7 +261,7 @@ def read_run(
     counts.records[path, where.record.name] = where.record
 
 
-class _Staging:
+class Staging:
     """One reused byte buffer."""
 
     def __init__(self) -> None:
@@ -265,11 +286,13 @@ class _Block:
     by_rows: bool
 
 
-def _blocks_of(side: Side, shape: Ints, where: Where, out: torch.Tensor) -> Iterator[_Block]:
+def _blocks_of(
+    side: Side, shape: Ints, where: Where, out: torch.Tensor, over_gaps: int = 1
+) -> Iterator[_Block]:
     """A region of the source, block by block. The dims are in the order in which the source stores
     them, so that each block is a run of the file that is as short as can be."""
     itemsize = ITEMSIZE[where.dtype]
-    by_rows = _has_gaps(side, shape, itemsize)
+    by_rows = _has_gaps(side, shape, where, over_gaps)
     order = sorted(range(len(shape)), key=lambda dim: -side.strides[dim])
     shape, steps = tuple(shape[d] for d in order), tuple(side.strides[d] for d in order)
     held = strides(shape) if by_rows else steps
@@ -303,7 +326,7 @@ def _blocks(shape: Ints, strides: Ints, most: int) -> Iterator[tuple[slice, ...]
 def _read_blocks(
     blocks: list[_Block],
     put: Callable[[torch.Tensor, torch.Tensor], object],
-    staging: _Staging,
+    staging: Staging,
     checksums: bool,
     counts: Counts,
 ) -> None:
@@ -355,7 +378,7 @@ def _copy(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _mean(
-    op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: _Staging, counts: Counts
+    op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: Staging, counts: Counts
 ) -> None:
     if not out.dtype.is_floating_point:
         raise UnsupportedError(

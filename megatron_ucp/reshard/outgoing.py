@@ -31,7 +31,7 @@ from megatron_ucp.reshard.windows import WINDOW_BYTES
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # What is stored transposed is written in larger windows, so that its columns are read in long runs.
-WIDE_WINDOW_BYTES = 4 * WINDOW_BYTES
+WIDE_WINDOW_BYTES = 8 * WINDOW_BYTES
 _LISTED = 8
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.
 COPIED_FILES = (

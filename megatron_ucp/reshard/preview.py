@@ -27,7 +27,7 @@ from megatron_ucp.reshard.target import Wanted, target_manifest
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.
-STAGING_BYTES, ROWS_FROM_BYTES = 32 * 2**20, 64 * 2**10
+STAGING_BYTES, ROWS_FROM_BYTES = 8 * 2**20, 64 * 2**10
 _ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 

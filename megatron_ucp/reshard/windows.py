@@ -18,6 +18,7 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
     Counts,
+    Staging,
     SummedRun,
     bytes_of,
     check_runs,
@@ -27,6 +28,9 @@ from megatron_ucp.reshard.execute import (
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 
+# The next window of a transposed tensor reads the bytes between the rows of this one: reading them
+# twice costs less than a system call for each row.
+MOST_OVER_GAPS = 4
 MOST_THREADS = 8  # each has windows of its own: the memory must not grow with the machine either
 
 
@@ -97,7 +101,13 @@ class WindowReader:
         else:
             plan = self._windows(target).plan(slot, state, low, low + memory.numel())
             counts, sources = (
-                execute(plan, self._places.__getitem__, lambda _: memory),
+                execute(
+                    plan,
+                    self._places.__getitem__,
+                    lambda _: memory,
+                    over_gaps=MOST_OVER_GAPS,
+                    staging=self._local.__dict__.setdefault("staging", Staging()),
+                ),
                 {*plan.sources},
             )
         with self._lock:
