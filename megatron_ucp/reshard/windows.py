@@ -4,14 +4,14 @@ the model."""
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Mean, Slot, Want, Windows, make_plan
+from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Want, Windows, make_plan
 from megatron_ucp.core.proof import one_state, prove
 from megatron_ucp.formats.base import Checkpoint, Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -45,6 +45,21 @@ class _Straight:
     offset: int
 
 
+def _straight_runs(ops: Sequence[Op]) -> list[_Straight] | None:
+    """The operations of a slot as runs, in order; None where one of them is not straight."""
+    runs: list[_Straight] = []
+    for op in ops:
+        if (
+            isinstance(op, Mean)
+            or op.shape != (op.box.numel,)
+            or op.source.strides != (1,)
+            or op.target.strides != (1,)
+        ):
+            return None
+        runs.append(_Straight(op.target.offset, op.shape[0], op.source.slot, op.source.offset))
+    return sorted(runs, key=lambda run: run.start)
+
+
 class WindowReader:
     """One source. What is read was planned and proved as a whole before; what was read can be
     checked afterwards."""
@@ -54,6 +69,7 @@ class WindowReader:
         self._lock, self._local = threading.Lock(), threading.local()
         self._targets: dict[int, tuple[Manifest, frozenset[str]]] = {}
         self._straight: dict[tuple[int, Slot], list[_Straight]] = {}
+        self._whole: dict[tuple[int, Slot], Plan] = {}  # of the others, where nothing is padding
         self._places: dict[Slot, Where] = {}
         self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
@@ -70,25 +86,17 @@ class WindowReader:
         self._places.update(
             (slot, self.source.where(slot)) for slot in plan.sources if slot not in self._places
         )
-        runs: dict[Slot, list[_Straight] | None] = {slot: [] for slot, _ in plan.wants}
+        ops: dict[Slot, list[Op]] = {slot: [] for slot, _ in plan.wants}
         for op in plan.ops:
-            held = runs[op.target.slot]
-            if (
-                isinstance(op, Mean)
-                or op.shape != (op.box.numel,)
-                or op.source.strides != (1,)
-                or op.target.strides != (1,)
-            ):
-                runs[op.target.slot] = None
-            elif held is not None:
-                held.append(
-                    _Straight(op.target.offset, op.shape[0], op.source.slot, op.source.offset)
-                )
-        self._straight.update(
-            ((id(target), slot), sorted(held, key=lambda run: run.start))
-            for slot, held in runs.items()
-            if held is not None
-        )
+            ops[op.target.slot].append(op)
+        padded = {fill.slot for fill in plan.fills}
+        for want in plan.wants:
+            key, own = (id(target), want[0]), ops[want[0]]
+            runs = _straight_runs(own)
+            if runs is not None:
+                self._straight[key] = runs
+            elif want[0] not in padded:
+                self._whole[key] = Plan((want,), tuple(own), ())
 
     def fill(
         self, target: Manifest, slot: Slot, state: str, low: int, memory: torch.Tensor
@@ -99,7 +107,7 @@ class WindowReader:
         if (id(target), slot) in self._straight:
             self._fill_straight(self._straight[id(target), slot], low, memory, counts, sources)
         else:
-            plan = self._windows(target).plan(slot, state, low, low + memory.numel())
+            plan = self._plan(target, slot, state, low, low + memory.numel())
             counts, sources = (
                 execute(
                     plan,
@@ -158,6 +166,13 @@ class WindowReader:
             memory[at : max(at, first)].zero_()
             at = max(at, last)
         memory[at:].zero_()
+
+    def _plan(self, target: Manifest, slot: Slot, state: str, low: int, high: int) -> Plan:
+        """Of a window of a slot. One that is all of it was planned before."""
+        elems = target.buffers[slot.buffer].of(slot.state).elems(slot.part)
+        if (low, high) == (0, elems) and (id(target), slot) in self._whole:
+            return self._whole[id(target), slot]
+        return self._windows(target).plan(slot, state, low, high)
 
     def _windows(self, target: Manifest) -> Windows:
         """This thread's."""

@@ -161,9 +161,9 @@ def test_blocks_that_take_turns_in_each_row(
     """They are read together: each byte once, in memory that is bounded, and its sum compared."""
     monkeypatch.setattr(execute, "STAGING_BYTES", staging_bytes)
     most: list[int] = []
-    take = execute._Staging.take
+    take = execute.Staging.take
     monkeypatch.setattr(
-        execute._Staging, "take", lambda self, size: most.append(size) or take(self, size)
+        execute.Staging, "take", lambda self, size: most.append(size) or take(self, size)
     )
     out = torch.zeros(ROWS * COLUMNS, dtype=dtype)
     with PtFile(file) as opened:
