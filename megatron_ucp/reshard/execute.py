@@ -29,6 +29,7 @@ STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
+SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
 GAP_BYTES = (
     4096  # padding that nobody needs is read for a checksum up to this size, or 1/256 of the record
 )
@@ -97,7 +98,7 @@ def execute(
     the plan). `staging` is kept from one call to the next where there are many.
 
     Rows with gaps between them are read for themselves, as what lies between is for other ranks;
-    over the gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
+    over short gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
     DamagedFileError where a file ends early or can't be read.
     """
     counts, staging = Counts(), staging or Staging()
@@ -199,9 +200,11 @@ def _read_in_place(
 
 def _has_gaps(side: Side, shape: Ints, where: Where, over_gaps: int) -> bool:
     """Whether a region is read row by row; see `execute`."""
-    span = _span(shape, side.strides)
-    far = span * ITEMSIZE[where.dtype] > ROWS_FROM_BYTES
-    return far and side.strides[-1] == 1 and span > over_gaps * math.prod(shape)
+    span, itemsize = _span(shape, side.strides), ITEMSIZE[where.dtype]
+    if side.strides[-1] != 1 or span == math.prod(shape) or span * itemsize <= ROWS_FROM_BYTES:
+        return False
+    gap_bytes = (side.strides[-2] - shape[-1]) * itemsize
+    return span > over_gaps * math.prod(shape) or gap_bytes > SHORT_GAP_BYTES
 
 
 def _span(shape: Ints, strides: Ints) -> int:

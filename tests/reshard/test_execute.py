@@ -48,6 +48,33 @@ def plan_of(
 
 
 @pytest.mark.parametrize(
+    ("over_gaps", "short_bytes", "read_elems"),
+    [
+        (1, 2**15, ROWS * 256),
+        (4, 2**15, (ROWS - 1) * COLUMNS + 256),  # over the gaps, twice of what is wanted
+        (4, 512, ROWS * 256),  # the gaps are longer than that
+    ],
+)
+def test_short_gaps_may_be_read(
+    file: Path,
+    tensor: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    over_gaps: int,
+    short_bytes: int,
+    read_elems: int,
+) -> None:
+    monkeypatch.setattr(execute, "SHORT_GAP_BYTES", short_bytes)
+    out = torch.zeros(ROWS * 256)
+    plan = plan_of((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1)))
+    with PtFile(file) as opened:
+        counts = execute.execute(
+            plan, lambda _: where_of(opened), lambda _: out, over_gaps=over_gaps
+        )
+    assert torch.equal(out.view(ROWS, 256), tensor[:, :256])
+    assert counts.read_bytes == 4 * read_elems
+
+
+@pytest.mark.parametrize(
     ("low", "high", "pitch"), [(0, 256, 256), (128, 512, 384), (5, 6, 1), (100, 300, 512)]
 )
 def test_columns_straight_into_the_target(
