@@ -69,7 +69,6 @@ check() {
 
 check ruff format --check --quiet .
 check ruff check .
-if [ -z "$quick" ]; then build_ops; fi
 
 # What is no test runs beside the tests. Its output comes when both are done.
 beside() {
@@ -86,6 +85,7 @@ set -m # a process group of its own, which can be stopped as a whole
 beside >"$log" 2>&1 &
 set +m
 trap 'kill -- -$! 2>/dev/null || true; rm -f "$log"' EXIT
+if [ -z "$quick" ]; then build_ops; fi
 # Ranks mostly wait for each other: two files of tests at a time, each with ranks of its own.
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
     -m "$marks${quick:+ and not ranks}" -rs --durations=10 "$@"
