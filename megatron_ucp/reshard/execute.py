@@ -114,7 +114,12 @@ def execute(
                 _mean(op, places, out, staging, counts)
                 continue
             where = places[op.source.slot]
-            if not _read_in_place(op, where, tensor, out, over_gaps, checksums, counts):
+            way = _in_place(op, where, out, over_gaps)
+            if way == "run":
+                read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
+            elif way == "rows":
+                _read_rows(where, op.source, op.shape, _rows_of(op, tensor), counts)
+            else:
                 blocks += _blocks_of(op.source, op.shape, where, out, over_gaps)
         if blocks:
             _read_blocks(blocks, _copy, staging, checksums, counts)
@@ -175,27 +180,19 @@ def _same_rows(op: Copy, where: Where, out: torch.Tensor) -> bool:
     )
 
 
-def _read_in_place(
-    op: Copy,
-    where: Where,
-    tensor: torch.Tensor,
-    out: torch.Tensor,
-    over_gaps: int,
-    checksums: bool,
-    counts: Counts,
-) -> bool:
-    """Reads a copy straight into the target's memory, if that can be; `out` is its part of
-    `tensor`."""
+def _in_place(op: Copy, where: Where, out: torch.Tensor, over_gaps: int) -> str:
+    """How a copy is read straight into the target's memory: as one run, or row by row; "" where it
+    can't be."""
     if not _same_rows(op, where, out):
-        return False
+        return ""
     if len(op.shape) == 1:
-        read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
-        return True
-    if not _has_gaps(op.source, op.shape, where, over_gaps):
-        return False
-    into = _Rows(bytes_of(tensor), op.target.offset * out.element_size(), op.target.strides)
-    _read_rows(where, op.source, op.shape, into, counts)
-    return True
+        return "run"
+    return "rows" if _has_gaps(op.source, op.shape, where, over_gaps) else ""
+
+
+def _rows_of(op: Copy, tensor: torch.Tensor) -> "_Rows":
+    """Where the rows of a copy go in the target."""
+    return _Rows(bytes_of(tensor), op.target.offset * tensor.element_size(), op.target.strides)
 
 
 def _has_gaps(side: Side, shape: Ints, where: Where, over_gaps: int) -> bool:
