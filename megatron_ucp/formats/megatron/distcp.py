@@ -28,6 +28,7 @@ class DistcpFile(OpenFile):
         self.objects = index.objects_by_file.get(name, {})
         self._archives: dict[int, PtArchive] = {}
         self._records: dict[int, Record] = {}
+        self._values: dict[bytes, object] = {}  # of chunks: layers are alike, and so their pickles
 
     @cached_property
     def has_checksums(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -62,7 +63,10 @@ class DistcpFile(OpenFile):
         at = chunk.place.offset_bytes
         if at not in self._records:
             archive = self._archive(chunk.place)
-            ref: Any = archive.tree
+            pickled = archive.pickled()
+            if pickled not in self._values:
+                self._values[pickled] = archive.value_of(pickled)
+            ref: Any = self._values[pickled]
             good = (
                 isinstance(ref, TensorRef)
                 and (ref.shape, ref.storage.dtype) == (chunk.shape, tensor.dtype)

@@ -80,6 +80,14 @@ class PtFile(OpenFile):
     def tree(self) -> object:
         """The pickled value, a TensorRef for each tensor. Its CRC-32 is checked, and none of its
         code runs."""
+        return self.value_of(self.pickled())
+
+    def value_of(self, pickled: bytes) -> object:
+        """The value of a pickle that lies in this file, or is the same as one that does."""
+        return loads(pickled, file=self.path, allow=self._allow, typed=True)
+
+    def pickled(self) -> bytes:
+        """The pickle itself, its CRC-32 compared. Raises DamagedFileError."""
         entry = self._entries[f"{self.root}/data.pkl"]
         if entry.size_bytes > MAX_PICKLE_BYTES:
             damaged(
@@ -88,7 +96,7 @@ class PtFile(OpenFile):
                 f"at most {MAX_PICKLE_BYTES} bytes",
                 f"{entry.size_bytes} bytes",
             )
-        return loads(self._whole("data.pkl"), file=self.path, allow=self._allow, typed=True)
+        return self._whole("data.pkl")
 
     def record(self, storage: StorageRef) -> Record:
         """The record of a storage. Raises DamagedFileError when it is absent, of another size, or
