@@ -39,7 +39,7 @@ from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, 
 from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
+from megatron_ucp.formats.megatron.names import BUFFERS, global_name, second_matrix, whole_shape
 from megatron_ucp.formats.megatron.proof import Run, same_run
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
@@ -127,7 +127,7 @@ class LegacyCheckpoint(MegatronFolder):
         """The folder of each rank. Raises NotFoundError for those that are missing,
         UnsupportedError for a mesh whose experts are cut otherwise."""
         mesh = self.saved_on
-        if mesh.ep > 1 and mesh.etp != mesh.tp:
+        if self.arguments.get("num_experts") and mesh.cut_of_experts != mesh.cut_of_dense:
             raise UnsupportedError(
                 "experts that are cut otherwise than the rest are not read from these files",
                 file=self.main_file,
@@ -228,13 +228,16 @@ class LegacyCheckpoint(MegatronFolder):
         mesh, experts = self.saved_on, self.arguments.get("num_experts")
         for part in self._parts:
             for rank in range(mesh.ep):
-                for name, ref in self._local(part, 0, rank):
+                held = dict(self._local(part, 0, rank))
+                for name, ref in held.items():
                     number = re.search(r"local_experts\.(\d+)\.", name)
                     expert = (int(number[1]), int(experts)) if number and experts else None
-                    shape = whole_shape(name, ref.shape, mesh.tp)
+                    shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
+                    behind = held.get(second)
+                    width = behind and whole_shape(second, behind.shape, mesh.tp)
                     spec = ParamSpec(name, shape, ref.storage.dtype, "trainable", expert=expert)
                     if not name.endswith(BUFFERS):
-                        yield name, self.cut(self.on_mesh(spec))
+                        yield name, self.cut(self.on_mesh(spec, width))
 
     def _build(self) -> Manifest:
         membership = self.membership(self.groups)

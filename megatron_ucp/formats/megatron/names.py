@@ -228,9 +228,20 @@ def is_expert(name: str) -> bool:
     return found is not None and found["expert"] is not None
 
 
-def layout_of(name: str, shape: Ints, gated: bool) -> Layout | None:
-    """How tensor parallelism cuts a parameter, None where its name is not known; `gated`: the first
-    matrix of an MLP holds gate and up, one above the other, each cut for itself."""
+def second_matrix(name: str) -> str:
+    """The name of the second matrix of an MLP, by that of a parameter of the first one; "" for any
+    other name."""
+    before, first, _ = name.rpartition("linear_fc1.")
+    return f"{before}linear_fc2.weight" if first else ""
+
+
+def layout_of(name: str, shape: Ints, width: int | None) -> Layout | None:
+    """How tensor parallelism cuts a parameter, None where nobody knows. `width` are the columns of
+    the second matrix of its MLP (None: it is none's).
+
+    The first one has as many rows, or twice as many: then it is a gate above the up, each cut for
+    itself. No argument of a run says so: folders may have none, and gates have several names there.
+    """
     short = _short(name)
     if short not in _CUT_DIMS:
         return Replicate() if _NORM.fullmatch(short) else None
@@ -238,6 +249,6 @@ def layout_of(name: str, shape: Ints, gated: bool) -> Layout | None:
     if dim is None or dim >= len(shape):
         return Replicate()
     (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
-    if gated and short.startswith("linear_fc1."):
-        return ShardNC(axis, dim, (shape[dim] // 2, shape[dim] // 2))
+    if short.startswith("linear_fc1.") and shape[dim] != width:
+        return ShardNC(axis, dim, (width, width)) if width and shape[dim] == 2 * width else None
     return Shard(axis, dim)

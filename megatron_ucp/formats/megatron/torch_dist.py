@@ -24,7 +24,7 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import INDEX_FILE, Index
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
-from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
+from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name, second_matrix
 from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
@@ -131,7 +131,8 @@ class TorchDistCheckpoint(MegatronFolder):
         if weight.name.endswith(BUFFERS):
             kind = "buffer"
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
-        return self.on_mesh(spec)
+        behind = self.states.weights.get(second_matrix(weight.name))
+        return self.on_mesh(spec, behind and behind.shape)
 
     def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
         """A parameter as chunks hold it whole, on no mesh."""
