@@ -12,7 +12,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import RuleError, StateMismatchError, UsageError
+from megatron_ucp.errors import LayoutError, RuleError, StateMismatchError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.registry import open_checkpoint
@@ -222,6 +222,10 @@ def test_refused(tmp_path: Path) -> None:
         convert(case, case / TAG, to="torch_dist")
     with pytest.raises(UsageError, match="no such format"):
         convert(case, tmp_path / "x", to="zarr")
+    with pytest.raises(UsageError, match="the model has no experts"):
+        convert(case, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=2, dp=2))
+    with pytest.raises(LayoutError, match="does not divide the experts"):
+        convert(GOLDEN / MIXTURE, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=3, dp=3))
     found = convert(case, tmp_path / "odd_name", to="torch_dist")
     assert "Megatron looks for folders such as" in found.notes[0]
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()

@@ -243,7 +243,9 @@ class MegatronFolder:
         if rules is not None and rules.rules and spec.kind != "buffer":
             declared = rules.declare(spec.name, spec.shape, dict.fromkeys(self._axes, 1))
             return replace(spec, on_mesh=declared.layout, extent=declared.extent)
-        return replace(spec, on_mesh=layout_of(spec.name, spec.shape, behind and behind[-1]))
+        return replace(
+            spec, on_mesh=layout_of(spec.name, spec.shape, behind[-1] if behind else None)
+        )
 
     def cut(self, spec: ParamSpec) -> ParamSpec:
         """A parameter as the ranks of the run that saved it held it. Raises UnsupportedError where

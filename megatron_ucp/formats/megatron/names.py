@@ -17,6 +17,7 @@ from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 LAYERS_PREFIX = "decoder.layers."
 STACKED_EXPERTS = "mlp.experts.experts."
 LOCAL_EXPERTS = "mlp.experts.local_experts."
+ROUTER = "mlp.router.weight"
 # The norms are named after the layer behind them, with which Transformer Engine fuses them.
 _RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -41,7 +42,7 @@ _CUT_DIMS: dict[str, int | None] = {
     "self_attention.linear_proj.bias": None,
     "linear_fc2.bias": None,
     "embedding.position_embeddings.weight": None,
-    "mlp.router.weight": None,
+    ROUTER: None,
     "mlp.router.expert_bias": None,
     "mlp.shared_experts.gate_weight": None,
 }
