@@ -55,11 +55,21 @@ class Mcore:
     style: str = "linear"
     micro: int = 1  # samples in a micro batch
     dropout: float = 0.0
+    every: int = 1  # which layers have experts
+    shared: int = 0  # width of an expert that sees every token
+    bias: bool = False  # routers have a bias, which is a buffer
+
+    @property
+    def experts(self) -> Any:
+        from megatron_ucp.engines.megatron.experts import Experts
+
+        score: Any = "sigmoid" if self.bias else "softmax"
+        return Experts(
+            4, 8, 2, shared_ffn=self.shared, every=self.every, score=score, bias=self.bias
+        )
 
     @property
     def model(self) -> models.ModelConfig:
-        from megatron_ucp.engines.megatron.experts import Experts
-
         moe = self.family == "mixtral"
         return models.ModelConfig(
             self.family,
@@ -79,7 +89,7 @@ class Mcore:
             hidden_dropout=self.dropout,
             attention_dropout=self.dropout,
             sequence_parallel=moe and self.tp > 1,
-            experts=Experts(4, 8, 2) if moe else None,
+            experts=self.experts if moe else None,
         )
 
 

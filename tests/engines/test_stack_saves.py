@@ -16,6 +16,8 @@ from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_D
 from tests.formats.megatron_files import by_torch, split
 
 RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
+# layers with experts and without, one that sees every token, and routers' biases, which are buffers
+MIXTURE: dict[str, Any] = {"family": "mixtral", "every": 2, "shared": 8, "bias": True}
 # several buckets, and overlaps: of such runs stock's own writer loses elements
 SOURCES: dict[str, tuple[int, Any]] = {
     "dp4": (4, Mcore(**BUCKETS, **CONSTANT)),
@@ -25,6 +27,7 @@ SOURCES: dict[str, tuple[int, Any]] = {
     "dropout": (4, Mcore(tp=2, dropout=0.2)),
     "fp16": (2, Mcore(dtype="fp16", layers=2, **CONSTANT)),
     "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
+    "mixture": (4, Mcore(ep=2, pp=2, **MIXTURE)),
     # optimizers that every data-parallel rank has whole
     "plain32": (2, Mcore(distributed=False, layers=2, **CONSTANT)),
     "plain16": (2, Mcore("gpt", distributed=False, tied=True, tp=2, layers=2, dtype="bf16")),
@@ -39,6 +42,7 @@ SOURCES: dict[str, tuple[int, Any]] = {
         ("dp4", 4, Mcore(pp=2, vpp=2, **CONSTANT)),
         ("tp2pp2vpp2", 2, Mcore("gpt", tied=True, dtype="bf16")),
         ("moe", 4, Mcore(ep=4, **MOE)),
+        ("mixture", 4, Mcore(ep=4, **MIXTURE)),
         ("plain32", 2, Mcore(distributed=False, pp=2, layers=2, **CONSTANT)),
         ("plain16", 2, Mcore("gpt", distributed=False, tied=True, layers=2, dtype="bf16")),
         ("plainmoe", 4, Mcore(distributed=False, ep=4, **MOE)),
@@ -58,6 +62,8 @@ def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore
         ("tp2pp2vpp2", 4, Mcore("gpt", tied=True, dtype="bf16", **BUCKETS)),
         ("moe", 4, Mcore(tp=2, ep=2, **MOE)),
         ("moe", 1, Mcore(distributed=False, **MOE)),
+        ("mixture", 4, Mcore(tp=2, ep=2, **MIXTURE)),
+        pytest.param("mixture", 4, Mcore(pp=2, vpp=2, **MIXTURE), marks=pytest.mark.slow),
         ("padded", 2, Mcore(layers=2)),
         ("fp16", 4, Mcore(dtype="fp16", layers=2, tp=2, **CONSTANT)),
         ("plain16", 2, Mcore("gpt", tied=True, layers=2, dtype="bf16")),
@@ -69,6 +75,15 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE, kind="ours")
     check(sources.ranks.run(world, RESUME, target, folder), None)
+
+
+def test_another_bias_of_a_router_is_seen(sources: Sources) -> None:
+    ranks, setup = SOURCES["mixture"]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("filled",), plant="one bias")
+    for rank in found:
+        said = rank["differences"]["filled"]
+        assert said == ["values decoder.layers.0.mlp.router.expert_bias"]
 
 
 # with dropout: the generators of every rank come back, those of tensor-parallel regions too
