@@ -275,6 +275,34 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
     )
 
 
+def legacy_save(engine: Engine, folder: Path) -> None:
+    """A folder for each model-parallel rank, as Megatron-LM's `--ckpt-format torch` makes them."""
+    from megatron.core import parallel_state as groups
+
+    for chunk in engine.stack.chunks:
+        chunk.start_param_sync(force_sync=True)
+    name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
+    if engine.setup.pp > 1:
+        name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
+    if engine.setup.ep > 1:
+        name += f"_{groups.get_expert_model_parallel_rank():03d}"
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    tree: dict[str, Any] = {
+        "args": arguments(engine),
+        "checkpoint_version": 3.0,
+        "iteration": engine.handle.iteration,
+        "optimizer": engine.optimizer.state_dict(),
+        "opt_param_scheduler": engine.scheduler.state_dict(),
+    }
+    several = len(engine.stack.bare) > 1
+    for n, bare in enumerate(engine.stack.bare):
+        tree[f"model{n}" if several else "model"] = bare.state_dict_for_save_checkpoint()
+    if groups.get_expert_data_parallel_rank() == 0:
+        torch.save(tree, folder / name / "model_optim_rng.pt")
+    engine.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
+    dist.barrier()
+
+
 def random_states() -> dict[str, Any]:
     """The generators of this rank, as Megatron-LM names them."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -329,6 +357,8 @@ def write(engine: Engine, folder: Path, kind: str) -> None:
     """By this package ("ours"), or by stock in one of its kinds."""
     if kind == "ours":
         ucp.save(engine.handle, folder, arguments=arguments(engine))
+    elif kind == "legacy":
+        legacy_save(engine, folder)
     else:
         stock_save(engine, folder, kind)
 

@@ -125,21 +125,26 @@ def canonical(engine: Any, settled: bool = True) -> dict[str, Any]:
     for (name, key), value in full.items():
         if value.isnan().any():
             raise AssertionError(f"nobody has all of {key} of {name}")
-    values: dict[str, torch.Tensor] = {}
-    for own in everywhere({name: value.clone() for name, value in biases(engine).items()}):
-        for name, value in own.items():
-            _put(values.setdefault(name, value.clone()), torch.arange(len(value)), value, name)
     handle = engine.handle
     return {
         "full": full,
         "scalars": scalars,
         "hyper": hyper,
         "weights": trained,
-        "values": values,
+        "values": _values(engine),
         "scheduler": engine.scheduler.state_dict(),
         "counters": (handle.iteration, handle.consumed_samples, handle.skipped_iterations),
         "scale": loss_scale(engine),
     }
+
+
+def _values(engine: Any) -> dict[str, torch.Tensor]:
+    """The routers' biases of all ranks."""
+    out: dict[str, torch.Tensor] = {}
+    for own in everywhere({name: value.clone() for name, value in biases(engine).items()}):
+        for name, value in own.items():
+            _put(out.setdefault(name, value.clone()), torch.arange(len(value)), value, name)
+    return out
 
 
 def _stepped_here(engine: Any) -> list[tuple[Any, ...]]:

@@ -107,7 +107,9 @@ def _escaped(text: str) -> str:
 
 
 _LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
-BUFFERS = (".expert_bias", ".local_tokens_per_expert", ".inv_freq")  # ends of names
+# ends of the names of modules' buffers; those that a model makes anew are no part of a checkpoint
+DERIVED = (".local_tokens_per_expert", ".inv_freq")
+BUFFERS = (".expert_bias", *DERIVED)
 
 
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
