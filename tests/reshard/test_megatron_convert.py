@@ -148,6 +148,21 @@ def test_experts_optimizer_follows_the_mesh(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_written_here_gives_deepspeed_the_same_keys(tmp_path: Path) -> None:
+    """It holds extra states of Transformer Engine's modules too, which stock DeepSpeed's load into
+    a model without them would call unexpected."""
+    for case in ("td_full_tp2dp2", MIXTURE):
+        one = tmp_path / case / TAG
+        convert(GOLDEN / case, one, to="torch_dist", target=mesh_of(case))
+        keys: list[set[str]] = []
+        for number, source in enumerate((GOLDEN / case, one)):
+            tag = tmp_path / case / str(number)
+            convert(source, tag, target=ucp.Mesh(dp=2, zero=1))
+            file = tag / "mp_rank_00_model_states.pt"
+            keys.append({*torch.load(file, weights_only=False)["module"]})
+        assert keys[0] == keys[1] and any(key.endswith("fc2._extra_state") for key in keys[0])
+
+
 @pytest.mark.parametrize("said", ["nothing", "another name for a gate"])
 def test_gate_and_up_are_cut_apart_whatever_the_arguments_say(said: str, tmp_path: Path) -> None:
     """Folders of programs other than Megatron-LM have no arguments."""

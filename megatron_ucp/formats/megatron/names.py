@@ -159,7 +159,7 @@ def extra_state_name(key: str) -> str | None:
 
 
 _WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-_CORE_ATTENTION = "self_attention.core_attention"  # of Transformer Engine's layers
+CORE_ATTENTION = "self_attention.core_attention"  # of Transformer Engine's layers
 
 
 def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
@@ -173,7 +173,7 @@ def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
             continue
         if module.rpartition(".")[2] in _WITH_EXTRA_STATE:
             modules[module] = None
-        modules[f"{LAYERS_PREFIX}{layer}.{_CORE_ATTENTION}"] = None
+        modules[f"{LAYERS_PREFIX}{layer}.{CORE_ATTENTION}"] = None
     places = {module: key_of(f"{module}.", stacked) for module in modules}
     counts: dict[str, Ints] = {}
     for at in places.values():

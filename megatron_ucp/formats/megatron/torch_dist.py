@@ -17,6 +17,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats.base import Extras, Record, Told, Where
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
+from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
@@ -24,7 +25,12 @@ from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, rec
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import INDEX_FILE, Index
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
-from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name, second_matrix
+from megatron_ucp.formats.megatron.names import (
+    BUFFERS,
+    CORE_ATTENTION,
+    extra_state_name,
+    second_matrix,
+)
 from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
@@ -241,11 +247,14 @@ class TorchDistCheckpoint(MegatronFolder):
     @cached_property
     def _stateless(self) -> dict[str, None]:
         """The layers' extra states that hold nothing. One of each size is looked at: an empty one
-        has the same bytes everywhere."""
+        has the same bytes everywhere. Those of Transformer Engine's modules are written for every
+        model (see `stacked_extra_states`): other modules don't have them."""
+        is_local = self.arguments.get("transformer_impl") == LOCAL_MODULES
         empty: dict[int, bool] = {}
         out: dict[str, None] = {}
         for key, place in self.index.objects.items():
-            if (name := extra_state_name(key)) is None:
+            name = extra_state_name(key)
+            if name is None or (is_local and f".{CORE_ATTENTION}." in name):
                 continue
             if place.size_bytes not in empty:
                 empty[place.size_bytes] = self.object(key) is None
