@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -425,12 +425,27 @@ def resume(
     return found
 
 
-def stock_load(setup: Mcore, folder: str, tags: tuple[str, ...]) -> dict[str, Any]:
+def name_as_transformer_engine(engine: Engine) -> None:
+    """Gives the norms before experts the keys that they have in its layers."""
+    for layer in (layer for bare in engine.stack.bare for layer in bare.decoder.layers):
+        known = layer.submodules_config.sharded_state_dict_keys_map
+        kept = {key: value for key, value in known.items() if not key.startswith("pre_mlp_")}
+        if hasattr(layer.mlp, "experts"):
+            layer.submodules_config = replace(
+                layer.submodules_config, sharded_state_dict_keys_map=kept
+            )
+
+
+def stock_load(
+    setup: Mcore, folder: str, tags: tuple[str, ...], other_keys: bool = False
+) -> dict[str, Any]:
     """What ucp.save wrote, by megatron-core's own load into an engine that has trained."""
     from megatron.core import dist_checkpointing
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
+    if other_keys:
+        name_as_transformer_engine(engine)
     train(engine, 1, first=99)
     before = canonical(engine, settled=not setup.gather)
     found: dict[str, Any] = {"differences": {}, "before": {}}

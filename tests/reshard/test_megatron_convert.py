@@ -12,7 +12,13 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import LayoutError, RuleError, StateMismatchError, UsageError
+from megatron_ucp.errors import (
+    ForeignFileError,
+    LayoutError,
+    RuleError,
+    StateMismatchError,
+    UsageError,
+)
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.registry import open_checkpoint
@@ -161,6 +167,16 @@ def test_a_folder_written_here_gives_deepspeed_the_same_keys(tmp_path: Path) -> 
             file = tag / "mp_rank_00_model_states.pt"
             keys.append({*torch.load(file, weights_only=False)["module"]})
         assert keys[0] == keys[1] and any(key.endswith("fc2._extra_state") for key in keys[0])
+
+
+@pytest.mark.parametrize("state", ["", "optimizer.state.exp_avg."])
+def test_a_norm_that_differs_under_its_two_keys(state: str, tmp_path: Path) -> None:
+    convert(GOLDEN / MIXTURE, tmp_path / TAG, to="torch_dist", target=mesh_of(MIXTURE))
+    assert diff(GOLDEN / MIXTURE, tmp_path / TAG) == []
+    key = f"{state}decoder.layers.pre_mlp_layernorm.weight"
+    swapped_chunks(tmp_path / TAG, (key, (1, 0)), (key, (2, 0)))  # type: ignore[arg-type]
+    with pytest.raises(ForeignFileError, match="under two keys, and they differ"):
+        convert(tmp_path / TAG, tmp_path / "native", target=ucp.Mesh(zero=1))
 
 
 @pytest.mark.parametrize("said", ["nothing", "another name for a gate"])

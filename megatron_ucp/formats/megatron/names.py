@@ -18,10 +18,11 @@ LAYERS_PREFIX = "decoder.layers."
 STACKED_EXPERTS = "mlp.experts.experts."
 LOCAL_EXPERTS = "mlp.experts.local_experts."
 ROUTER = "mlp.router.weight"
+_FUSED_WITH_MLP = "mlp.linear_fc1.layer_norm_"
 # The norms are named after the layer behind them, with which Transformer Engine fuses them.
 _RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    _FUSED_WITH_MLP: "pre_mlp_layernorm.",
 }
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(?P<number>\d+)\.)?(?P<rest>linear_fc[12]\..+)")
 _LAYER = re.compile(r"decoder\.layers\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
@@ -217,6 +218,14 @@ def key_of(name: str, stacked: bool) -> Stacking:
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
     return Stacking(before + rest, index)
+
+
+def key_before_experts(key: str) -> str | None:
+    """The key of the norm of a layer with experts in models of Transformer Engine, which fuses none
+    with experts, by the key that models of megatron-core's own layers give it; None for any other
+    key."""
+    before, found, kind = key.rpartition(_FUSED_WITH_MLP)
+    return f"{before}{_RENAMED[_FUSED_WITH_MLP]}{kind}" if found else None
 
 
 def number_of_layer(name: str) -> int | None:

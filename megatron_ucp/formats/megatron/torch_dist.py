@@ -23,7 +23,7 @@ from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.index import INDEX_FILE, Index
+from megatron_ucp.formats.megatron.index import INDEX_FILE, Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -31,7 +31,7 @@ from megatron_ucp.formats.megatron.names import (
     extra_state_name,
     second_matrix,
 )
-from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
+from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same, same_run
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
@@ -176,6 +176,27 @@ class TorchDistCheckpoint(MegatronFolder):
         wrong = [weight.name for weight in weights if not self._is_proved(weight)]
         if wrong:
             raise not_proved(wrong, self.arguments, file.path)
+        for pair in self.states.copies:
+            if pair[0].chunks[0].place.file == name:
+                self._check_copy(*pair)
+
+    def _check_copy(self, one: StoredTensor, other: StoredTensor) -> None:
+        """Raises ForeignFileError where a tensor that lies under two keys is not the same."""
+        for chunks in zip(one.chunks, other.chunks, strict=True):
+            blocks = [
+                StoredBlock(chunk.start, chunk.stop, tensor, chunk, 0)
+                for tensor, chunk in zip((one, other), chunks, strict=True)
+            ]
+            runs = [Run(self._where(block), 0) for block in blocks]
+            if not same_run(runs[0], runs[1], math.prod(chunks[0].shape)):
+                raise ForeignFileError(
+                    "a tensor lies under two keys, and they differ",
+                    file=self.folder / INDEX_FILE,
+                    parameter=one.key,
+                    expected=f"what {other.key} holds",
+                    found=f"other values from {chunks[0].start} on",
+                    fix="load another tag",
+                )
 
     @cached_property
     def _weights_by_file(self) -> Mapping[str, Sequence[StoredParam]]:
