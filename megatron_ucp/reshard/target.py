@@ -134,28 +134,38 @@ def _as_stepped(wanted: Wanted, one: NamedGroup, shapes: Mapping[str, Ints]) -> 
 
 
 def _check_cuts(wanted: Wanted) -> None:
-    """Raises RuleError where the target's mesh cuts what nobody declared how to cut, UsageError
-    for experts that the model does not have."""
+    """Raises RuleError where the target's mesh cuts what nobody declared how to cut, and as
+    `check_experts`."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
-    if mesh.tp > 1 and source.mesh.tp == 1 and not wanted.declared:
+    cuts, cut = (max(one.cut_of_dense, one.cut_of_experts) > 1 for one in (mesh, source.mesh))
+    if cuts and not cut and not wanted.declared:
         raise RuleError(
             "nobody declared how the parameters are cut",
             file=file,
-            expected=f"layouts for tp={mesh.tp}",
+            expected=f"layouts for {mesh}",
             found="a checkpoint without tensor parallelism and without a family",
             fix="give --rules FILE (megatron-ucp rules writes a draft)",
         )
-    unknown = [spec for spec in source.params if _is_unknown(spec)] if mesh.tp > 1 else []
+    unknown = [spec for spec in source.params if _is_unknown(spec)] if cuts else []
     if unknown:
         raise RuleError(
             "nobody declared how a parameter is cut",
             file=file,
             parameter=unknown[0].name,
-            expected=f"a layout for tp={mesh.tp}",
+            expected=f"a layout for {mesh}",
             found=f"{len(unknown)} such parameters",
             fix="give --rules FILE; or convert to tp=1, or load into a live engine",
         )
-    if mesh.ep > 1 and not any(spec.expert for spec in source.params):
+    check_experts(wanted)
+
+
+def check_experts(wanted: Wanted) -> None:
+    """Raises UsageError for expert-parallel ranks of a model without experts, LayoutError where
+    they don't divide its experts."""
+    mesh, file = wanted.target.mesh, wanted.file
+    for spec in wanted.source.params:
+        _is_here(spec, 0, mesh, file)
+    if mesh.ep > 1 and not any(spec.expert for spec in wanted.source.params):
         raise UsageError(
             "this axis is not converted: the model has no experts",
             file=file,

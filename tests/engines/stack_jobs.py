@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,21 @@ class Mcore:
     style: str = "linear"
     micro: int = 1  # samples in a micro batch
     dropout: float = 0.0
+    every: int = 1  # which layers have experts
+    shared: int = 0  # width of an expert that sees every token
+    bias: bool = False  # routers have a bias, which is a buffer
+
+    @property
+    def experts(self) -> Any:
+        from megatron_ucp.engines.megatron.experts import Experts
+
+        score: Any = "sigmoid" if self.bias else "softmax"
+        return Experts(
+            4, 8, 2, shared_ffn=self.shared, every=self.every, score=score, bias=self.bias
+        )
 
     @property
     def model(self) -> models.ModelConfig:
-        from megatron_ucp.engines.megatron.experts import Experts
-
         moe = self.family == "mixtral"
         return models.ModelConfig(
             self.family,
@@ -79,7 +89,7 @@ class Mcore:
             hidden_dropout=self.dropout,
             attention_dropout=self.dropout,
             sequence_parallel=moe and self.tp > 1,
-            experts=Experts(4, 8, 2) if moe else None,
+            experts=self.experts if moe else None,
         )
 
 
@@ -265,6 +275,34 @@ def stock_save(engine: Engine, folder: Path, sharding: str = "fully_reshardable"
     )
 
 
+def legacy_save(engine: Engine, folder: Path) -> None:
+    """A folder for each model-parallel rank, as Megatron-LM's `--ckpt-format torch` makes them."""
+    from megatron.core import parallel_state as groups
+
+    for chunk in engine.stack.chunks:
+        chunk.start_param_sync(force_sync=True)
+    name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
+    if engine.setup.pp > 1:
+        name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
+    if engine.setup.ep > 1:
+        name += f"_{groups.get_expert_model_parallel_rank():03d}"
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    tree: dict[str, Any] = {
+        "args": arguments(engine),
+        "checkpoint_version": 3.0,
+        "iteration": engine.handle.iteration,
+        "optimizer": engine.optimizer.state_dict(),
+        "opt_param_scheduler": engine.scheduler.state_dict(),
+    }
+    several = len(engine.stack.bare) > 1
+    for n, bare in enumerate(engine.stack.bare):
+        tree[f"model{n}" if several else "model"] = bare.state_dict_for_save_checkpoint()
+    if groups.get_expert_data_parallel_rank() == 0:
+        torch.save(tree, folder / name / "model_optim_rng.pt")
+    engine.optimizer.save_parameter_state(str(folder / name / "distrib_optim.pt"))
+    dist.barrier()
+
+
 def random_states() -> dict[str, Any]:
     """The generators of this rank, as Megatron-LM names them."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -319,6 +357,8 @@ def write(engine: Engine, folder: Path, kind: str) -> None:
     """By this package ("ours"), or by stock in one of its kinds."""
     if kind == "ours":
         ucp.save(engine.handle, folder, arguments=arguments(engine))
+    elif kind == "legacy":
+        legacy_save(engine, folder)
     else:
         stock_save(engine, folder, kind)
 
@@ -385,12 +425,27 @@ def resume(
     return found
 
 
-def stock_load(setup: Mcore, folder: str, tags: tuple[str, ...]) -> dict[str, Any]:
+def name_as_transformer_engine(engine: Engine) -> None:
+    """Gives the norms before experts the keys that they have in its layers."""
+    for layer in (layer for bare in engine.stack.bare for layer in bare.decoder.layers):
+        known = layer.submodules_config.sharded_state_dict_keys_map
+        kept = {key: value for key, value in known.items() if not key.startswith("pre_mlp_")}
+        if hasattr(layer.mlp, "experts"):
+            layer.submodules_config = replace(
+                layer.submodules_config, sharded_state_dict_keys_map=kept
+            )
+
+
+def stock_load(
+    setup: Mcore, folder: str, tags: tuple[str, ...], other_keys: bool = False
+) -> dict[str, Any]:
     """What ucp.save wrote, by megatron-core's own load into an engine that has trained."""
     from megatron.core import dist_checkpointing
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
     engine = make(setup)
+    if other_keys:
+        name_as_transformer_engine(engine)
     train(engine, 1, first=99)
     before = canonical(engine, settled=not setup.gather)
     found: dict[str, Any] = {"differences": {}, "before": {}}

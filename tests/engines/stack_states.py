@@ -18,13 +18,8 @@ def numbered(engine: Any) -> dict[Any, str]:
     first = parallel_state.get_expert_model_parallel_rank() * (4 // ranks)
     out = {}
     for bare in engine.stack.bare:
-        layers = [layer.layer_number - 1 for layer in bare.decoder.layers]
         for name, param in bare.named_parameters():
-            name = re.sub(
-                r"^decoder\.layers\.(\d+)",
-                lambda m, layers=layers: f"decoder.layers.{layers[int(m[1])]}",
-                name,
-            )
+            name = in_model(bare, name)
             name = re.sub(
                 r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", name
             )
@@ -32,6 +27,22 @@ def numbered(engine: Any) -> dict[Any, str]:
                 name = "embedding.word_embeddings.weight"
             out[param] = name
     return out
+
+
+def in_model(bare: Any, name: str) -> str:
+    """A chunk's name with the number that the layer has in the whole model."""
+    layers = [layer.layer_number - 1 for layer in bare.decoder.layers]
+    return re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{layers[int(m[1])]}", name)
+
+
+def biases(engine: Any) -> dict[str, torch.Tensor]:
+    """The biases of the routers on this rank, which are buffers."""
+    return {
+        in_model(bare, name): value
+        for bare in engine.stack.bare
+        for name, value in bare.named_buffers()
+        if name.endswith("expert_bias")
+    }
 
 
 def cut(param: Any, name: str) -> tuple[int, int, int, int]:
@@ -120,11 +131,20 @@ def canonical(engine: Any, settled: bool = True) -> dict[str, Any]:
         "scalars": scalars,
         "hyper": hyper,
         "weights": trained,
-        "values": {},
+        "values": _values(engine),
         "scheduler": engine.scheduler.state_dict(),
         "counters": (handle.iteration, handle.consumed_samples, handle.skipped_iterations),
         "scale": loss_scale(engine),
     }
+
+
+def _values(engine: Any) -> dict[str, torch.Tensor]:
+    """The routers' biases of all ranks."""
+    out: dict[str, torch.Tensor] = {}
+    for own in everywhere({name: value.clone() for name, value in biases(engine).items()}):
+        for name, value in own.items():
+            _put(out.setdefault(name, value.clone()), torch.arange(len(value)), value, name)
+    return out
 
 
 def _stepped_here(engine: Any) -> list[tuple[Any, ...]]:
@@ -185,6 +205,8 @@ def fill(engine: Any) -> None:
             whole = provenance(numbers[name], key, whole_shape(param, name))
             values = share(param, name, whole).reshape(-1)[low:high]
             (master if key == "fp32" else state[key]).view(-1).copy_(values)
+    for name, value in biases(engine).items():
+        value.copy_(provenance(len(every) + int(name.split(".")[2]), "fp32", value.shape))
     for opt in engine.optimizer.chained_optimizers:
         if hasattr(opt, "_copy_main_params_to_model_params"):
             opt._copy_main_params_to_model_params()
@@ -216,7 +238,10 @@ def go_on(found: dict[str, Any], oracle: dict[str, Any], train: Any, steps: int)
 
 @torch.no_grad()
 def plant_fault(engine: Any, fault: str) -> None:
-    """One thing that is wrong on rank 0, after a load."""
+    """One thing that is wrong on rank 0, after a load; a bias on all that have it."""
+    if fault == "one bias":
+        for name, value in biases(engine).items():
+            value[1] += 1.0 * (".0." in name)
     if dist.get_rank():
         return
     names = numbered(engine)

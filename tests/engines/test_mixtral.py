@@ -4,6 +4,7 @@ tensor-parallel and pipeline sizes, bit for bit."""
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,25 @@ def test_pair(ranks: RankPool, sources: Sources, pair: object) -> None:
     (found, *_) = ranks.run(4, f"{JOBS}:resume", target, folder, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["before"]["filled"] and found["before"]["trained"]
+
+
+ALTERNATING = Experts(4, ffn=12, every=2)
+OTHERS = {
+    "bf16": (
+        mixtral(2, tp=2, etp=1, zero=1, dtype="bf16"),
+        mixtral(4, zero=2, dtype="bf16"),
+    ),
+    "fp16": (mixtral(1, zero=3, dtype="fp16"), mixtral(2, tp=2, zero=0, dtype="fp16")),
+    "an MLP in every second layer": (
+        replace(mixtral(2, pp=2, zero=1), experts=ALTERNATING),
+        replace(mixtral(1, zero=3), experts=ALTERNATING),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", OTHERS)
+def test_pair_of_another_kind(ranks: RankPool, sources: Sources, pair: str) -> None:
+    test_pair(ranks, sources, OTHERS[pair])
 
 
 def test_at_least_sixty_pairs_are_marked() -> None:

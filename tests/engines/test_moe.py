@@ -1,7 +1,9 @@
 """DeepSpeed's own mixtures of experts, saved and resumed at another expert-parallel size."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,16 +67,32 @@ def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
         assert "does not say of which ones" in said and "parameter: stacked" in said
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+PR_MOE: dict[str, Any] = {"experts": (2, 4), "residual": True}
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Moe(2, 0),
+        Moe(2, 1),
+        Moe(2, 2),
+        Moe(2, 1, "bf16"),
+        Moe(2, 0, **PR_MOE),
+        pytest.param(Moe(2, 0, "bf16"), marks=pytest.mark.slow),
+        pytest.param(Moe(2, 2, "bf16"), marks=pytest.mark.slow),
+        pytest.param(Moe(2, 1, **PR_MOE), marks=pytest.mark.slow),
+    ],
+)
 def test_files_of_stock_deepspeed(
-    ranks: RankPool, sources: Sources, tmp_path: Path, zero: int
+    ranks: RankPool, sources: Sources, tmp_path: Path, setup: Moe
 ) -> None:
     """L7, S8: without a manifest, as stock wrote them."""
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, Moe(2, zero), f"{JOBS}:save", more=3), folder)
+    shutil.copytree(sources.get(4, setup, f"{JOBS}:save", more=3), folder)
     without_manifest(folder)
-    for ep in (1, 4):
-        (found, *_) = ranks.run(4, f"{JOBS}:resume", Moe(ep, zero), str(folder), timeout_s=200)
+    for ep in (1, min(4, *setup.experts)):
+        target = replace(setup, ep=ep)
+        (found, *_) = ranks.run(4, f"{JOBS}:resume", target, str(folder), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
 
 
@@ -99,12 +117,22 @@ def test_in_a_pipeline(ranks: RankPool, sources: Sources, source: Piped, target:
     assert found["loss"] < 1e-5
 
 
-def test_files_of_a_stock_pipeline(ranks: RankPool, sources: Sources, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero", "targets"),
+    [
+        (1, [piped(1, 1), piped(4, 1)]),
+        # its files of stage 0 name no parameters: groups in the order of a pipeline's layers
+        (0, [piped(1, 0, pp=2), piped(1, 1, pp=2)]),
+    ],
+)
+def test_files_of_a_stock_pipeline(
+    ranks: RankPool, sources: Sources, tmp_path: Path, zero: int, targets: list[Piped]
+) -> None:
     folder = tmp_path / "stock"
-    shutil.copytree(sources.get(4, piped(2, 1, pp=2), f"{PIPED}:save", more=3), folder)
+    shutil.copytree(sources.get(4, piped(2, zero, pp=2), f"{PIPED}:save", more=3), folder)
     without_manifest(folder)
-    for ep in (1, 4):
-        (found, *_) = ranks.run(4, f"{PIPED}:resume", piped(ep, 1), str(folder), timeout_s=200)
+    for target in targets:
+        (found, *_) = ranks.run(4, f"{PIPED}:resume", target, str(folder), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
 
 

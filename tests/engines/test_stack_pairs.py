@@ -26,6 +26,7 @@ SOURCES = {
     "tied": (4, Mcore("gpt", tied=True, pp=2, vpp=2, tp=2)),
     "ep2": (4, Mcore(ep=2, **MOE)),
     "buckets": (4, Mcore(**BUCKETS)),
+    "etp1-buckets": (4, Mcore(ep=2, tp=2, etp=1, overlap=True, bucket=1000, **MOE)),
     "constant": (2, Mcore(**CONSTANT)),
     "ep2-constant": (4, Mcore(ep=2, tp=2, **MOE, **CONSTANT)),
 }
@@ -51,6 +52,7 @@ TARGETS = [
     ("ep2", 2, Mcore(**MOE)),
     ("ep2", 4, Mcore(ep=2, tp=2, etp=1, overlap=True, bucket=1000, **MOE)),
     ("ep2", 4, Mcore(ep=2, pp=2, **MOE)),
+    ("etp1-buckets", 2, Mcore(**MOE)),
     ("buckets", 4, Mcore(tp=2, pp=2)),
     ("buckets", 4, Mcore(pp=2, vpp=2, **BUCKETS)),
 ]

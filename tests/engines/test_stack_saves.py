@@ -16,6 +16,8 @@ from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_D
 from tests.formats.megatron_files import by_torch, split
 
 RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
+# layers with experts and without, one that sees every token, and routers' biases, which are buffers
+MIXTURE: dict[str, Any] = {"family": "mixtral", "every": 2, "shared": 8, "bias": True}
 # several buckets, and overlaps: of such runs stock's own writer loses elements
 SOURCES: dict[str, tuple[int, Any]] = {
     "dp4": (4, Mcore(**BUCKETS, **CONSTANT)),
@@ -25,6 +27,7 @@ SOURCES: dict[str, tuple[int, Any]] = {
     "dropout": (4, Mcore(tp=2, dropout=0.2)),
     "fp16": (2, Mcore(dtype="fp16", layers=2, **CONSTANT)),
     "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
+    "mixture": (4, Mcore(ep=2, pp=2, **MIXTURE)),
     # optimizers that every data-parallel rank has whole
     "plain32": (2, Mcore(distributed=False, layers=2, **CONSTANT)),
     "plain16": (2, Mcore("gpt", distributed=False, tied=True, tp=2, layers=2, dtype="bf16")),
@@ -39,6 +42,7 @@ SOURCES: dict[str, tuple[int, Any]] = {
         ("dp4", 4, Mcore(pp=2, vpp=2, **CONSTANT)),
         ("tp2pp2vpp2", 2, Mcore("gpt", tied=True, dtype="bf16")),
         ("moe", 4, Mcore(ep=4, **MOE)),
+        ("mixture", 4, Mcore(ep=4, **MIXTURE)),
         ("plain32", 2, Mcore(distributed=False, pp=2, layers=2, **CONSTANT)),
         ("plain16", 2, Mcore("gpt", distributed=False, tied=True, layers=2, dtype="bf16")),
         ("plainmoe", 4, Mcore(distributed=False, ep=4, **MOE)),
@@ -51,6 +55,14 @@ def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore
     check(sources.ranks.run(world, STOCK, target, folder, ("filled", "trained")), None)
 
 
+def test_stock_loads_it_under_the_keys_of_transformer_engine(sources: Sources) -> None:
+    """Its layers with experts have another key for the norm before them."""
+    ranks, setup = SOURCES["mixture"]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    target = Mcore(ep=2, **MIXTURE)
+    check(sources.ranks.run(4, STOCK, target, folder, ("filled",), other_keys=True), None)
+
+
 @pytest.mark.parametrize(
     ("source", "world", "target"),
     [
@@ -58,6 +70,8 @@ def test_stock_loads_it(sources: Sources, source: str, world: int, target: Mcore
         ("tp2pp2vpp2", 4, Mcore("gpt", tied=True, dtype="bf16", **BUCKETS)),
         ("moe", 4, Mcore(tp=2, ep=2, **MOE)),
         ("moe", 1, Mcore(distributed=False, **MOE)),
+        ("mixture", 4, Mcore(tp=2, ep=2, **MIXTURE)),
+        pytest.param("mixture", 4, Mcore(pp=2, vpp=2, **MIXTURE), marks=pytest.mark.slow),
         ("padded", 2, Mcore(layers=2)),
         ("fp16", 4, Mcore(dtype="fp16", layers=2, tp=2, **CONSTANT)),
         ("plain16", 2, Mcore("gpt", tied=True, layers=2, dtype="bf16")),
@@ -69,6 +83,15 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     ranks, setup = SOURCES[source]
     folder = sources.get(ranks, setup, SAVE, kind="ours")
     check(sources.ranks.run(world, RESUME, target, folder), None)
+
+
+def test_another_bias_of_a_router_is_seen(sources: Sources) -> None:
+    ranks, setup = SOURCES["mixture"]
+    folder = sources.get(ranks, setup, SAVE, kind="ours")
+    found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("filled",), plant="one bias")
+    for rank in found:
+        said = rank["differences"]["filled"]
+        assert said == ["values decoder.layers.0.mlp.router.expert_bias"]
 
 
 # with dropout: the generators of every rank come back, those of tensor-parallel regions too
@@ -110,11 +133,13 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
     folder = Path(sources.get(*SOURCES["moe"], SAVE, kind="ours"))
     (tag,) = (folder / "trained").glob("iter_*")
     want = torch.load(folder / "oracle.pt", weights_only=False)["states"]["trained"]
-    compared = 0
+    compared: dict[tuple[str, str], int] = {}
     for name, state, values in split(by_torch(tag)):
         known = want["weights"][name] if state == "weight" else want["full"][name, state]
         assert torch.equal(values, known), (name, state)
-        compared += 1
-    assert compared == len(want["weights"]) + len(want["full"])
+        compared[name, state] = compared.get((name, state), 0) + 1
+    assert len(compared) == len(want["weights"]) + len(want["full"])
+    twice = {name for (name, _), count in compared.items() if count > 1}
+    assert twice == {f"decoder.layers.{n}.pre_mlp_layernorm.weight" for n in range(2)}
     assert not ucp.verify(folder / "trained", deep=True).findings
     assert ucp.describe(folder / "trained").run["global_steps"] == 3

@@ -182,6 +182,12 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], type[UcpError], str]] = {
     ),
     "legacy: another iteration": (LEGACY, other_iteration, ForeignFileError, "another iteration"),
     "legacy: a file is missing": (LEGACY, without_rank, NotFoundError, "are missing"),
+    "legacy: experts that are cut otherwise, without expert parallelism": (
+        LEGACY,
+        legacy_argument(num_experts=4, expert_tensor_parallel_size=1),
+        UnsupportedError,
+        "cut otherwise than the rest",
+    ),
     "legacy: another mesh": (
         LEGACY,
         legacy_argument(tensor_model_parallel_size=4),

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.layout import Chunks, Shard, ShardNC
+from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.families import families, find_family
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key
+from megatron_ucp.formats.megatron.index import ArchivePlace, Chunk, StoredTensor
+from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key, second_matrix
+from megatron_ucp.formats.megatron.stored import stored_params
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.canonical import read_state
 from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split
@@ -105,8 +108,17 @@ def test_a_tag_is_found_as_megatron_names_it(tmp_path: Path) -> None:
 def test_megatrons_own_cuts_are_those_of_the_families(family: str) -> None:
     """The table of names in formats/megatron and the families' tables say the same."""
     sizes = find_family(family).sizes(**SIZES[family])
-    for name, row in find_family(family).table(sizes).items():
-        assert layout_of(name, row.shape, sizes.gated) == row.layout, name
+    table = find_family(family).table(sizes)
+    for name, row in table.items():
+        behind = table.get(second_matrix(name))
+        assert layout_of(name, row.shape, behind and behind.shape[-1]) == row.layout, name
+
+
+def test_the_first_matrix_of_an_mlp_is_gated_where_it_has_twice_the_rows() -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert layout_of(name, (12, 8), 12) == Shard("tp", 0)
+    assert layout_of(name, (24, 8), 12) == ShardNC("tp", 0, (12, 12))
+    assert layout_of(name, (36, 8), 12) is None and layout_of(name, (24, 8), None) is None
 
 
 _PLAIN = dict(layers=2, hidden=8, heads=4, groups=2, head_dim=2, ffn=12, vocab=16, true_vocab=16)
@@ -119,6 +131,25 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "qk_norms": True},
     "mixtral": {**_LLAMA, "experts": 4, "shared_ffn": 12, "every": 2},
 }
+
+
+def _kept(key: str, *shape: int) -> StoredTensor:
+    start = (0,) * len(shape)
+    return StoredTensor(key, "float32", shape, (Chunk(start, shape, ArchivePlace("file", 0, 1)),))
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_an_expert_with_a_key_of_its_own_that_is_missing(missing: int) -> None:
+    """The last one is missed by its router."""
+    prefix = "decoder.layers.0.mlp."
+    keys = [_kept(f"{prefix}router.weight", 4, 8)]
+    keys += [_kept(f"{prefix}experts.experts.{n}.linear_fc2.weight", 8, 8) for n in range(4)]
+    tensors = {tensor.key: tensor for tensor in keys}
+    found = stored_params(tensors, "file")
+    assert [param.expert for param in found.values()] == [None, *((n, 4) for n in range(4))]
+    del tensors[f"{prefix}experts.experts.{missing}.linear_fc2.weight"]
+    with pytest.raises(DamagedFileError, match=rf"local_experts\.{missing}\n.*0 to 3"):
+        stored_params(tensors, "file")
 
 
 @pytest.mark.parametrize("stacked", [True, False])

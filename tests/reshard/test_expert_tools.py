@@ -112,6 +112,20 @@ def test_a_lost_expert_is_named(own: Path, tmp_path: Path, manifest: bool) -> No
             ucp.verify(folder)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_lost_experts_of_a_whole_layer_are_named(
+    sources: Sources, tmp_path: Path, zero: int
+) -> None:
+    source = sources.get(4, Moe(2, zero), f"{MOE}:save", more=3)
+    folder = copy_of(Path(source), tmp_path / "lost", manifest=False)
+    assert ucp.verify(folder).findings == ()
+    for path in folder.glob("layer_1_expert_*"):
+        path.unlink()
+    with pytest.raises(ucp.UcpError, match=r"an expert file is missing[^$]*layer_1_expert_0"):
+        ucp.describe(folder)
+    assert "an expert file is missing" in str(ucp.verify(folder).findings)
+
+
 def test_an_expert_that_two_files_hold(own: Path, tmp_path: Path) -> None:
     folder = copy_of(own, tmp_path / "twice", manifest=False)
     held = folder / "layer_0_expert_1_mp_rank_00_model_states.pt"

@@ -2,6 +2,8 @@
 scheduler and counters are equal bit by bit, and torch's own reader reads what was written."""
 
 import shutil
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import StateMismatchError, UsageError
+from megatron_ucp.errors import (
+    ForeignFileError,
+    LayoutError,
+    RuleError,
+    StateMismatchError,
+    UsageError,
+)
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.registry import open_checkpoint
@@ -20,7 +28,16 @@ from megatron_ucp.reshard.diff import diff
 from megatron_ucp.reshard.export import export_hf
 from megatron_ucp.reshard.newest import newest_whole
 from megatron_ucp.reshard.verify import verify
-from tests.formats.megatron_files import GOLDEN, TAG, by_torch, copied, split, swapped_chunks
+from tests.formats.megatron_files import (
+    GOLDEN,
+    TAG,
+    by_torch,
+    changed_arguments,
+    copied,
+    rewritten,
+    split,
+    swapped_chunks,
+)
 
 pytestmark = pytest.mark.long  # each writes and syncs several folders
 # one model of four layers; the others are there for their random states (test_megatron_random)
@@ -137,6 +154,83 @@ def test_experts_optimizer_follows_the_mesh(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_written_here_gives_deepspeed_the_same_keys(tmp_path: Path) -> None:
+    """It holds extra states of Transformer Engine's modules too, which stock DeepSpeed's load into
+    a model without them would call unexpected."""
+    for case in ("td_full_tp2dp2", MIXTURE):
+        one = tmp_path / case / TAG
+        convert(GOLDEN / case, one, to="torch_dist", target=mesh_of(case))
+        keys: list[set[str]] = []
+        for number, source in enumerate((GOLDEN / case, one)):
+            tag = tmp_path / case / str(number)
+            convert(source, tag, target=ucp.Mesh(dp=2, zero=1))
+            file = tag / "mp_rank_00_model_states.pt"
+            keys.append({*torch.load(file, weights_only=False)["module"]})
+        assert keys[0] == keys[1] and any(key.endswith("fc2._extra_state") for key in keys[0])
+
+
+@pytest.mark.parametrize("state", ["", "optimizer.state.exp_avg."])
+def test_a_norm_that_differs_under_its_two_keys(state: str, tmp_path: Path) -> None:
+    convert(GOLDEN / MIXTURE, tmp_path / TAG, to="torch_dist", target=mesh_of(MIXTURE))
+    assert diff(GOLDEN / MIXTURE, tmp_path / TAG) == []
+    key = f"{state}decoder.layers.pre_mlp_layernorm.weight"
+    swapped_chunks(tmp_path / TAG, (key, (1, 0)), (key, (2, 0)))  # type: ignore[arg-type]
+    with pytest.raises(ForeignFileError, match="under two keys, and they differ"):
+        convert(tmp_path / TAG, tmp_path / "native", target=ucp.Mesh(zero=1))
+
+
+@pytest.mark.parametrize("said", ["nothing", "another name for a gate"])
+def test_gate_and_up_are_cut_apart_whatever_the_arguments_say(said: str, tmp_path: Path) -> None:
+    """Folders of programs other than Megatron-LM have no arguments."""
+    tag = copied("td_full_tp2dp2", tmp_path / "source")
+    if said == "nothing":
+        rewritten(tag / "common.pt", lambda tree: tree.pop("args"))
+    else:
+        changed_arguments(tag, swiglu=False, quick_geglu=True)
+    convert(tag, tmp_path / "tag", target=ucp.Mesh(tp=2, zero=1))
+    (whole,) = [v for k, v in by_torch(tag).items() if k == "decoder.layers.mlp.linear_fc1.weight"]
+    gate, up = whole[1].chunk(2)
+    for rank in range(2):
+        file = tmp_path / "tag" / f"mp_rank_0{rank}_model_states.pt"
+        found = torch.load(file, weights_only=False)["module"]
+        own = torch.cat([half.chunk(2)[rank] for half in (gate, up)])
+        assert torch.equal(found["decoder.layers.1.mlp.linear_fc1.weight"], own)
+        assert not torch.equal(own, whole[1].chunk(2)[rank])
+
+
+def test_what_one_rank_held_says_nothing_of_how_several_cut_it(tmp_path: Path) -> None:
+    """Of a parameter that Megatron's table of names does not have."""
+    tag = _of_one_rank(tmp_path / "source" / TAG)
+    convert(tag, tmp_path / "whole", target=ucp.Mesh(dp=2, zero=1))
+    assert diff(tag, tmp_path / "whole") == []
+    for number, mesh in enumerate((ucp.Mesh(tp=2), ucp.Mesh(tp=1, etp=2, dp=2))):
+        with pytest.raises(RuleError, match="nobody declared how a parameter is cut"):
+            convert(tag, tmp_path / str(number), target=replace(mesh, zero=1))
+
+
+def _of_one_rank(tag: Path) -> Path:
+    """Megatron-LM's older files of a model with three parameters, one of multi-latent
+    attention."""
+    weights = {
+        "embedding.word_embeddings.weight": torch.randn(64, 8),
+        "decoder.layers.0.self_attention.linear_q_down_proj.weight": torch.randn(8, 8),
+        "decoder.final_layernorm.weight": torch.randn(64),
+    }
+    flat = torch.cat([weight.reshape(-1) for weight in reversed(weights.values())])
+    states = {"param": flat, "exp_avg": flat * 2, "exp_avg_sq": flat**2}
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "step": 3.0}
+    group |= {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    said = Namespace(num_layers=1, use_distributed_optimizer=True, data_parallel_size=1)
+    folder = tag / "mp_rank_00"
+    folder.mkdir(parents=True)
+    model = {"args": said, "iteration": 3, "model": weights}
+    optimizer = {"optimizer": {"param_groups": [group]}}
+    torch.save(model | {"optimizer": optimizer}, folder / "model_optim_rng.pt")
+    buffer = {(torch.float32, torch.float32): {**states, "numel_unpadded": flat.numel()}}
+    torch.save({"buckets_coalesced": True, 0: buffer}, folder / "distrib_optim.pt")
+    return tag
+
+
 def test_newest_and_weights_alone_of_a_damaged_folder(tmp_path: Path) -> None:
     tag = copied("td_full_tp2dp2", tmp_path / "run")
     assert newest_whole(tmp_path / "run").folder == tag
@@ -159,6 +253,10 @@ def test_refused(tmp_path: Path) -> None:
         convert(case, case / TAG, to="torch_dist")
     with pytest.raises(UsageError, match="no such format"):
         convert(case, tmp_path / "x", to="zarr")
+    with pytest.raises(UsageError, match="the model has no experts"):
+        convert(case, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=2, dp=2))
+    with pytest.raises(LayoutError, match="does not divide the experts"):
+        convert(GOLDEN / MIXTURE, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=3, dp=3))
     found = convert(case, tmp_path / "odd_name", to="torch_dist")
     assert "Megatron looks for folders such as" in found.notes[0]
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()

@@ -97,7 +97,7 @@ class ExpertFiles:
 
     def _complete(self) -> None:
         """Raises NotFoundError where the files of a mixture are not as many as the model file says,
-        or leave out a number."""
+        or leave out a number. Where experts lie in no files at all the caller knows why."""
         names = self._folder.names
         told: list[Any] = []
         for file in names.model.values():
@@ -106,9 +106,10 @@ class ExpertFiles:
         found: dict[int, set[int]] = {}
         for layer, number, _ in names.experts:
             found.setdefault(layer, set()).add(number)
-        for layer, numbers in sorted(found.items()):
+        for layer in sorted({*found, *(range(len(told)) if found else ())}):
             known = layer < len(told) and type(told[layer]) is int
-            wanted = told[layer] if known else max(numbers) + 1
+            numbers = found.get(layer, set())
+            wanted = told[layer] if known else max(numbers, default=-1) + 1
             missing = sorted({*range(wanted)} - numbers)
             if missing:
                 raise NotFoundError(

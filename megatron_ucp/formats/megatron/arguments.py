@@ -66,6 +66,7 @@ def mesh_of(arguments: Mapping[str, Any]) -> Mesh:
 
 # ------------------------------------------------ written
 
+LOCAL_MODULES = "local"  # what `transformer_impl` says of megatron-core's own modules
 _ENUMS = ("model_type", "attention_backend", "exit_signal", "cuda_graph_scope")
 # what a manifest says of a model (see `families/architecture`), by the names of arguments
 _OF_SIZES = {
@@ -109,6 +110,7 @@ def written_arguments(
         "tokenizer_type": None,
         "skipped_train_samples": 0,
         "consumed_valid_samples": 0,
+        "transformer_impl": LOCAL_MODULES,
     }
     return {
         **usual,

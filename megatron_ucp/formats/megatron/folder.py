@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.layout import Replicate
+from megatron_ucp.core.layout import Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import (
     NO_RANDOM_STATES,
@@ -116,11 +117,6 @@ class MegatronFolder:
     def saved_on(self) -> Mesh:
         """The mesh of the run that saved it."""
         return mesh_of(self.arguments)
-
-    @property
-    def gated(self) -> bool:
-        """Whether an MLP's first matrix holds a gate above the up."""
-        return bool(self.arguments.get("swiglu"))
 
     @cached_property
     def _beside(self) -> Recorded:
@@ -236,9 +232,10 @@ class MegatronFolder:
         decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
         return Membership(groups, self.main_file, bool(decays), rate(said, "decoupled_lr"))
 
-    def on_mesh(self, spec: ParamSpec) -> ParamSpec:
+    def on_mesh(self, spec: ParamSpec, behind: Ints | None) -> ParamSpec:
         """A parameter with the layout that tensor parallelism gives it in `on_mesh`: as a caller or
-        rules say, else as Megatron's own modules are cut. Raises RuleError."""
+        rules say, else as Megatron's own modules are cut. `behind` is the shape of the second
+        matrix of its MLP. Raises RuleError."""
         known, rules = self.told.specs, self.told.rules
         if known is not None and spec.name in known:
             declared = known[spec.name]
@@ -246,11 +243,13 @@ class MegatronFolder:
         if rules is not None and rules.rules and spec.kind != "buffer":
             declared = rules.declare(spec.name, spec.shape, dict.fromkeys(self._axes, 1))
             return replace(spec, on_mesh=declared.layout, extent=declared.extent)
-        return replace(spec, on_mesh=layout_of(spec.name, spec.shape, self.gated))
+        return replace(
+            spec, on_mesh=layout_of(spec.name, spec.shape, behind[-1] if behind else None)
+        )
 
     def cut(self, spec: ParamSpec) -> ParamSpec:
         """A parameter as the ranks of the run that saved it held it. Raises UnsupportedError where
-        nobody says how they cut it."""
+        nobody says how they cut it; one rank held it whole, which says nothing of several."""
         if spec.on_mesh is None and self.saved_on.tp > 1:
             raise UnsupportedError(
                 "how a parameter was cut is not known",
@@ -259,7 +258,8 @@ class MegatronFolder:
                 expected="a name of megatron-core's GPTModel",
                 fix="give --rules FILE",
             )
-        return replace(spec, layout=spec.on_mesh or Replicate(), on_mesh=None)
+        layout = spec.on_mesh or (_uncut(spec) if spec.shape else Replicate())
+        return replace(spec, layout=layout, on_mesh=None)
 
     @property
     def _axes(self) -> Collection[str]:
@@ -307,6 +307,12 @@ _REFUSED = {
     "use_megatron_fsdp": "Megatron-FSDP",
     "use_torch_fsdp2": "torch's FSDP2",
 }
+
+
+def _uncut(spec: ParamSpec) -> ShardRuns:
+    """The layout of a parameter that one rank held, where nobody says how several would."""
+    (axis,) = DENSE_CUT if spec.expert is None else EXPERT_CUT
+    return ShardRuns(axis, 0, (((0, spec.shape[0]),),))
 
 
 def _of_model(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,13 @@ from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, 
 from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.names import BUFFERS, global_name, whole_shape
+from megatron_ucp.formats.megatron.names import (
+    BUFFERS,
+    DERIVED,
+    global_name,
+    second_matrix,
+    whole_shape,
+)
 from megatron_ucp.formats.megatron.proof import Run, same_run
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
@@ -127,7 +133,7 @@ class LegacyCheckpoint(MegatronFolder):
         """The folder of each rank. Raises NotFoundError for those that are missing,
         UnsupportedError for a mesh whose experts are cut otherwise."""
         mesh = self.saved_on
-        if mesh.ep > 1 and mesh.etp != mesh.tp:
+        if self.arguments.get("num_experts") and mesh.cut_of_experts != mesh.cut_of_dense:
             raise UnsupportedError(
                 "experts that are cut otherwise than the rest are not read from these files",
                 file=self.main_file,
@@ -228,50 +234,62 @@ class LegacyCheckpoint(MegatronFolder):
         mesh, experts = self.saved_on, self.arguments.get("num_experts")
         for part in self._parts:
             for rank in range(mesh.ep):
-                for name, ref in self._local(part, 0, rank):
+                held = dict(self._local(part, 0, rank))
+                for name, ref in held.items():
                     number = re.search(r"local_experts\.(\d+)\.", name)
                     expert = (int(number[1]), int(experts)) if number and experts else None
-                    shape = whole_shape(name, ref.shape, mesh.tp)
-                    spec = ParamSpec(name, shape, ref.storage.dtype, "trainable", expert=expert)
-                    if not name.endswith(BUFFERS):
-                        yield name, self.cut(self.on_mesh(spec))
+                    shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
+                    behind = held.get(second)
+                    width = behind and whole_shape(second, behind.shape, mesh.tp)
+                    kind = "buffer" if name.endswith(BUFFERS) else "trainable"
+                    spec = ParamSpec(name, shape, ref.storage.dtype, kind, expert=expert)
+                    if not name.endswith(DERIVED):
+                        yield name, self.cut(self.on_mesh(spec, width))
 
     def _build(self) -> Manifest:
         membership = self.membership(self.groups)
-        groups = {name: membership.number(spec) for name, spec in self._params.items()}
-        buffers = tuple(self._flat_buffer(one, groups) for one in self._buffers)
+        trained = [spec for spec in self._params.values() if spec.kind == "trainable"]
+        groups = {spec.name: membership.number(spec) for spec in trained}
+        flat = [self._flat_buffer(one, groups) for one in self._buffers]
+        buffers = (*flat, *self._alone({*self._params} - {*groups}))
         counters = counters_of(self.iteration, self.arguments, self.groups)
         found = tuple(one.group for one in self.groups)
         params = tuple(self._params.values())
         run = self.described(counters)
         manifest = Manifest("torch", self.saved_on, params, buffers, found, run=run)
-        for number, buffer in enumerate(buffers):
+        for number, buffer in enumerate(flat):
             for cut in manifest.cuts_of(buffer):
                 for state in _STATES.values():
                     self._check_size(self._ref(number, cut, state), buffer, number, cut)
         return manifest
 
     def _build_weights(self) -> Manifest:
-        """The weights alone, each rank's for itself."""
-        buffers: list[FlatBuffer] = []
+        """The weights alone."""
+        params = tuple(
+            spec if spec.kind == "buffer" else replace(spec, kind="frozen")
+            for spec in self._params.values()
+        )
+        buffers = tuple(self._alone(self._params.keys()))
+        run = self.described(counters_of(self.iteration, self.arguments, ()))
+        return Manifest(WEIGHTS, self.saved_on, params, buffers, run=run)
+
+    def _alone(self, names: Collection[str]) -> Iterator[FlatBuffer]:
+        """Buffers of what is stored under a name, each rank's for itself."""
         for part in self._parts:
             for rank in range(self.saved_on.ep):
                 for name, ref in self._local(part, 0, rank):
                     spec = self._params.get(name)
-                    if spec is None or (rank and spec.expert is None):
+                    if spec is None or name not in names or (rank and spec.expert is None):
                         continue
                     at = (*on_stage(part.stage), (CHUNK_OF_STAGE, part.chunk))
                     at = at if spec.expert is None else (*at, (EXPERT_RANK, rank))
                     axes = DENSE_CUT if spec.expert is None else EXPERT_CUT
                     states = ((VALUE, spec.dtype),)
-                    buffers.append(alone(name, ref.numel, states, at=at, axes=axes))
                     self._weights.append(PlacedWeight(name, part, rank))
-        params = tuple(replace(spec, kind="frozen") for spec in self._params.values())
-        run = self.described(counters_of(self.iteration, self.arguments, ()))
-        return Manifest(WEIGHTS, self.saved_on, params, tuple(buffers), run=run)
+                    yield alone(name, ref.numel, states, at=at, axes=axes)
 
     def _where_weight(self, slot: Slot) -> Where:
-        one = self._weights[slot.buffer]
+        one = self._weights[slot.buffer - len(self._buffers)]
         ((_, tp),) = slot.cut
         weights = dict(self._local(one.part, tp, one.expert_rank))
         rank = RankFolder(tp, one.part.stage, one.expert_rank)
@@ -340,7 +358,9 @@ class LegacyCheckpoint(MegatronFolder):
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
-        return ["weights alone: no states of an optimizer"] if self._weights else []
+        if self.manifest.engine == WEIGHTS:
+            return ["weights alone: no states of an optimizer"]
+        return []
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
@@ -376,7 +396,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError."""
-        if self._weights:
+        if slot.buffer >= len(self._buffers):
             return self._where_weight(slot)
         one = self._buffers[slot.buffer]
         ref = self._ref(slot.buffer, slot.cut, slot.state)

@@ -2,13 +2,14 @@
 each (`optimizer.state.STATE.KEY`)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.megatron.index import StoredTensor
+from megatron_ucp.formats.megatron.names import key_before_experts
 from megatron_ucp.formats.megatron.stored import StoredParam, stored_params
 from megatron_ucp.formats.optimizers import check_known
 
@@ -34,12 +35,14 @@ class HeldStates:
 @dataclass(frozen=True)
 class NamedStates:
     """`weights` by canonical name, and the optimizer's states by state and name; `flat` are the
-    tensors of buckets, by key."""
+    tensors of buckets, by key; `copies` are tensors that lie under two keys, which must be the
+    same."""
 
     weights: Mapping[str, StoredParam]
     states: Mapping[str, Mapping[str, StoredParam]]
     flat: Mapping[str, StoredTensor]
     file: str
+    copies: Sequence[tuple[StoredTensor, StoredTensor]] = ()
 
     def held(self, name: str) -> HeldStates | None:
         """The optimizer's states of a parameter; None for one that no optimizer steps.
@@ -94,6 +97,8 @@ def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:
             flat[key] = tensor
         else:
             weights[key] = tensor
+    every = [weights, *states.values()]
+    copies = [pair for held in every for pair in _taken_copies(held)]
     check_known([state for state in states if state != MASTER], file)
     named = stored_params(weights, file)
     by_state = {state: stored_params(held, file) for state, held in states.items()}
@@ -106,7 +111,23 @@ def split_keys(tensors: Mapping[str, StoredTensor], file: str) -> NamedStates:
             found=f"{len(lost)} such parameters",
         )
     _check_alike(by_state, file)
-    return NamedStates(named, by_state, flat, file)
+    return NamedStates(named, by_state, flat, file, copies)
+
+
+def _taken_copies(
+    held: dict[str, StoredTensor],
+) -> Iterator[tuple[StoredTensor, StoredTensor]]:
+    """Takes away what is also there under its other key (see `key_before_experts`), in the same
+    chunks; gives both."""
+    for key, tensor in [*held.items()]:
+        other = key_before_experts(key)
+        if other is not None and other in held and _is_alike(tensor, held[other]):
+            yield tensor, held.pop(other)
+
+
+def _is_alike(one: StoredTensor, other: StoredTensor) -> bool:
+    boxes = [[(chunk.start, chunk.shape) for chunk in each.chunks] for each in (one, other)]
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and boxes[0] == boxes[1]
 
 
 def _check_alike(by_state: Mapping[str, Mapping[str, StoredParam]], file: str) -> None:

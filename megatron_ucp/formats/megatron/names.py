@@ -17,10 +17,12 @@ from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 LAYERS_PREFIX = "decoder.layers."
 STACKED_EXPERTS = "mlp.experts.experts."
 LOCAL_EXPERTS = "mlp.experts.local_experts."
+ROUTER = "mlp.router.weight"
+_FUSED_WITH_MLP = "mlp.linear_fc1.layer_norm_"
 # The norms are named after the layer behind them, with which Transformer Engine fuses them.
 _RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    _FUSED_WITH_MLP: "pre_mlp_layernorm.",
 }
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(?P<number>\d+)\.)?(?P<rest>linear_fc[12]\..+)")
 _LAYER = re.compile(r"decoder\.layers\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
@@ -41,7 +43,7 @@ _CUT_DIMS: dict[str, int | None] = {
     "self_attention.linear_proj.bias": None,
     "linear_fc2.bias": None,
     "embedding.position_embeddings.weight": None,
-    "mlp.router.weight": None,
+    ROUTER: None,
     "mlp.router.expert_bias": None,
     "mlp.shared_experts.gate_weight": None,
 }
@@ -106,7 +108,9 @@ def _escaped(text: str) -> str:
 
 
 _LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
-BUFFERS = (".expert_bias", ".local_tokens_per_expert", ".inv_freq")  # ends of names
+# ends of the names of modules' buffers; those that a model makes anew are no part of a checkpoint
+DERIVED = (".local_tokens_per_expert", ".inv_freq")
+BUFFERS = (".expert_bias", *DERIVED)
 
 
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
@@ -156,7 +160,7 @@ def extra_state_name(key: str) -> str | None:
 
 
 _WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-_CORE_ATTENTION = "self_attention.core_attention"  # of Transformer Engine's layers
+CORE_ATTENTION = "self_attention.core_attention"  # of Transformer Engine's layers
 
 
 def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
@@ -170,7 +174,7 @@ def stacked_extra_states(names: Iterable[str], stacked: bool) -> Iterator[str]:
             continue
         if module.rpartition(".")[2] in _WITH_EXTRA_STATE:
             modules[module] = None
-        modules[f"{LAYERS_PREFIX}{layer}.{_CORE_ATTENTION}"] = None
+        modules[f"{LAYERS_PREFIX}{layer}.{CORE_ATTENTION}"] = None
     places = {module: key_of(f"{module}.", stacked) for module in modules}
     counts: dict[str, Ints] = {}
     for at in places.values():
@@ -216,6 +220,14 @@ def key_of(name: str, stacked: bool) -> Stacking:
     return Stacking(before + rest, index)
 
 
+def key_before_experts(key: str) -> str | None:
+    """The key of the norm of a layer with experts in models of Transformer Engine, which fuses none
+    with experts, by the key that models of megatron-core's own layers give it; None for any other
+    key."""
+    before, found, kind = key.rpartition(_FUSED_WITH_MLP)
+    return f"{before}{_RENAMED[_FUSED_WITH_MLP]}{kind}" if found else None
+
+
 def number_of_layer(name: str) -> int | None:
     """The layer that a parameter is part of, by its canonical name."""
     found = _CANONICAL.fullmatch(name)
@@ -228,9 +240,20 @@ def is_expert(name: str) -> bool:
     return found is not None and found["expert"] is not None
 
 
-def layout_of(name: str, shape: Ints, gated: bool) -> Layout | None:
-    """How tensor parallelism cuts a parameter, None where its name is not known; `gated`: the first
-    matrix of an MLP holds gate and up, one above the other, each cut for itself."""
+def second_matrix(name: str) -> str:
+    """The name of the second matrix of an MLP, by that of a parameter of the first one; "" for any
+    other name."""
+    before, first, _ = name.rpartition("linear_fc1.")
+    return f"{before}linear_fc2.weight" if first else ""
+
+
+def layout_of(name: str, shape: Ints, width: int | None) -> Layout | None:
+    """How tensor parallelism cuts a parameter, None where nobody knows. `width` are the columns of
+    the second matrix of its MLP (None: it is none's).
+
+    The first one has as many rows, or twice as many: then it is a gate above the up, each cut for
+    itself. No argument of a run says so: folders may have none, and gates have several names there.
+    """
     short = _short(name)
     if short not in _CUT_DIMS:
         return Replicate() if _NORM.fullmatch(short) else None
@@ -238,6 +261,6 @@ def layout_of(name: str, shape: Ints, gated: bool) -> Layout | None:
     if dim is None or dim >= len(shape):
         return Replicate()
     (axis,) = EXPERT_CUT if is_expert(name) else DENSE_CUT
-    if gated and short.startswith("linear_fc1."):
-        return ShardNC(axis, dim, (shape[dim] // 2, shape[dim] // 2))
+    if short.startswith("linear_fc1.") and shape[dim] != width:
+        return ShardNC(axis, dim, (width, width)) if width and shape[dim] == 2 * width else None
     return Shard(axis, dim)

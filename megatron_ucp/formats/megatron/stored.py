@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_ucp.core.box import Ints, flat_index
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.megatron.index import Chunk, StoredTensor
-from megatron_ucp.formats.megatron.names import Key, read_key
+from megatron_ucp.formats.megatron.names import LOCAL_EXPERTS, ROUTER, Key, read_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class StoredParam:
 
 def stored_params(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredParam]:
     """Every parameter that lies in tensors, by canonical name; the tensors are by the keys of the
-    model. Raises DamagedFileError where two keys are one parameter's, or a half of one is missing.
-    """
+    model. Raises DamagedFileError where two keys are one parameter's, or a half of one or an expert
+    is missing."""
     found: dict[str, list[_Part]] = {}
     for key, tensor in tensors.items():
         for part in _parts(read_key(key), tensor):
             found.setdefault(part.name, []).append(part)
-    counts = _experts_by_layer(found)
+    counts = _experts_by_layer(found, file)
     return {name: _joined(name, parts, counts, file) for name, parts in found.items()}
 
 
@@ -114,11 +114,23 @@ def _layer_of_expert(name: str, expert: int) -> str:
     return name.partition(f".{expert}.linear_")[0]
 
 
-def _experts_by_layer(found: Mapping[str, list[_Part]]) -> dict[str, int]:
-    """How many experts each layer with experts has."""
-    counts: dict[str, int] = {}
+def _experts_by_layer(found: Mapping[str, list[_Part]], file: str) -> dict[str, int]:
+    """How many experts each layer with experts has: as many as its router sends tokens to. Raises
+    DamagedFileError where one is missing."""
+    numbers: dict[str, set[int]] = {}
     for name, (first, *_) in found.items():
         if first.expert is not None:
-            layer = _layer_of_expert(name, first.expert)
-            counts[layer] = max(counts.get(layer, 0), first.expert + 1)
+            numbers.setdefault(_layer_of_expert(name, first.expert), set()).add(first.expert)
+    counts: dict[str, int] = {}
+    for layer, have in numbers.items():
+        router = found.get(layer.replace(LOCAL_EXPERTS.rstrip("."), ROUTER))
+        counts[layer] = router[0].shape[0] if router else max(have) + 1
+        if odd := sorted(have ^ {*range(counts[layer])}):
+            raise DamagedFileError(
+                "the experts of a layer are not those that its router knows",
+                file=file,
+                parameter=f"{layer}.{odd[0]}",
+                expected=f"experts 0 to {counts[layer] - 1}",
+                found=f"{len(have)} of them",
+            )
     return counts

@@ -17,15 +17,21 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats.base import Extras, Record, Told, Where
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
+from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
-from megatron_ucp.formats.megatron.index import INDEX_FILE, Index
+from megatron_ucp.formats.megatron.index import INDEX_FILE, Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
-from megatron_ucp.formats.megatron.names import BUFFERS, extra_state_name
-from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same
+from megatron_ucp.formats.megatron.names import (
+    BUFFERS,
+    CORE_ATTENTION,
+    extra_state_name,
+    second_matrix,
+)
+from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same, same_run
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
@@ -131,7 +137,8 @@ class TorchDistCheckpoint(MegatronFolder):
         if weight.name.endswith(BUFFERS):
             kind = "buffer"
         spec = ParamSpec(weight.name, weight.shape, weight.dtype, kind, expert=weight.expert)
-        return self.on_mesh(spec)
+        behind = self.states.weights.get(second_matrix(weight.name))
+        return self.on_mesh(spec, behind and behind.shape)
 
     def whole(self, spec: ParamSpec, held: HeldStates) -> tuple[ParamSpec, HeldStates]:
         """A parameter as chunks hold it whole, on no mesh."""
@@ -169,6 +176,27 @@ class TorchDistCheckpoint(MegatronFolder):
         wrong = [weight.name for weight in weights if not self._is_proved(weight)]
         if wrong:
             raise not_proved(wrong, self.arguments, file.path)
+        for pair in self.states.copies:
+            if pair[0].chunks[0].place.file == name:
+                self._check_copy(*pair)
+
+    def _check_copy(self, one: StoredTensor, other: StoredTensor) -> None:
+        """Raises ForeignFileError where a tensor that lies under two keys is not the same."""
+        for chunks in zip(one.chunks, other.chunks, strict=True):
+            blocks = [
+                StoredBlock(chunk.start, chunk.stop, tensor, chunk, 0)
+                for tensor, chunk in zip((one, other), chunks, strict=True)
+            ]
+            runs = [Run(self._where(block), 0) for block in blocks]
+            if not same_run(runs[0], runs[1], math.prod(chunks[0].shape)):
+                raise ForeignFileError(
+                    "a tensor lies under two keys, and they differ",
+                    file=self.folder / INDEX_FILE,
+                    parameter=one.key,
+                    expected=f"what {other.key} holds",
+                    found=f"other values from {chunks[0].start} on",
+                    fix="load another tag",
+                )
 
     @cached_property
     def _weights_by_file(self) -> Mapping[str, Sequence[StoredParam]]:
@@ -240,11 +268,14 @@ class TorchDistCheckpoint(MegatronFolder):
     @cached_property
     def _stateless(self) -> dict[str, None]:
         """The layers' extra states that hold nothing. One of each size is looked at: an empty one
-        has the same bytes everywhere."""
+        has the same bytes everywhere. Those of Transformer Engine's modules are written for every
+        model (see `stacked_extra_states`): other modules don't have them."""
+        is_local = self.arguments.get("transformer_impl") == LOCAL_MODULES
         empty: dict[int, bool] = {}
         out: dict[str, None] = {}
         for key, place in self.index.objects.items():
-            if (name := extra_state_name(key)) is None:
+            name = extra_state_name(key)
+            if name is None or (is_local and f".{CORE_ATTENTION}." in name):
                 continue
             if place.size_bytes not in empty:
                 empty[place.size_bytes] = self.object(key) is None

@@ -9,7 +9,7 @@ their place, and one of them, who knows the CRC-32 of a chunk, what stands aroun
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
@@ -22,6 +22,9 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
+    ROUTER,
+    Stacking,
+    key_before_experts,
     key_of,
     number_of_layer,
     stacked_extra_states,
@@ -114,8 +117,7 @@ def plan_torch_dist(
     places = {key: room.object(data) for key, data in saved.items()}
     shapes: dict[str, Ints] = {}
     placed: list[PlannedChunk] = []
-    for wish in wishes:
-        at = key_of(wish.param, stacked)
+    for wish, at in _stacked(wishes, params, stacked):
         key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish, kind)}.{at.key}"
         whole = (*(n + 1 for n in at.index), *params[wish.param].shape)
         shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
@@ -125,6 +127,20 @@ def plan_torch_dist(
             file, offset = room.take(archive.archive_bytes)
             placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
     return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
+
+
+def _stacked(
+    wishes: Sequence[Wish], params: Mapping[str, ParamSpec], stacked: bool
+) -> Iterator[tuple[Wish, Stacking]]:
+    """Each wish with its place; the norm of a layer with experts twice, as a model of Transformer
+    Engine has another key for it (a load passes over keys that it does not ask for)."""
+    mixtures = {number_of_layer(name) for name in params if name.endswith(ROUTER)}
+    for wish in wishes:
+        at = key_of(wish.param, stacked)
+        yield wish, at
+        other = key_before_experts(at.key)
+        if other is not None and number_of_layer(wish.param) in mixtures:
+            yield wish, Stacking(other, at.index)
 
 
 class _Room:
