@@ -177,7 +177,7 @@ class TorchDistCheckpoint(MegatronFolder):
         if wrong:
             raise not_proved(wrong, self.arguments, file.path)
         for pair in self.states.copies:
-            if pair[0].chunks[0].place.file == name:
+            if name in {chunk.place.file for chunk in pair[0].chunks[:1]}:
                 self._check_copy(*pair)
 
     def _check_copy(self, one: StoredTensor, other: StoredTensor) -> None:
