@@ -24,6 +24,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 
 _LISTED = 8
+_MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
 
@@ -72,7 +73,7 @@ def twin_of(
     model = Model(found, sizes)
     _check_params(manifest, model, file)
     whole = twin.whole_config(sizes, architecture, dtype)
-    kept = whole if config is None else {**config, "dtype": dtype}
+    kept = whole if config is None else _in_dtype(config, dtype)
     return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
 
 
@@ -210,7 +211,9 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
             found=kind,
         )
     try:
-        return twin.read(config)
+        found = twin.read(config)
+        _require_sizes(found[0])
+        return found
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DamagedFileError(
             "config.json does not say the model's sizes",
@@ -218,6 +221,15 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
             found=f"{type(error).__name__}: {error}",
             fix="give the config.json of the model",
         ) from None
+
+
+def _require_sizes(sizes: Any) -> None:
+    """Raises ValueError for sizes of no model, before tables of that size are made."""
+    pieces = sizes.layers * (sizes.groups + getattr(sizes, "experts", 0))
+    if wrong := [f"{n} {v}" for n, v in vars(sizes).items() if type(v) is int and v < 0]:
+        raise ValueError("; ".join(wrong))
+    if pieces > _MOST_PIECES:
+        raise ValueError(f"{sizes.layers} layers in {pieces} pieces, more than any model has")
 
 
 def _check_params(manifest: Manifest, model: Model, file: str) -> None:
@@ -230,11 +242,11 @@ def _check_params(manifest: Manifest, model: Model, file: str) -> None:
             continue
         declared = table[spec.name]
         # a config says the true rows of a vocabulary, and files hold the padded ones
-        first = 1 if declared.extent else 0
-        if declared.shape[first:] != spec.shape[first:] or (
-            first and spec.shape[0] < model.sizes.true_vocab
-        ):
+        first, rows = (1, model.sizes.true_vocab) if declared.extent else (0, 0)
+        if declared.shape[first:] != spec.shape[first:] or (first and spec.shape[0] < rows):
             faults.append(f"{spec.name}: {list(spec.shape)} instead of {list(declared.shape)}")
+        elif first and spec.extent is not None and rows < spec.extent.true:
+            faults.append(f"{spec.name}: {spec.extent.true} rows of tokens, of which {rows} stay")
     if faults:
         more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
         raise ModelMismatchError(
@@ -269,11 +281,15 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             found="none",
             fix="give --family and --config DIR with the config.json of the model",
         )
-    known = {} if config is None else {**config, "dtype": dtype}
-    if "torch_dtype" in known:
-        known["torch_dtype"] = dtype
+    known = None if config is None else _in_dtype(config, dtype)
     shares = {name: Share(name) for name in manifest.by_name}
-    return Twin(shares, manifest.by_name, known or None)
+    return Twin(shares, manifest.by_name, known)
+
+
+def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config that was given, for weights in `dtype`: transformers 4 has another key for it."""
+    keys = ("dtype", "torch_dtype") if "torch_dtype" in config else ("dtype",)
+    return {**config, **dict.fromkeys(keys, dtype)}
 
 
 def _adapter(

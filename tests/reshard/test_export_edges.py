@@ -125,6 +125,29 @@ def test_a_config_that_contradicts_what_the_checkpoint_says(tmp_path: Path) -> N
     assert "norm_epsilon: 1e-06 in config.json, 1e-05 in the model" in said
 
 
+def test_a_config_with_another_vocabulary(tmp_path: Path) -> None:
+    """No row of a token is left out; rows of padding may stay. What reads the dtype under its
+    earlier name finds that of the files."""
+    source = first(twins.model("llama"), tmp_path)
+    path = Path(ucp.export_hf(source, tmp_path / "whole").path) / "config.json"
+    config = {**json.loads(path.read_text()), "torch_dtype": "float16"}
+    options = {"config": tmp_path / "whole"}
+    path.write_text(json.dumps({**config, "vocab_size": 44}))
+    said = refused(ModelMismatchError, source, tmp_path / "out", **options)
+    assert "output_layer.weight: 45 rows of tokens, of which 44 stay" in said
+    path.write_text(json.dumps({**config, "vocab_size": 48}))
+    ucp.export_hf(source, tmp_path / "out", **options)
+    found = twins.read(tmp_path / "out")
+    wanted = twins.expected(twins.model("llama", replace(twins.LLAMA, true_vocab=48)))
+    assert twins.same(found, {name: one.bfloat16() for name, one in wanted.items()}) == []
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["vocab_size"], written["dtype"], written["torch_dtype"]) == (
+        48,
+        "bfloat16",
+        "bfloat16",
+    )
+
+
 def test_a_model_of_megatron_core_without_a_family(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
     edited(source, lambda tree: tree.update(family=""))
@@ -270,9 +293,18 @@ def test_imports_that_can_not_be(folder: Path) -> None:
         ({"num_key_value_heads": 4}, ModelMismatchError, "k_proj.weight: [8, 16] instead of [16"),
         ({"hidden_act": "gelu", "mlp_bias": True}, UnsupportedError, "hidden_act gelu; mlp_bias"),
         ({"num_attention_heads": "x"}, DamagedFileError, "config.json does not say"),
+        ({"hidden_size": -16}, DamagedFileError, "hidden -16"),
+        ({"num_hidden_layers": 10**9}, DamagedFileError, "more than any model has"),
+        ({"vocab_size": 50}, ModelMismatchError, "lm_head.weight: [45, 16] instead of [50, 16]"),
+        ({"vocab_size": 40}, ModelMismatchError, "tokens.weight: [45, 16] instead of [40, 16]"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         assert said in not_imported(error, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    held = load_file(folder / "model.safetensors")
+    short = {**held, "lm_head.weight": held["lm_head.weight"][:44].clone()}
+    save_file(short, folder / "model.safetensors")
+    assert "lm_head.weight: [44, 16] instead" in not_imported(ModelMismatchError, folder)
     (folder / "config.json").unlink()
     assert "config.json" in not_imported(NotFoundError, folder)
 

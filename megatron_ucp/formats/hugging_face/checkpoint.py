@@ -160,8 +160,9 @@ class HuggingFaceCheckpoint:
         """The parameter that a tensor is a share of, as long as it is here, and what of it does not
         fit."""
         entry, faults = self.file(self._files[name]).tensors[name], list[str]()
-        if spec.extent is not None and entry.shape:  # rows of padding are nobody's data
-            spec = replace(spec, shape=(entry.shape[0], *spec.shape[1:]), extent=None)
+        if spec.extent is not None:  # an engine's padding is none of the folder's rows
+            rows = self.config.get("vocab_size", spec.extent.true)
+            spec = replace(spec, shape=(rows, *spec.shape[1:]), extent=None)
         expected = _stored_shape(share, spec)
         if expected != entry.shape:
             faults.append(f"{list(entry.shape)} instead of {list(expected)}")
