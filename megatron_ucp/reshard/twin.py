@@ -7,7 +7,13 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import Share
-from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ModelMismatchError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.architecture import Architecture, described
 from megatron_ucp.families.arguments import with_model
@@ -91,12 +97,19 @@ def given_config(
 def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
     """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
 
-    Raises UnsupportedError where no family is its model's, or computes what the config asks for.
+    Raises UnsupportedError where no family is its model's, or computes what the config asks for,
+    NotFoundError where there is no such folder.
     """
+    if not folder.is_dir():
+        raise NotFoundError(
+            "there is no such folder of a Hugging Face model", file=folder, fix="check the path"
+        )
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
     kind = config.get("model_type")
     named = [name for name, twin in twins.items() if twin.model_type == kind]
+    if family:
+        find_family(family)  # that there is one
     if not named or family not in ("", *named):
         raise UnsupportedError(
             "the folder holds the model of another family"
@@ -107,7 +120,9 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
             if family in twins
             else ", ".join(sorted(twin.model_type for twin in twins.values())),
             found=kind,
-            fix="train it with transformers under DeepSpeed, which needs no family: "
+            fix="use a model of the family that config.json says"
+            if named
+            else "train it with transformers under DeepSpeed, which needs no family: "
             "ucp.load takes the folder as it is",
         )
     found, twin = _family(family or named[0], file)

@@ -216,6 +216,17 @@ def test_a_plain_model(tmp_path: Path) -> None:
 # ------------------------------------------------ the output
 
 
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    source = first(twins.model("llama"), tmp_path)
+    missing = {"tokenizer": tmp_path / "nowhere"}
+    assert "no such folder" in refused(NotFoundError, source, tmp_path / "out", **missing)
+    (tmp_path / "nowhere").mkdir()
+    assert "no file of one" in refused(NotFoundError, source, tmp_path / "out", **missing)
+    (tmp_path / "nowhere" / "tokenizer.json").write_text("{}")
+    ucp.export_hf(source, tmp_path / "out", **missing)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
 def test_the_output_is_new_and_elsewhere(tmp_path: Path) -> None:
     source = first(twins.model("gpt"), tmp_path)
     (tmp_path / "there").mkdir()
@@ -285,7 +296,10 @@ def test_imports_that_can_not_be(folder: Path) -> None:
     """A vocabulary that tp does not divide, another family, another model, missing tensors."""
     assert "divisor of 45" in not_imported(LayoutError, folder, mesh=ucp.Mesh(tp=2, zero=1))
     assert "at least 45" in not_imported(UsageError, folder, padded_vocab=44)
-    assert "gpt2" in not_imported(UnsupportedError, folder, family="gpt")
+    said = not_imported(UnsupportedError, folder, family="gpt")
+    assert "gpt2" in said and "use a model of the family that config.json says" in said
+    assert "no such family" in not_imported(UsageError, folder, family="lama")
+    assert "no such folder" in not_imported(NotFoundError, folder / "nowhere")
     config = json.loads((folder / "config.json").read_text())
     for change, error, said in (
         ({"model_type": "falcon"}, UnsupportedError, "falcon"),
@@ -307,6 +321,29 @@ def test_imports_that_can_not_be(folder: Path) -> None:
     assert "lm_head.weight: [44, 16] instead" in not_imported(ModelMismatchError, folder)
     (folder / "config.json").unlink()
     assert "config.json" in not_imported(NotFoundError, folder)
+
+
+def test_weights_that_are_no_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pickles beside safetensors are not looked at; alone they are named, with a way out."""
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
+    ucp.import_hf(folder, folder.parent / "b" / "tag", ucp.Mesh(zero=1))
+    assert ucp.diff(folder.parent / "b", folder) == []
+    (folder / "model.safetensors").unlink()
+    said = not_imported(NotFoundError, folder)
+    assert "found: pytorch_model.bin" in said and "save_pretrained" in said
+    assert main(["inspect", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "found: pytorch_model.bin" in said and "save_pretrained" in said
+
+
+def test_a_folder_of_the_hub(folder: Path, tmp_path: Path) -> None:
+    """Links to files of other names, as the hub's cache has them."""
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(tmp_path / "blobs" / str(number))
+        path.symlink_to(f"../blobs/{number}")
+    ucp.import_hf(folder, tmp_path / "native" / "tag", ucp.Mesh(dp=2, zero=3))
+    assert ucp.diff(tmp_path / "native", folder) == []
 
 
 def test_a_padded_vocabulary_gets_zeros(folder: Path) -> None:

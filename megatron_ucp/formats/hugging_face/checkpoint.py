@@ -34,6 +34,7 @@ from megatron_ucp.formats.base import (
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
+from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
@@ -88,6 +89,14 @@ class HuggingFaceCheckpoint:
         for name in (WEIGHTS_FILE, ADAPTER_FILE):
             if (self.folder / name).is_file():
                 return dict.fromkeys(self.file(name).tensors, name)
+        if not (self.folder / INDEX_FILE).exists():
+            raise NotFoundError(
+                "the folder holds no weights as safetensors",
+                file=self.folder,
+                expected=f"{WEIGHTS_FILE}, or {INDEX_FILE}",
+                found=weights_as_pickles(self.folder) or "neither",
+                fix=AS_SAFETENSORS,
+            )
         listed = self._index()
         out: dict[str, str] = {}
         for name in sorted({*listed.values()}):
