@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
+from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
@@ -72,6 +73,51 @@ def test_out_and_in_on_another_mesh(
     weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
     if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+# (family, ranks, mesh of the import, training dtype)
+STOCK = [
+    ("gpt", 2, {"tp": 2, "zero": 1}, "bf16"),
+    ("gpt", 2, {"tp": 1, "zero": 3}, "bf16"),
+    ("gpt", 2, {"tp": 1, "zero": 0}, "fp32"),
+    ("mixtral", 2, {"tp": 1, "ep": 2, "zero": 1}, "bf16"),
+    ("mixtral", 2, {"tp": 1, "zero": 3}, "fp32"),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "target", "dtype"), STOCK)
+def test_stock_deepspeed_loads_what_is_imported(
+    sources: Sources, tmp_path: Path, family: str, world: int, target: dict[str, int], dtype: str
+) -> None:
+    """Without optimizer and scheduler, which no Hugging Face folder has."""
+    found = _loaded_by_stock(sources, tmp_path, family, world, target, dtype)
+    for rank in found:
+        assert rank["before"] == rank["compared"] > 20 and rank["after"] == 0
+        assert rank["same_groups"] and rank["steps"] == 0
+        assert rank["stepped"] == rank["compared"]
+
+
+def test_stock_deepspeed_forgets_masters_in_bf16_without_zero(
+    sources: Sources, tmp_path: Path
+) -> None:
+    """It loads the weights alone then, and its next step is one from its own masters."""
+    for rank in _loaded_by_stock(sources, tmp_path, "gpt", 2, {"tp": 1, "zero": 0}, "bf16"):
+        assert rank["after"] == rank["compared"]
+
+
+def _loaded_by_stock(
+    sources: Sources, tmp_path: Path, family: str, world: int, target: dict[str, int], dtype: str
+) -> list[dict[str, Any]]:
+    oracle = exported(sources, tmp_path, 1, setup(family, zero=1), dtype="bfloat16")
+    tp, ep = target["tp"], target.get("ep", 1)
+    mesh = ucp.Mesh(tp=tp, ep=ep, dp=world // tp, zero=target["zero"])
+    name = "bfloat16" if dtype == "bf16" else "float32"
+    native = tmp_path / "native" / "tag"
+    ucp.import_hf(tmp_path / "hf", native, Target(mesh, dtype=name))
+    where = setup(family, **target, seed=9, dtype=dtype)
+    return sources.ranks.run(
+        world, JOBS + "stock_load", where, str(native), str(oracle), timeout_s=120
+    )
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
