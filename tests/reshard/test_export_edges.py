@@ -397,6 +397,9 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", native, out]) == 0
     capsys.readouterr()
     assert main([*words[:3]]) == 2 and "the output exists" in capsys.readouterr().err
+    for verb in (["plan", out], ["convert", out, str(tmp_path / "other" / "tag")]):
+        assert main([*verb, "--mesh", "dp=2,zero=1"]) == 2
+        assert "an engine loads this folder as it is; import-hf" in capsys.readouterr().err
 
 
 @pytest.mark.long
