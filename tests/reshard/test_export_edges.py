@@ -29,6 +29,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.reshard import outgoing as module
+from megatron_ucp.reshard.windows import WindowReader
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 
@@ -249,6 +250,22 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module.os, "pwrite", full)
     assert "No space left" in refused(SaveError, source, tmp_path / "out")
+
+
+def test_ctrl_c_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = first(twins.model("gpt"), tmp_path), tmp_path / "out" / "hf"
+    written: list[Path] = []
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        written.extend(out.parent.glob(".*/*.safetensors"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WindowReader, "check", interrupted)
+    assert main(["export-hf", str(source), str(out)]) == 130
+    assert capsys.readouterr().err == "megatron-ucp: interrupted\n"
+    assert written and [*out.parent.iterdir()] == []
 
 
 def test_a_damaged_source(tmp_path: Path) -> None:
