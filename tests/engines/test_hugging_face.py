@@ -20,6 +20,7 @@ from tests.reshard import twins
 pytestmark = pytest.mark.ranks
 JOBS, SAVE = "tests.engines.hf_jobs:", "tests.engines.pipeline_jobs:save"
 EXPERTS = Experts(4, ffn=8)
+EMBEDDING = {"gpt": "transformer.wte.weight"}
 
 
 def setup(family: str, tp: int = 1, zero: int = 1, **more: Any) -> Staged:
@@ -73,6 +74,43 @@ def test_out_and_in_on_another_mesh(
     weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
     if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+# (family, mesh of the load on two ranks, its training dtype)
+NARROW = [
+    ("llama", {"tp": 2, "zero": 1}, "bf16"),
+    ("gpt", {"tp": 1, "zero": 3}, "bf16"),
+    ("llama", {"tp": 2, "zero": 0}, "bf16"),
+    ("gpt", {"tp": 1, "zero": 2}, "fp16"),
+    ("mixtral", {"tp": 1, "ep": 2, "zero": 1}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("family", "target", "dtype"), NARROW)
+def test_masters_keep_what_the_training_dtype_can_not(
+    sources: Sources, tmp_path: Path, family: str, target: dict[str, int], dtype: str
+) -> None:
+    oracle = exported(sources, tmp_path, 1, setup(family, zero=1))
+    words = twins.read(tmp_path / "hf")[EMBEDDING.get(family, "model.embed_tokens.weight")]
+    assert not torch.equal(words, words.bfloat16().float())
+    where = setup(family, **target, seed=9, dtype=dtype)
+    for rank in sources.ranks.run(
+        2, JOBS + "load", where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=120
+    ):
+        assert not rank["error"] and rank["masters"] == [] and rank["compared"] > 10
+        assert rank["states"] == ["fp32"]
+
+
+def test_one_changed_bit_is_seen(sources: Sources, tmp_path: Path) -> None:
+    """The comparison above would fail on it."""
+    oracle = exported(sources, tmp_path, 2, setup("llama", tp=2))
+    path = tmp_path / "hf" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    args = setup("llama", zero=1, seed=9), str(tmp_path / "hf"), str(oracle)
+    (found,) = sources.ranks.run(1, JOBS + "load", *args, timeout_s=120)
+    assert not found["error"] and len(found["masters"]) == 1
 
 
 # (family, ranks, mesh of the import, training dtype)
