@@ -163,6 +163,16 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if tensors else bool(other is not None and one == other)
 
 
+def others(want: dict[str, Any], have: dict[str, Any], but: str) -> list[Any]:
+    """Where two states differ, apart from one parameter."""
+    return [
+        (part, key)
+        for part in ("full", "scalars", "hyper", "weights")
+        for key, value in want[part].items()
+        if but not in (key, key[0]) and not same(value, have[part].get(key))
+    ]
+
+
 def go_on(sources: Sources, source: Mesh, target: Mesh, change: str, fault: str = "") -> list[Any]:
     """Keys of what the run had, of which an engine that trains other parameters has something
     else after a load; the parameter that changed is looked at by itself."""
@@ -178,16 +188,8 @@ def go_on(sources: Sources, source: Mesh, target: Mesh, change: str, fault: str 
     assert own == ([set(), set()] if change == "freeze" else [{"fp32"}, adam])
     assert any(name in note for note in found["notes"])
 
-    def others(have: dict[str, Any]) -> list[Any]:
-        return [
-            (part, key)
-            for part in ("full", "scalars", "hyper", "weights")
-            for key, value in want[part].items()
-            if name not in (key, key[0]) and not same(value, have[part].get(key))
-        ]
-
-    assert len(others(before)) > 100
-    return others(after)
+    assert len(others(want, before, name)) > 100
+    return others(want, after, name)
 
 
 CHANGES: list[tuple[Mesh, Mesh, str]] = [
