@@ -30,6 +30,12 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 
 _LISTED = 8
+# Settings of transformers that no tensor's shape shows.
+_COMPUTED = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "num_experts_per_tok"),
+    *("hidden_act", "activation_function", "sliding_window", "tie_word_embeddings"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+)
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
@@ -150,6 +156,24 @@ def check_config(folder: Path, model: Model, architecture: Architecture | None) 
             found="; ".join(faults),
             fix="build the model as config.json says",
         )
+
+
+def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """A note where a folder's config.json says another value than the `config` of a live model of
+    transformers, of settings that no tensor's shape shows. Versions have other keys, so that what
+    one side alone says is no difference."""
+    path = folder / CONFIG_FILE
+    said = read_json(path) if path.is_file() else {}
+    values = {key: (said.get(key), config.get(key)) for key in _COMPUTED}
+    ropes: list[Any] = [one.get("rope_parameters") for one in (said, config)]
+    if all(isinstance(rope, dict) for rope in ropes):
+        values |= {key: tuple(rope.get(key) for rope in ropes) for key in ropes[0]}
+    found = [
+        f"{key} {theirs} in config.json, {ours} in the model"
+        for key, (theirs, ours) in values.items()
+        if None not in (theirs, ours) and theirs != ours
+    ]
+    return [f"the folder's model computes something else: {'; '.join(found)}"] if found else []
 
 
 def _differences(

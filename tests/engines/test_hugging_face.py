@@ -221,6 +221,23 @@ def test_in_again_by_the_names_of_the_model(
         assert any("begin afresh" in note for note in rank["notes"])
 
 
+def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path) -> None:
+    """A folder of tensors of the same shapes, whose model computes something else."""
+    folder = Path(sources.get(2, 1, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for change, words in (
+        ({}, []),
+        ({"rms_norm_eps": 0.5, **rope}, ["rms_norm_eps 0.5 in", "rope_theta 500000.0 in"]),
+    ):
+        path.write_text(json.dumps({**config, **change}))
+        (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
+        found = [note for note in rank["notes"] if "computes something else" in note]
+        assert len(found) == bool(words) and all(word in found[0] for word in words)
+
+
 def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path) -> None:
     """Of the fp32 masters, loaded by transformers in a process of its own."""
     folder = Path(sources.get(2, 1, PLAIN))
