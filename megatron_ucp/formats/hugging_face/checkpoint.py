@@ -157,8 +157,8 @@ class HuggingFaceCheckpoint:
                 file=self.folder,
                 expected=f"{len(shares)} tensors",
                 found=f"{len(self._files)} tensors, {len(faults)} faults: {_named(faults)}",
-                fix="mend the folder, or its config.json: that says the family, the sizes and whether the "
-                "head is tied",
+                fix="mend the folder, or its config.json: that says the family, the sizes and "
+                "whether the head is tied",
             )
         self.tensors = tuple(shares)  # by the number of their buffer
         dtypes = [self.file(self._files[name]).tensors[name].dtype for name in shares]
