@@ -48,7 +48,7 @@ def export(
         given = given_config(manifest, config, str(folder)) or _config(module, model)
         twin = twin_of(manifest, given, "", chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
-        beside = beside_weights(twin, tokenizer or config)
+        beside = beside_weights(twin, tokenizer, config)
     return export_live(live, out, folder, beside)
 
 

@@ -216,8 +216,10 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
     """What a config says besides sizes; `epsilon` and `base` are the class's defaults. Raises
     UnsupportedError for what megatron-core's modules do not compute."""
     rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope.update(config.get(key) or {})
+    keys = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5, which read one each
+    ropes = [dict[str, Any](config[key]) for key in keys if config.get(key)]
+    for one in ropes:
+        rope.update(one)
     kind: object = rope.get("rope_type", rope.get("type", "default"))
     fixed = {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3
     check_config(
@@ -233,13 +235,17 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
         {
             "rope type": (kind, ("default", "linear", "llama3")),
             "rope parameters": (fixed, (LLAMA_3,)),
+            "rope_scaling beside rope_parameters": (
+                "another" if ropes and ropes[0] != ropes[-1] else "the same",
+                ("the same",),
+            ),
             "partial_rotary_factor": (
                 rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
                 (1.0,),
             ),
         },
     )
-    factor = float(rope.get("factor", 0.0))
+    factor = 0.0 if kind == "default" else float(rope["factor"])
     return Architecture(
         positions=int(config["max_position_embeddings"]),
         norm_epsilon=float(config.get("rms_norm_eps", epsilon)),

@@ -35,7 +35,7 @@ def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
 def read(found: Config) -> tuple[Sizes, Architecture]:
     """Sizes and architecture of a Mistral. Raises UnsupportedError for what is not computed
     here."""
-    check_config(found, {"sliding_window": (None,)})
+    check_config({"sliding_window": 4096, **found}, {"sliding_window": (None,)})  # the class's own
     sizes = Sizes(**read_common(found, int(found["vocab_size"])))
     return sizes, read_architecture(found, 1e-6, 10000.0)
 

@@ -13,6 +13,7 @@ LATEST_UNIVERSAL = "latest_universal"
 _RELEASE = "release"  # what Megatron names weights without an iteration
 _MAX_NAME_CHARS = 255
 _LEGACY_FOLDER = re.compile(r"mp_rank_\d\d(_\d\d\d){0,2}")
+AS_SAFETENSORS = "save the model again: save_pretrained of transformers writes safetensors"
 
 
 def iteration_name(iteration: int) -> str:
@@ -69,9 +70,16 @@ def tag_folder(path: str | Path, tag: str | None = None) -> Path:
         "this folder holds no checkpoint",
         file=path,
         expected=f"a file `{LATEST}` or `{MEGATRON_LATEST}`, or state files",
-        found=_tags(path),
-        fix=f"give the folder with the file `{LATEST}`, a tag folder, or tag=",
+        found=weights_as_pickles(path) or _tags(path),
+        fix=AS_SAFETENSORS
+        if weights_as_pickles(path)
+        else f"give the folder with the file `{LATEST}`, a tag folder, or tag=",
     )
+
+
+def weights_as_pickles(folder: Path) -> str:
+    """The first of the files in which transformers once kept a model; empty where there is none."""
+    return min((path.name for path in folder.glob("pytorch_model*.bin")), default="")
 
 
 def newest_named(path: Path) -> tuple[str, str] | None:

@@ -5,13 +5,14 @@ A model that peft wrapped names its parameters after the module and the adapter:
 and hold nothing of the base model but the modules that are trained as a whole.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import ModelMismatchError, UnsupportedError
+from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError
 
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -82,11 +83,15 @@ def _add(found: Adapter, name: str, match: re.Match[str]) -> None:
     found.factors.setdefault(inside, {})[part + (".bias" if rest == ".bias" else "")] = name
 
 
+def tensor_of(name: str) -> str:
+    """The tensor of the base model that a parameter is, or takes the place of."""
+    match = _WRAPPED.fullmatch(name) or _WHOLE.fullmatch(name)
+    return (f"{match['module']}.{match['rest']}" if match else name).removeprefix(PREFIX)
+
+
 def _add_base(found: Adapter, name: str, kind: str) -> None:
     """A parameter or buffer of the base model: frozen, or a bias that is trained too."""
-    match = _WRAPPED.fullmatch(name)
-    own = f"{match['module']}.{match['rest']}" if match else name
-    own = own.removeprefix(PREFIX)
+    own = tensor_of(name)
     if kind == "trainable":
         found.files[name], found.whole[own] = name, name
     else:
@@ -108,16 +113,19 @@ def _unsupported(problem: str, names: Iterable[str], file: str) -> UnsupportedEr
 def check_adapter_config(
     adapter: Adapter, manifest: Manifest, config: Mapping[str, Any], file: str
 ) -> None:
-    """Raises ModelMismatchError where an adapter_config.json is of another adapter."""
+    """Raises ModelMismatchError where an adapter_config.json is of another adapter,
+    DamagedFileError for one that says no ranks."""
     patterns: Any = config.get("rank_pattern") or {}
-    said = {config.get("r"), *patterns.values()}
+    said = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
+    if not all(isinstance(rank, int) for rank in said):
+        raise _no_number("rank", file, f"r {config.get('r')!r}, rank_pattern {patterns!r}")
     found = {
         manifest.by_name[param].shape[0]
         for parts in adapter.factors.values()
         for part, param in parts.items()
         if part in ("lora_A", "lora_embedding_A")
     }
-    if config.get("peft_type") != "LORA" or not found <= said:
+    if config.get("peft_type") != "LORA" or not found <= {*said}:
         raise ModelMismatchError(
             "the config is of another adapter than the checkpoint's",
             file=file,
@@ -127,18 +135,29 @@ def check_adapter_config(
         )
 
 
-def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+def scale_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> float:
     """What the product of the factors is multiplied with: alpha / rank, or alpha / sqrt(rank) for
     rank-stabilised adapters (arXiv:2312.03732). `alpha_pattern` has regular expressions for the
-    ends of modules' names. Raises TypeError, ValueError for what is no such config."""
-    alpha = config["lora_alpha"]
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, Mapping):
-        raise TypeError("alpha_pattern is no table")
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    if not isinstance(alpha, int | float):
-        raise TypeError(f"lora_alpha is {alpha!r}")
+    ends of modules' names. Raises DamagedFileError for what is no such config."""
+    alpha: Any = config.get("lora_alpha")
+    patterns: Any = config.get("alpha_pattern") or {}
+    try:
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+    except (AttributeError, re.error) as error:
+        raise _no_number("scale", file, f"alpha_pattern {patterns!r}: {error}") from None
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise _no_number("scale", file, f"lora_alpha {alpha!r}")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _no_number(what: str, file: str, found: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"adapter_config.json does not say the adapter's {what}",
+        file=file,
+        expected="numbers for r and lora_alpha; rank_pattern and alpha_pattern as tables",
+        found=found[:200],
+        fix="give the adapter_config.json of the run",
+    )

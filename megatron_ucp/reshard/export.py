@@ -116,7 +116,7 @@ def export_hf(
             given, family = read_json(source.folder / CONFIG_FILE), ""
         chosen = dtype or training_dtype(source.manifest)
         twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-        beside = beside_weights(twin, tokenizer or merge or config)
+        beside = beside_weights(twin, tokenizer, merge or config)
         out = Outgoing(source.manifest, twin, chosen, max_bytes)
         job = _Job(source, out, frozenset(allow), progress, merged)
         job.prove()

@@ -9,18 +9,19 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE
+from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.adapter import (
     FACTORS,
@@ -28,12 +29,16 @@ from megatron_ucp.reshard.adapter import (
     adapter_of,
     check_adapter_config,
     scale_of,
+    tensor_of,
 )
 from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.windows import WindowReader
 
 _LISTED = 8
+# Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's
+# lie for the last one alone.
+_MIXED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 # Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
 # take a part of its weights out first: added to the base as it was, that part would count twice.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva")
@@ -83,6 +88,8 @@ class Merge:
         self._own = _Tensors(source, [*found.files, *found.base])
         self._trained_as = {tensor: param for param, tensor in found.base.items()}
         self._products = self._fitting(found, config)
+        self._require_tied(found, source.manifest.ties)
+        self._require_sides(config, read_json(base.folder / CONFIG_FILE).get("model_type"))
         self._local = threading.local()
 
     @property
@@ -123,9 +130,11 @@ class Merge:
             if isinstance(product, str):
                 faults.append(product)
                 continue
-            out[f"{module}.weight"] = product
-            shape = self._own.shape(product.up)[0], self._own.shape(product.down)[1]
-            faults += self._misfit(f"{module}.weight", shape[::-1] if product.turned else shape)
+            tensor, shape = f"{module}.weight", self._added(product)
+            if self._base_shape(tensor) in (shape, shape[::-1]) and shape[0] != shape[1]:
+                product = replace(product, turned=self._base_shape(tensor) != shape)
+            out[tensor] = product
+            faults += self._misfit(tensor, shape[::-1] if product.turned else shape)
         if faults:
             more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
             raise ModelMismatchError(
@@ -150,13 +159,64 @@ class Merge:
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
             return f"{module}: factors of shape {shapes[0]} and {shapes[1]}"
         turned = embedding or bool(config.get("fan_in_fan_out"))
-        return _Product(down, up, scale_of(config, module, shapes[0][0]), turned)
+        scale = scale_of(config, module, shapes[0][0], self._file)
+        return _Product(down, up, scale, turned)
+
+    def _added(self, product: _Product) -> tuple[int, int]:
+        """The shape of up @ down."""
+        return self._own.shape(product.up)[0], self._own.shape(product.down)[1]
+
+    def _require_tied(self, found: Adapter, ties: Sequence[Tie]) -> None:
+        """Raises UnsupportedError where one name of a tensor was trained and another was not: the
+        base has one tensor for both."""
+        trained = {*self._products, *found.whole}
+        for tie in ties:
+            if tie.canonical in found.whole.values():
+                trained |= {*map(tensor_of, tie.aliases)}
+        for tie in ties:
+            names = {*map(tensor_of, (tie.canonical, *tie.aliases))}
+            if trained & names and names - trained:
+                raise UnsupportedError(
+                    "the adapter changes one of two parameters that are one tensor in the base",
+                    file=self._file,
+                    parameter=min(trained & names),
+                    expected=f"{', '.join(sorted(names))} trained alike",
+                    found=f"{', '.join(sorted(names - trained))} as in the base",
+                    fix="export the adapter and use it with peft; a base with "
+                    "tie_word_embeddings false, saved with both, can be merged",
+                )
+
+    def _require_sides(self, config: Mapping[str, Any], kind: object) -> None:
+        """Raises UnsupportedError for square matrices of which nobody says whether they lie
+        transposed: peft saves one `fan_in_fan_out`, that of the last layer that it wrapped."""
+        said = bool(config.get("fan_in_fan_out"))
+        layers = {
+            tensor: product
+            for tensor, product in self._products.items()
+            if "lora_embedding" not in product.down
+        }
+        if all(one.turned == said for one in layers.values()) and (said or kind not in _MIXED):
+            return
+        square = [name for name, one in layers.items() if len({*self._added(one)}) == 1]
+        if square:
+            more = f" and {len(square) - _LISTED} more" if len(square) > _LISTED else ""
+            raise UnsupportedError(
+                "which way the adapter's square matrices lie is not known",
+                file=self._file,
+                expected="one fan_in_fan_out for all layers of the adapter",
+                found=f"{', '.join(square[:_LISTED])}{more}; fan_in_fan_out {said}, as of the last "
+                "layer",
+                fix="export the adapter, load it with peft and merge it there",
+            )
+
+    def _base_shape(self, tensor: str) -> tuple[int, ...] | None:
+        return self._base.shape(tensor) if tensor in self._base.numbers else None
 
     def _misfit(self, tensor: str, shape: Sequence[int]) -> list[str]:
         """What is wrong with the place of something that was trained."""
         if tensor not in self._base.numbers:
             return [f"{tensor}: the base has no such tensor"]
-        have = self._base.shape(tensor)
+        have = self._base_shape(tensor)
         return [] if have == tuple(shape) else [f"{tensor}: {have} in the base, {tuple(shape)}"]
 
     def _factors(self, tensor: str) -> tuple[torch.Tensor, torch.Tensor]:

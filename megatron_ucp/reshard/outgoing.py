@@ -19,7 +19,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.errors import InexactError
+from megatron_ucp.errors import InexactError, NotFoundError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -164,14 +164,26 @@ def training_dtype(manifest: Manifest) -> str:
     return (trained or [spec.dtype for spec in manifest.params] or ["float32"])[0]
 
 
-def beside_weights(twin: Twin, folder: str | Path | None) -> Beside:
-    """config.json, and the tokenizer's files of a folder that was given."""
+def beside_weights(
+    twin: Twin, tokenizer: str | Path | None, model: str | Path | None = None
+) -> Beside:
+    """config.json, and the tokenizer's files of its folder, else of the `model`'s where it has
+    some. Raises NotFoundError where the tokenizer's has none."""
     out: dict[str, str | Path] = {}
-    if twin.config is not None:
-        out[twin.config_file] = _json(twin.config)
+    folder = tokenizer or model
     for name in COPIED_FILES if folder is not None else ():
         if (path := Path(folder or "") / name).is_file():
             out[name] = path
+    if tokenizer is not None and not out:
+        raise NotFoundError(
+            "the folder that was given for the tokenizer has no file of one",
+            file=tokenizer,
+            expected=", ".join(COPIED_FILES[1:4]) + ", ...",
+            found="none" if Path(tokenizer).is_dir() else "no such folder",
+            fix="give --tokenizer the folder that its save_pretrained wrote, or leave it out",
+        )
+    if twin.config is not None:
+        out[twin.config_file] = _json(twin.config)
     if twin.family:
         tokens = {key: (twin.config or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
         out.setdefault("generation_config.json", _json({"_from_model_config": True, **tokens}))

@@ -94,10 +94,14 @@ def check_options(
             expected="checkpoint or config",
             found=hyper,
         )
-    wrong = [allow] if isinstance(allow, str) else sorted(set(allow) - set(ALLOWANCES))
+    words = isinstance(allow, Collection) and not isinstance(allow, str)
+    wrong = sorted(map(str, set(allow) - set(ALLOWANCES))) if words else [repr(allow)]
     if wrong:
         raise UsageError(
-            "allow names what may happen", expected=" ".join(ALLOWANCES), found=", ".join(wrong)
+            "allow names what may happen",
+            expected=" ".join(ALLOWANCES),
+            found=", ".join(wrong),
+            fix='give a set of these, such as allow={"missing"}',
         )
 
 

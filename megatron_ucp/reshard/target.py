@@ -12,6 +12,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
+from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -417,8 +418,10 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
             "the checkpoint holds no optimizer",
             file=file,
             expected="parameter groups",
-            found="none",
-            fix="convert a checkpoint that was saved with its optimizer",
+            found="weights alone" if source.engine == WEIGHTS else "none",
+            fix="an engine loads this folder as it is; import-hf writes native files of it"
+            if source.engine == WEIGHTS
+            else "convert a checkpoint that was saved with its optimizer",
         )
     alike = len({len(groups) for groups in by_stage.values()}) == 1
     out: dict[Any, tuple[ParamGroup, dict[str, None]]] = {}

@@ -7,7 +7,13 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import Share
-from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ModelMismatchError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.architecture import Architecture, described
 from megatron_ucp.families.arguments import with_model
@@ -24,6 +30,13 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 
 _LISTED = 8
+# Settings of transformers that no tensor's shape shows.
+_COMPUTED = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "num_experts_per_tok"),
+    *("hidden_act", "activation_function", "sliding_window", "tie_word_embeddings"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+)
+_MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
 
@@ -72,7 +85,7 @@ def twin_of(
     model = Model(found, sizes)
     _check_params(manifest, model, file)
     whole = twin.whole_config(sizes, architecture, dtype)
-    kept = whole if config is None else {**config, "dtype": dtype}
+    kept = whole if config is None else _in_dtype(config, dtype)
     return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
 
 
@@ -90,12 +103,19 @@ def given_config(
 def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
     """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
 
-    Raises UnsupportedError where no family is its model's, or computes what the config asks for.
+    Raises UnsupportedError where no family is its model's, or computes what the config asks for,
+    NotFoundError where there is no such folder.
     """
+    if not folder.is_dir():
+        raise NotFoundError(
+            "there is no such folder of a Hugging Face model", file=folder, fix="check the path"
+        )
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
     kind = config.get("model_type")
     named = [name for name, twin in twins.items() if twin.model_type == kind]
+    if family:
+        find_family(family)  # that there is one
     if not named or family not in ("", *named):
         raise UnsupportedError(
             "the folder holds the model of another family"
@@ -106,7 +126,9 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
             if family in twins
             else ", ".join(sorted(twin.model_type for twin in twins.values())),
             found=kind,
-            fix="train it with transformers under DeepSpeed, which needs no family: "
+            fix="use a model of the family that config.json says"
+            if named
+            else "train it with transformers under DeepSpeed, which needs no family: "
             "ucp.load takes the folder as it is",
         )
     found, twin = _family(family or named[0], file)
@@ -134,6 +156,24 @@ def check_config(folder: Path, model: Model, architecture: Architecture | None) 
             found="; ".join(faults),
             fix="build the model as config.json says",
         )
+
+
+def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """A note where a folder's config.json says another value than the `config` of a live model of
+    transformers, of settings that no tensor's shape shows. Versions have other keys, so that what
+    one side alone says is no difference."""
+    path = folder / CONFIG_FILE
+    said = read_json(path) if path.is_file() else {}
+    values = {key: (said.get(key), config.get(key)) for key in _COMPUTED}
+    ropes: list[Any] = [one.get("rope_parameters") for one in (said, config)]
+    if all(isinstance(rope, dict) for rope in ropes):
+        values |= {key: tuple(rope.get(key) for rope in ropes) for key in ropes[0]}
+    found = [
+        f"{key} {theirs} in config.json, {ours} in the model"
+        for key, (theirs, ours) in values.items()
+        if None not in (theirs, ours) and theirs != ours
+    ]
+    return [f"the folder's model computes something else: {'; '.join(found)}"] if found else []
 
 
 def _differences(
@@ -210,7 +250,9 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
             found=kind,
         )
     try:
-        return twin.read(config)
+        found = twin.read(config)
+        _require_sizes(found[0])
+        return found
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DamagedFileError(
             "config.json does not say the model's sizes",
@@ -218,6 +260,15 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
             found=f"{type(error).__name__}: {error}",
             fix="give the config.json of the model",
         ) from None
+
+
+def _require_sizes(sizes: Any) -> None:
+    """Raises ValueError for sizes of no model, before tables of that size are made."""
+    pieces = sizes.layers * (sizes.groups + getattr(sizes, "experts", 0))
+    if wrong := [f"{n} {v}" for n, v in vars(sizes).items() if type(v) is int and v < 0]:
+        raise ValueError("; ".join(wrong))
+    if pieces > _MOST_PIECES:
+        raise ValueError(f"{sizes.layers} layers in {pieces} pieces, more than any model has")
 
 
 def _check_params(manifest: Manifest, model: Model, file: str) -> None:
@@ -230,11 +281,11 @@ def _check_params(manifest: Manifest, model: Model, file: str) -> None:
             continue
         declared = table[spec.name]
         # a config says the true rows of a vocabulary, and files hold the padded ones
-        first = 1 if declared.extent else 0
-        if declared.shape[first:] != spec.shape[first:] or (
-            first and spec.shape[0] < model.sizes.true_vocab
-        ):
+        first, rows = (1, model.sizes.true_vocab) if declared.extent else (0, 0)
+        if declared.shape[first:] != spec.shape[first:] or (first and spec.shape[0] < rows):
             faults.append(f"{spec.name}: {list(spec.shape)} instead of {list(declared.shape)}")
+        elif first and spec.extent is not None and rows < spec.extent.true:
+            faults.append(f"{spec.name}: {spec.extent.true} rows of tokens, of which {rows} stay")
     if faults:
         more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
         raise ModelMismatchError(
@@ -269,11 +320,15 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             found="none",
             fix="give --family and --config DIR with the config.json of the model",
         )
-    known = {} if config is None else {**config, "dtype": dtype}
-    if "torch_dtype" in known:
-        known["torch_dtype"] = dtype
+    known = None if config is None else _in_dtype(config, dtype)
     shares = {name: Share(name) for name in manifest.by_name}
-    return Twin(shares, manifest.by_name, known or None)
+    return Twin(shares, manifest.by_name, known)
+
+
+def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config that was given, for weights in `dtype`: transformers 4 has another key for it."""
+    keys = ("dtype", "torch_dtype") if "torch_dtype" in config else ("dtype",)
+    return {**config, **dict.fromkeys(keys, dtype)}
 
 
 def _adapter(

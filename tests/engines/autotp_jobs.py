@@ -15,6 +15,10 @@ from tests.engines.canonical import base_of, differences
 from tests.engines.model import MUON, uncompiled
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
+CHANGED = {
+    "freeze": "model.layers.0.mlp.up_proj.weight",
+    "unfreeze": "model.layers.0.self_attn.k_proj.weight",
+}
 FROZEN = ("layers.0.self_attn.k_proj.weight", "layers.1.input_layernorm.weight")
 
 
@@ -33,6 +37,7 @@ class Auto:
     offload: bool = False  # the optimizer, to the memory of the CPU
     fp32_sums: bool = False  # BF16_Optimizer at ZeRO-1
     muon: bool = False
+    change: str = ""  # of what "llama" trains: "freeze" or "unfreeze" one parameter of CHANGED
 
 
 def network(setup: Auto) -> Any:
@@ -75,7 +80,8 @@ def network(setup: Auto) -> Any:
         )
     )
     for name, param in model.named_parameters():
-        param.requires_grad_(even or not name.endswith(FROZEN))
+        other = name == CHANGED.get(setup.change)
+        param.requires_grad_(even or name.endswith(FROZEN) == other)
     return model
 
 
@@ -118,6 +124,10 @@ def make(setup: Auto, attach: bool = True) -> Any:
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if setup.change == "unfreeze":  # what begins afresh has a group of its own
+        apart = dict(net.named_parameters())[CHANGED["unfreeze"]]
+        groups[0]["params"] = [p for p in groups[0]["params"] if p is not apart]
+        groups.append({"params": [apart], "weight_decay": 0.1})
     # a larger epsilon: gradients that are 0 but for rounding (of biases of keys) must not steer
     optimizer = None if setup.muon else torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
     engine = deepspeed.initialize(
@@ -193,6 +203,21 @@ def save(
     if dist.get_rank() == 0:
         torch.save(oracle, Path(folder) / "oracle.pt")
     return oracle
+
+
+def go_on(setup: Auto, folder: str, fault: str = "") -> dict[str, Any]:
+    """States before and after a load into an engine that trains other parameters, and after a
+    step."""
+    engine = make(setup)
+    found: dict[str, Any] = {"before": canonical(engine)}
+    found["notes"] = ucp.load(engine, folder, tag="filled", allow={setup.change}).notes
+    if fault:
+        PLANTS[fault](engine)
+    found["after"] = canonical(engine)
+    train(engine, 1)
+    found["stepped"] = canonical(engine)
+    engine.destroy()
+    return found
 
 
 def resume(

@@ -214,3 +214,32 @@ def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any
     found |= {"errors": errors, "left": sorted(p.name for p in Path(out).parent.iterdir())}
     close(engine)
     return found
+
+
+def stock_load(setup: Staged, folder: str, oracle: str) -> dict[str, Any]:
+    """Stock DeepSpeed's own load of what was imported, into an engine that knows nothing of the
+    package; then a step. Masters are compared with those of the run that was exported in bf16."""
+    want = torch.load(Path(oracle) / "oracle.pt", weights_only=False)["states"]["filled"]["full"]
+    wanted = {key: value.bfloat16().float() for key, value in want.items() if key[1] == "fp32"}
+    engine = pipeline_jobs.make(setup, attach=False)
+
+    def others() -> int:
+        have = canonical(engine)["full"]
+        return sum(not torch.equal(have[key], value) for key, value in wanted.items())
+
+    def groups() -> list[dict[str, Any]]:
+        return [{**group, "params": None} for group in engine.optimizer.param_groups]
+
+    found: dict[str, Any] = {"compared": len(wanted), "before": others()}
+    own, path = groups(), Path(folder)
+    engine.load_checkpoint(
+        str(path.parent),
+        tag=path.name,
+        load_optimizer_states=False,
+        load_lr_scheduler_states=False,
+    )
+    found |= {"after": others(), "same_groups": groups() == own, "steps": engine.global_steps}
+    found["loss"] = pipeline_jobs.train(engine, 1)[0]
+    found["stepped"] = others()
+    close(engine)
+    return found

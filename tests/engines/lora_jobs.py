@@ -22,6 +22,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"v_proj": 2},
     },
     "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"},
+    "mixed": {"target_modules": ["c_attn", "lm_head"], "fan_in_fan_out": True},
+    "square": {"target_modules": ["attn.c_proj", "lm_head"], "fan_in_fan_out": True},
+    "tied": {"target_modules": ["embed_tokens", "k_proj"]},
     "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
     "pissa": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
@@ -32,13 +35,14 @@ def base_model(kind: str, seed: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    if kind == "gpt2":
+    if kind in ("gpt2", "mixed", "square"):
         sizes = GPT2Config(
             vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=16, n_layer=2, n_head=2, use_cache=False
         )
         sizes.attn_pdrop = sizes.embd_pdrop = sizes.resid_pdrop = 0.0
+        sizes.tie_word_embeddings = kind == "gpt2"
         return GPT2LMHeadModel(sizes)
-    return tiny_llama(tied=False)
+    return tiny_llama(tied=kind == "tied")
 
 
 def wrapped(kind: str, seed: int, base: Path | None = None) -> Any:

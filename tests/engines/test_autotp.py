@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engines.autotp_jobs import OF_MUON, PLANTS, Auto
+from tests.engines.autotp_jobs import CHANGED, OF_MUON, PLANTS, Auto
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_pairs import check, check_fails
 
@@ -154,3 +155,58 @@ def test_a_planted_fault_is_seen(sources: Sources, fault: str, of_muon: bool) ->
     source = MUON["2 to 1, ZeRO-1 to ZeRO-2"][0] if of_muon else (2, Auto("llama", 2, 1))
     target = (2, Auto("llama", 2, 0, muon=of_muon))
     check_fails(resume(sources, source, target, plant=fault, tags=("filled",)))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Of which the second may be missing."""
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if tensors else bool(other is not None and one == other)
+
+
+def others(want: dict[str, Any], have: dict[str, Any], but: str) -> list[Any]:
+    """Where two states differ, apart from one parameter."""
+    return [
+        (part, key)
+        for part in ("full", "scalars", "hyper", "weights")
+        for key, value in want[part].items()
+        if but not in (key, key[0]) and not same(value, have[part].get(key))
+    ]
+
+
+def go_on(sources: Sources, source: Mesh, target: Mesh, change: str, fault: str = "") -> list[Any]:
+    """Keys of what the run had, of which an engine that trains other parameters has something
+    else after a load; the parameter that changed is looked at by itself."""
+    folder, (ranks, tp, zero) = saved(sources, "llama", source), target
+    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["filled"]
+    setup = Auto("llama", tp, zero, seed=5, change=change)
+    found = sources.ranks.run(ranks, f"{JOBS}:go_on", setup, folder, fault, timeout_s=120)[0]
+    name, before, after = CHANGED[change], found["before"], found["after"]
+    assert torch.equal(want["weights"][name], after["weights"][name])
+    assert not torch.equal(want["weights"][name], before["weights"][name])
+    own = [{key[1] for key in found[w]["full"] if key[0] == name} for w in ("after", "stepped")]
+    adam = {"fp32", "exp_avg", "exp_avg_sq"}
+    assert own == ([set(), set()] if change == "freeze" else [{"fp32"}, adam])
+    assert any(name in note for note in found["notes"])
+
+    assert len(others(want, before, name)) > 100
+    return others(want, after, name)
+
+
+CHANGES: list[tuple[Mesh, Mesh, str]] = [
+    ((2, 2, 1), (4, 2, 2), "unfreeze"),
+    ((4, 4, 0), (2, 2, 1), "unfreeze"),
+    ((2, 2, 1), (2, 2, 3), "freeze"),
+    ((1, 1, 3), (4, 4, 1), "freeze"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "change"), CHANGES, ids=show)
+def test_other_trainable_parameters(
+    sources: Sources, source: Mesh, target: Mesh, change: str
+) -> None:
+    """A share of heads of different sizes is frozen no more; one of an MLP is frozen."""
+    assert go_on(sources, source, target, change) == []
+
+
+def test_a_planted_fault_beside_other_trainable_parameters_is_seen(sources: Sources) -> None:
+    assert go_on(sources, (2, 2, 1), (2, 2, 0), "freeze", "a moment")

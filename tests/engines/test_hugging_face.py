@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
+from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
@@ -19,6 +20,7 @@ from tests.reshard import twins
 pytestmark = pytest.mark.ranks
 JOBS, SAVE = "tests.engines.hf_jobs:", "tests.engines.pipeline_jobs:save"
 EXPERTS = Experts(4, ffn=8)
+EMBEDDING = {"gpt": "transformer.wte.weight"}
 
 
 def setup(family: str, tp: int = 1, zero: int = 1, **more: Any) -> Staged:
@@ -72,6 +74,88 @@ def test_out_and_in_on_another_mesh(
     weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
     if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+# (family, mesh of the load on two ranks, its training dtype)
+NARROW = [
+    ("llama", {"tp": 2, "zero": 1}, "bf16"),
+    ("gpt", {"tp": 1, "zero": 3}, "bf16"),
+    ("llama", {"tp": 2, "zero": 0}, "bf16"),
+    ("gpt", {"tp": 1, "zero": 2}, "fp16"),
+    ("mixtral", {"tp": 1, "ep": 2, "zero": 1}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("family", "target", "dtype"), NARROW)
+def test_masters_keep_what_the_training_dtype_can_not(
+    sources: Sources, tmp_path: Path, family: str, target: dict[str, int], dtype: str
+) -> None:
+    oracle = exported(sources, tmp_path, 1, setup(family, zero=1))
+    words = twins.read(tmp_path / "hf")[EMBEDDING.get(family, "model.embed_tokens.weight")]
+    assert not torch.equal(words, words.bfloat16().float())
+    where = setup(family, **target, seed=9, dtype=dtype)
+    for rank in sources.ranks.run(
+        2, JOBS + "load", where, str(tmp_path / "hf"), str(oracle), trained=1, timeout_s=120
+    ):
+        assert not rank["error"] and rank["masters"] == [] and rank["compared"] > 10
+        assert rank["states"] == ["fp32"]
+
+
+def test_one_changed_bit_is_seen(sources: Sources, tmp_path: Path) -> None:
+    """The comparison above would fail on it."""
+    oracle = exported(sources, tmp_path, 2, setup("llama", tp=2))
+    path = tmp_path / "hf" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    args = setup("llama", zero=1, seed=9), str(tmp_path / "hf"), str(oracle)
+    (found,) = sources.ranks.run(1, JOBS + "load", *args, timeout_s=120)
+    assert not found["error"] and len(found["masters"]) == 1
+
+
+# (family, ranks, mesh of the import, training dtype)
+STOCK = [
+    ("gpt", 2, {"tp": 2, "zero": 1}, "bf16"),
+    ("gpt", 2, {"tp": 1, "zero": 3}, "bf16"),
+    ("gpt", 2, {"tp": 1, "zero": 0}, "fp32"),
+    ("mixtral", 2, {"tp": 1, "ep": 2, "zero": 1}, "bf16"),
+    ("mixtral", 2, {"tp": 1, "zero": 3}, "fp32"),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "target", "dtype"), STOCK)
+def test_stock_deepspeed_loads_what_is_imported(
+    sources: Sources, tmp_path: Path, family: str, world: int, target: dict[str, int], dtype: str
+) -> None:
+    """Without optimizer and scheduler, which no Hugging Face folder has."""
+    found = _loaded_by_stock(sources, tmp_path, family, world, target, dtype)
+    for rank in found:
+        assert rank["before"] == rank["compared"] > 20 and rank["after"] == 0
+        assert rank["same_groups"] and rank["steps"] == 0
+        assert rank["stepped"] == rank["compared"]
+
+
+def test_stock_deepspeed_forgets_masters_in_bf16_without_zero(
+    sources: Sources, tmp_path: Path
+) -> None:
+    """It loads the weights alone then, and its next step is one from its own masters."""
+    for rank in _loaded_by_stock(sources, tmp_path, "gpt", 2, {"tp": 1, "zero": 0}, "bf16"):
+        assert rank["after"] == rank["compared"]
+
+
+def _loaded_by_stock(
+    sources: Sources, tmp_path: Path, family: str, world: int, target: dict[str, int], dtype: str
+) -> list[dict[str, Any]]:
+    oracle = exported(sources, tmp_path, 1, setup(family, zero=1), dtype="bfloat16")
+    tp, ep = target["tp"], target.get("ep", 1)
+    mesh = ucp.Mesh(tp=tp, ep=ep, dp=world // tp, zero=target["zero"])
+    name = "bfloat16" if dtype == "bf16" else "float32"
+    native = tmp_path / "native" / "tag"
+    ucp.import_hf(tmp_path / "hf", native, Target(mesh, dtype=name))
+    where = setup(family, **target, seed=9, dtype=dtype)
+    return sources.ranks.run(
+        world, JOBS + "stock_load", where, str(native), str(oracle), timeout_s=120
+    )
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -135,6 +219,23 @@ def test_in_again_by_the_names_of_the_model(
         shaped = {name: full.view(wanted[name].shape) for name, full in masters.items()}
         assert twins.same(shaped, {name: wanted[name] for name in masters}) == []
         assert any("begin afresh" in note for note in rank["notes"])
+
+
+def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path) -> None:
+    """A folder of tensors of the same shapes, whose model computes something else."""
+    folder = Path(sources.get(2, 1, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for change, words in (
+        ({}, []),
+        ({"rms_norm_eps": 0.5, **rope}, ["rms_norm_eps 0.5 in", "rope_theta 500000.0 in"]),
+    ):
+        path.write_text(json.dumps({**config, **change}))
+        (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
+        found = [note for note in rank["notes"] if "computes something else" in note]
+        assert len(found) == bool(words) and all(word in found[0] for word in words)
 
 
 def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import megatron_ucp as ucp
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.reshard.adapter import adapter_of
 from tests.engines.test_pairs import check, check_fails
 from tests.ranks import RankPool
@@ -126,7 +126,8 @@ def exact(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             alpha = 20 if kind == "rslora" and "1.self_attn.q_proj" in name else 12
             scale = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
             product = b @ a
-            turned = down != "lora_A.weight" or config["fan_in_fan_out"]
+            conv1d = "c_attn" in name if kind == "mixed" else config["fan_in_fan_out"]
+            turned = down != "lora_A.weight" or conv1d
             out[name] = (out[name].double() + scale * (product.T if turned else product)).float()
     return out
 
@@ -134,7 +135,7 @@ def exact(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "zero", "exclude"),
     [("llama", 1, True), ("llama", 2, False), ("gpt2", 1, True), ("rslora", 2, True)]
-    + [("embedding", 1, True)],
+    + [("embedding", 1, True), ("mixed", 1, True)],
 )
 def test_merged_into_the_base(
     saved: Saved, tmp_path: Path, kind: str, zero: int, exclude: bool
@@ -194,6 +195,42 @@ def test_what_can_not_be_merged(saved: Saved, tmp_path: Path) -> None:
         (wrong / "adapter_config.json").write_text(json.dumps(config))
         assert word in refused(error, folder, out, config=wrong, merge=base)
         shutil.rmtree(wrong)
+
+
+def test_a_scale_that_nobody_says(saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("llama")
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "wrong").mkdir()
+    options = {"config": tmp_path / "wrong", "merge": folder / "base"}
+    for change, word in (
+        ({"lora_alpha": "x"}, "lora_alpha 'x'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+        ({"alpha_pattern": {"[": 3}}, "alpha_pattern"),
+        ({"alpha_pattern": "x"}, "alpha_pattern 'x'"),
+        ({"r": None}, "r None"),
+        ({"rank_pattern": [[2]]}, "rank_pattern"),
+    ):
+        text = json.dumps({**config, **change})
+        (tmp_path / "wrong" / "adapter_config.json").write_text(text)
+        assert word in refused(DamagedFileError, folder, tmp_path / "out", **options)
+
+
+def test_one_name_of_a_tied_tensor(saved: Saved, tmp_path: Path) -> None:
+    """The head of the trained model is not the trained embedding, but would be that of the base."""
+    folder, _ = saved("tied")
+    options = {"config": folder / "peft", "merge": folder / "base"}
+    said = refused(UnsupportedError, folder, tmp_path / "out", **options)
+    assert "model.embed_tokens.weight" in said and "lm_head.weight as in the base" in said
+    ucp.export_hf(folder, tmp_path / "out", config=folder / "peft")  # the adapter itself
+
+
+def test_square_matrices_of_which_the_config_does_not_speak(saved: Saved, tmp_path: Path) -> None:
+    """peft saves `fan_in_fan_out` as it is for the last layer, which here is the head."""
+    folder, _ = saved("square")
+    options = {"config": folder / "peft", "merge": folder / "base"}
+    said = refused(UnsupportedError, folder, tmp_path / "out", **options)
+    assert "transformer.h.1.attn.c_proj.weight" in said and "lm_head" not in said
+    assert not json.loads((folder / "peft" / "adapter_config.json").read_text())["fan_in_fan_out"]
 
 
 def test_another_base_is_found_by_the_frozen_weights(saved: Saved, tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.reshard.match import Fit, require_alone
 from tests.engines.model import Setup
 from tests.engines.sources import Sources, without_manifest
+from tests.engines.test_muon import JOBS as MUON_JOBS
+from tests.engines.test_muon import muon
 
 pytestmark = pytest.mark.ranks
-JOB = "tests.engines.trainable_jobs:go_on"
+JOB, OF_MUON = "tests.engines.trainable_jobs:go_on", MUON_JOBS + "save"
 STEPS = 3
 THAWED, NEW, FROZEN = "frozen.weight", "more.weight", "up.weight"
 TARGETS = [(1, 0, "fp32"), (4, 1, "bf16"), (2, 2, "fp32"), (4, 3, "bf16"), (1, 3, "fp32")]
@@ -178,6 +180,27 @@ def test_without_flat_buffers_a_group_may_be_shared(sources: Sources) -> None:
     assert wrong(want["full"], found["after"]["full"]) == []
     steps = {key[0]: v for key, v in found["stepped"]["scalars"].items() if key[1] == "step"}
     assert steps.pop(THAWED) == 1 and {*steps.values()} == {STEPS + 1}
+
+
+@pytest.mark.parametrize(("world", "zero"), [(4, 1), (1, 0), (2, 3)])
+@pytest.mark.parametrize("change", ["freeze", "unfreeze"])
+def test_matrices_that_muon_steps(sources: Sources, change: str, world: int, zero: int) -> None:
+    """Its momentum lies as whole matrices, of which there is one fewer or one more."""
+    folder = str(sources.get(2, muon(1), OF_MUON, more=20))
+    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    name = "left.weight" if change == "freeze" else THAWED
+    apart = {"thawed": name, "apart": (name,)}
+    setup = muon(zero, seed=5, extra={"frozen": name} if change == "freeze" else apart)
+    found = go_on(sources, world, setup, folder, allow={change})
+    assert len(wrong(want["full"], found["before"]["full"], but=name)) > 5
+    for part in ("full", "scalars"):
+        assert wrong(want[part], found["after"][part], but=name) == []
+    own = [
+        {key[1] for key in found[when]["full"] if key[0] == name} for when in ("after", "stepped")
+    ]
+    momenta = {"fp32", "momentum_buffer"}
+    assert own == ([set(), set()] if change == "freeze" else [{"fp32"}, momenta])
+    assert momenta == {key[1] for key in found["after"]["full"] if key[0] == "right.weight"}
 
 
 def check_regrouped(found: dict[str, Any], want: dict[str, Any]) -> None:

@@ -238,6 +238,9 @@ def test_an_unknown_key_or_value_in_the_section_is_a_named_error(
 def test_an_unknown_option_of_attach_is_a_named_error() -> None:
     with pytest.raises(UsageError, match="hypr"):
         ucp.attach(SimpleNamespace(), hypr="config")
+    for allow in ("new", None, 3):
+        with pytest.raises(UsageError, match=f"found: {allow!r}"):
+            ucp.attach(SimpleNamespace(), allow=allow)
 
 
 def test_a_folder_without_any_checkpoint_is_a_fresh_start(ranks: RankPool, tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "partial_rotary_factor 0.5": ("llama", {"partial_rotary_factor": 0.5}),
     "sliding_window 4096": ("mixtral", {"sliding_window": 4096}),
+    "rope_scaling beside rope_parameters another": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
     "quantization_config": ("llama", {"quantization_config": {"bits": 4}}),
     "scale_attn_by_inverse_layer_idx True": ("gpt", {"scale_attn_by_inverse_layer_idx": True}),
     "activation_function relu": ("gpt", {"activation_function": "relu"}),
@@ -174,6 +178,16 @@ def test_a_config_that_is_not_computed_here_is_refused(what: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         twin.read({**config, **change})
     assert what in str(raised.value.found)
+
+
+def test_a_setting_that_a_config_leaves_out_is_the_classs_own() -> None:
+    """Mistral's class has a window where nobody says none; a scaling has no usual factor."""
+    config = twin_of("mistral").whole_config(twins.LLAMA, twins.ARCHITECTURES["mistral"], "float32")
+    with pytest.raises(UnsupportedError, match="sliding_window 4096"):
+        twin_of("mistral").read({k: v for k, v in config.items() if k != "sliding_window"})
+    config = twin_of("llama").whole_config(twins.LLAMA, LLAMA, "float32")
+    with pytest.raises(KeyError, match="factor"):
+        twin_of("llama").read({**config, "rope_parameters": {"rope_type": "linear"}})
 
 
 def test_every_family_of_ours_has_a_twin() -> None:

@@ -176,7 +176,9 @@ def test_all_faults_of_a_family_in_one_error(tmp_path: Path) -> None:
     held[name] = held[name][:-1].contiguous()
     other = "model.layers.0.mlp.down_proj.weight"
     held[other] = held[other].to(torch.int8)
+    held["lm_head.weight"] = held["lm_head.weight"][:-1].contiguous()
     save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"vocab_size": 45}')
     family = find_family("llama")
     assert family.hugging_face is not None
     shares = family.hugging_face.tensors(twins.LLAMA)
@@ -189,9 +191,10 @@ def test_all_faults_of_a_family_in_one_error(tmp_path: Path) -> None:
         "surprise: not known",
         f"{name}: [23, 16] instead of [24, 16]",
         f"{other}: int8",
+        "lm_head.weight: [44, 16] instead of [45, 16]",
     ):
         assert fault in said
-    assert "4 faults" in said
+    assert "5 faults" in said
 
 
 def test_a_trainers_folder_is_deepspeeds(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.reshard import outgoing as module
+from megatron_ucp.reshard.windows import WindowReader
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 
@@ -125,6 +126,29 @@ def test_a_config_that_contradicts_what_the_checkpoint_says(tmp_path: Path) -> N
     assert "norm_epsilon: 1e-06 in config.json, 1e-05 in the model" in said
 
 
+def test_a_config_with_another_vocabulary(tmp_path: Path) -> None:
+    """No row of a token is left out; rows of padding may stay. What reads the dtype under its
+    earlier name finds that of the files."""
+    source = first(twins.model("llama"), tmp_path)
+    path = Path(ucp.export_hf(source, tmp_path / "whole").path) / "config.json"
+    config = {**json.loads(path.read_text()), "torch_dtype": "float16"}
+    options = {"config": tmp_path / "whole"}
+    path.write_text(json.dumps({**config, "vocab_size": 44}))
+    said = refused(ModelMismatchError, source, tmp_path / "out", **options)
+    assert "output_layer.weight: 45 rows of tokens, of which 44 stay" in said
+    path.write_text(json.dumps({**config, "vocab_size": 48}))
+    ucp.export_hf(source, tmp_path / "out", **options)
+    found = twins.read(tmp_path / "out")
+    wanted = twins.expected(twins.model("llama", replace(twins.LLAMA, true_vocab=48)))
+    assert twins.same(found, {name: one.bfloat16() for name, one in wanted.items()}) == []
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["vocab_size"], written["dtype"], written["torch_dtype"]) == (
+        48,
+        "bfloat16",
+        "bfloat16",
+    )
+
+
 def test_a_model_of_megatron_core_without_a_family(tmp_path: Path) -> None:
     source = first(twins.model("llama"), tmp_path)
     edited(source, lambda tree: tree.update(family=""))
@@ -193,6 +217,17 @@ def test_a_plain_model(tmp_path: Path) -> None:
 # ------------------------------------------------ the output
 
 
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    source = first(twins.model("llama"), tmp_path)
+    missing = {"tokenizer": tmp_path / "nowhere"}
+    assert "no such folder" in refused(NotFoundError, source, tmp_path / "out", **missing)
+    (tmp_path / "nowhere").mkdir()
+    assert "no file of one" in refused(NotFoundError, source, tmp_path / "out", **missing)
+    (tmp_path / "nowhere" / "tokenizer.json").write_text("{}")
+    ucp.export_hf(source, tmp_path / "out", **missing)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
 def test_the_output_is_new_and_elsewhere(tmp_path: Path) -> None:
     source = first(twins.model("gpt"), tmp_path)
     (tmp_path / "there").mkdir()
@@ -215,6 +250,22 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module.os, "pwrite", full)
     assert "No space left" in refused(SaveError, source, tmp_path / "out")
+
+
+def test_ctrl_c_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = first(twins.model("gpt"), tmp_path), tmp_path / "out" / "hf"
+    written: list[Path] = []
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        written.extend(out.parent.glob(".*/*.safetensors"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WindowReader, "check", interrupted)
+    assert main(["export-hf", str(source), str(out)]) == 130
+    assert capsys.readouterr().err == "megatron-ucp: interrupted\n"
+    assert written and [*out.parent.iterdir()] == []
 
 
 def test_a_damaged_source(tmp_path: Path) -> None:
@@ -262,7 +313,10 @@ def test_imports_that_can_not_be(folder: Path) -> None:
     """A vocabulary that tp does not divide, another family, another model, missing tensors."""
     assert "divisor of 45" in not_imported(LayoutError, folder, mesh=ucp.Mesh(tp=2, zero=1))
     assert "at least 45" in not_imported(UsageError, folder, padded_vocab=44)
-    assert "gpt2" in not_imported(UnsupportedError, folder, family="gpt")
+    said = not_imported(UnsupportedError, folder, family="gpt")
+    assert "gpt2" in said and "use a model of the family that config.json says" in said
+    assert "no such family" in not_imported(UsageError, folder, family="lama")
+    assert "no such folder" in not_imported(NotFoundError, folder / "nowhere")
     config = json.loads((folder / "config.json").read_text())
     for change, error, said in (
         ({"model_type": "falcon"}, UnsupportedError, "falcon"),
@@ -270,11 +324,43 @@ def test_imports_that_can_not_be(folder: Path) -> None:
         ({"num_key_value_heads": 4}, ModelMismatchError, "k_proj.weight: [8, 16] instead of [16"),
         ({"hidden_act": "gelu", "mlp_bias": True}, UnsupportedError, "hidden_act gelu; mlp_bias"),
         ({"num_attention_heads": "x"}, DamagedFileError, "config.json does not say"),
+        ({"hidden_size": -16}, DamagedFileError, "hidden -16"),
+        ({"num_hidden_layers": 10**9}, DamagedFileError, "more than any model has"),
+        ({"vocab_size": 50}, ModelMismatchError, "lm_head.weight: [45, 16] instead of [50, 16]"),
+        ({"vocab_size": 40}, ModelMismatchError, "tokens.weight: [45, 16] instead of [40, 16]"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         assert said in not_imported(error, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    held = load_file(folder / "model.safetensors")
+    short = {**held, "lm_head.weight": held["lm_head.weight"][:44].clone()}
+    save_file(short, folder / "model.safetensors")
+    assert "lm_head.weight: [44, 16] instead" in not_imported(ModelMismatchError, folder)
     (folder / "config.json").unlink()
     assert "config.json" in not_imported(NotFoundError, folder)
+
+
+def test_weights_that_are_no_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pickles beside safetensors are not looked at; alone they are named, with a way out."""
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
+    ucp.import_hf(folder, folder.parent / "b" / "tag", ucp.Mesh(zero=1))
+    assert ucp.diff(folder.parent / "b", folder) == []
+    (folder / "model.safetensors").unlink()
+    said = not_imported(NotFoundError, folder)
+    assert "found: pytorch_model.bin" in said and "save_pretrained" in said
+    assert main(["inspect", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "found: pytorch_model.bin" in said and "save_pretrained" in said
+
+
+def test_a_folder_of_the_hub(folder: Path, tmp_path: Path) -> None:
+    """Links to files of other names, as the hub's cache has them."""
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(tmp_path / "blobs" / str(number))
+        path.symlink_to(f"../blobs/{number}")
+    ucp.import_hf(folder, tmp_path / "native" / "tag", ucp.Mesh(dp=2, zero=3))
+    assert ucp.diff(tmp_path / "native", folder) == []
 
 
 def test_a_padded_vocabulary_gets_zeros(folder: Path) -> None:
@@ -328,6 +414,9 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", native, out]) == 0
     capsys.readouterr()
     assert main([*words[:3]]) == 2 and "the output exists" in capsys.readouterr().err
+    for verb in (["plan", out], ["convert", out, str(tmp_path / "other" / "tag")]):
+        assert main([*verb, "--mesh", "dp=2,zero=1"]) == 2
+        assert "an engine loads this folder as it is; import-hf" in capsys.readouterr().err
 
 
 @pytest.mark.long

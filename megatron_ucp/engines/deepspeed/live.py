@@ -33,7 +33,7 @@ from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
-from megatron_ucp.reshard.twin import check_config
+from megatron_ucp.reshard.twin import check_config, other_settings
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
@@ -146,6 +146,9 @@ class LiveEngine:
         mesh = self.manifest.mesh
         extras = DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
         steps = other_steps(source.manifest, self.manifest) if how.optimizer else []
+        said = getattr(getattr(self.engine.module, "config", None), "to_dict", None)
+        if source.manifest.engine == WEIGHTS and self.own.model is None and said is not None:
+            steps += other_settings(source.folder, said())
         return replace(extras, notes=(*extras.notes, *steps))
 
     # ------------------------------------------------ writing

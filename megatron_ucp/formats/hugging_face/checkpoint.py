@@ -34,6 +34,7 @@ from megatron_ucp.formats.base import (
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
+from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
@@ -88,6 +89,14 @@ class HuggingFaceCheckpoint:
         for name in (WEIGHTS_FILE, ADAPTER_FILE):
             if (self.folder / name).is_file():
                 return dict.fromkeys(self.file(name).tensors, name)
+        if not (self.folder / INDEX_FILE).exists():
+            raise NotFoundError(
+                "the folder holds no weights as safetensors",
+                file=self.folder,
+                expected=f"{WEIGHTS_FILE}, or {INDEX_FILE}",
+                found=weights_as_pickles(self.folder) or "neither",
+                fix=AS_SAFETENSORS,
+            )
         listed = self._index()
         out: dict[str, str] = {}
         for name in sorted({*listed.values()}):
@@ -148,7 +157,8 @@ class HuggingFaceCheckpoint:
                 file=self.folder,
                 expected=f"{len(shares)} tensors",
                 found=f"{len(self._files)} tensors, {len(faults)} faults: {_named(faults)}",
-                fix="give the family and the sizes that the folder's config.json says",
+                fix="mend the folder, or its config.json: that says the family, the sizes and "
+                "whether the head is tied",
             )
         self.tensors = tuple(shares)  # by the number of their buffer
         dtypes = [self.file(self._files[name]).tensors[name].dtype for name in shares]
@@ -160,8 +170,9 @@ class HuggingFaceCheckpoint:
         """The parameter that a tensor is a share of, as long as it is here, and what of it does not
         fit."""
         entry, faults = self.file(self._files[name]).tensors[name], list[str]()
-        if spec.extent is not None and entry.shape:  # rows of padding are nobody's data
-            spec = replace(spec, shape=(entry.shape[0], *spec.shape[1:]), extent=None)
+        if spec.extent is not None:  # an engine's padding is none of the folder's rows
+            rows = self.config.get("vocab_size", spec.extent.true)
+            spec = replace(spec, shape=(rows, *spec.shape[1:]), extent=None)
         expected = _stored_shape(share, spec)
         if expected != entry.shape:
             faults.append(f"{list(entry.shape)} instead of {list(expected)}")
