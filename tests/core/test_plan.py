@@ -1,11 +1,12 @@
 """The laws of resharding on random models, meshes and buffers, against an oracle that does not use
 the package's boxes."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_ucp.core.box import Box
@@ -145,7 +146,13 @@ def test_the_random_models_have_stages_of_all_kinds():
     empty stages, experts that are slices of one tensor, and such that partitions cut."""
     seen: set[str] = set()
 
-    @settings(max_examples=300, deadline=None, database=None)
+    class AllSeen(Exception):
+        pass
+
+    wanted = {"uneven", "empty", "several runs", "tied", "stacked", "cut stack"}
+
+    # some are rare: it takes hundreds of models until all were drawn
+    @settings(max_examples=5000, deadline=None, database=None, phases=[Phase.generate])
     @given(journeys(1))
     def look(journey):
         (manifest,) = journey
@@ -171,9 +178,12 @@ def test_the_random_models_have_stages_of_all_kinds():
             seen.update(
                 {"stacked"} if cut else set(), {"cut stack"} if cut and max(cut) > 1 else ()
             )
+        if seen == wanted:
+            raise AllSeen
 
-    look()
-    assert seen == {"uneven", "empty", "several runs", "tied", "stacked", "cut stack"}
+    with contextlib.suppress(AllSeen):
+        look()
+    assert seen == wanted
 
 
 @pytest.mark.parametrize(
