@@ -2,6 +2,7 @@
 the package's boxes."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -140,44 +141,42 @@ def test_a_holder_that_is_not_written_is_found(journey):
         prove(replace(plan, ops=kept), source, target)
 
 
+def kinds_of(manifest: Manifest) -> Iterator[str]:
+    """What is special about the stages and experts of a random model."""
+    by_stage: dict[int, set[int]] = {}
+    for buffer in manifest.buffers:
+        at = dict(buffer.at)
+        by_stage.setdefault(at.get("pp", 0), set()).add(at.get("vpp", 0))
+        cut = [len(buffer.owners(m, 0, m.size)) for m in buffer.members if m.slice_of]
+        yield from ["stacked"] if cut else []
+        yield from ["cut stack"] if max(cut, default=0) > 1 else []
+    if manifest.mesh.pp > 1:
+        counts = [
+            sum(len(b.members) for b in manifest.buffers if dict(b.at)["pp"] == stage)
+            for stage in range(manifest.mesh.pp)
+        ]
+        yield from ["uneven"] if len({c for c in counts if c}) > 1 else []
+        yield from ["empty"] if 0 in counts else []
+    yield from ["several runs"] if any(len(runs) > 1 for runs in by_stage.values()) else []
+    yield from ["tied"] if any(len(held) > 1 for held in manifest.holders.values()) else []
+
+
+class AllSeen(Exception):
+    pass
+
+
 @pytest.mark.long
 def test_the_random_models_have_stages_of_all_kinds():
     """The laws above are about something: uneven stages, several runs in a stage, ties over stages,
     empty stages, experts that are slices of one tensor, and such that partitions cut."""
     seen: set[str] = set()
-
-    class AllSeen(Exception):
-        pass
-
     wanted = {"uneven", "empty", "several runs", "tied", "stacked", "cut stack"}
 
     # some are rare: it takes hundreds of models until all were drawn
     @settings(max_examples=5000, deadline=None, database=None, phases=[Phase.generate])
     @given(journeys(1))
     def look(journey):
-        (manifest,) = journey
-        by_stage: dict[int, set[int]] = {}
-        for buffer in manifest.buffers:
-            at = dict(buffer.at)
-            by_stage.setdefault(at.get("pp", 0), set()).add(at.get("vpp", 0))
-        if manifest.mesh.pp > 1:
-            counts = [
-                sum(len(b.members) for b in manifest.buffers if dict(b.at)["pp"] == stage)
-                for stage in range(manifest.mesh.pp)
-            ]
-            seen.update(
-                {"uneven"} if len({c for c in counts if c}) > 1 else set(),
-                {"empty"} if 0 in counts else set(),
-            )
-        if any(len(runs) > 1 for runs in by_stage.values()):
-            seen.add("several runs")
-        if any(len(held) > 1 for held in manifest.holders.values()):
-            seen.add("tied")
-        for buffer in manifest.buffers:
-            cut = [len(buffer.owners(m, 0, m.size)) for m in buffer.members if m.slice_of]
-            seen.update(
-                {"stacked"} if cut else set(), {"cut stack"} if cut and max(cut) > 1 else ()
-            )
+        seen.update(kinds_of(journey[0]))
         if seen == wanted:
             raise AllSeen
 
