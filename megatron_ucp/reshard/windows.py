@@ -68,8 +68,10 @@ class WindowReader:
         self.source, self.allow, self.read_bytes = source, allow, 0
         self._lock, self._local = threading.Lock(), threading.local()
         self._targets: dict[int, tuple[Manifest, frozenset[str]]] = {}
-        self._straight: dict[tuple[int, Slot], list[_Straight]] = {}
-        self._whole: dict[tuple[int, Slot], Plan] = {}  # of the others, where nothing is padding
+        self._straight: dict[tuple[int, Slot, str], list[_Straight]] = {}
+        self._whole: dict[
+            tuple[int, Slot, str], Plan
+        ] = {}  # of the others, where nothing is padding
         self._places: dict[Slot, Where] = {}
         self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
@@ -91,7 +93,7 @@ class WindowReader:
             ops[op.target.slot].append(op)
         padded = {fill.slot for fill in plan.fills}
         for want in plan.wants:
-            key, own = (id(target), want[0]), ops[want[0]]
+            key, own = (id(target), *want), ops[want[0]]
             runs = _straight_runs(own)
             if runs is not None:
                 self._straight[key] = runs
@@ -104,8 +106,9 @@ class WindowReader:
         """Reads elements from `low` of a slot of a target that was proved into memory of its dtype,
         which is filled."""
         counts, sources = Counts(), set[Slot]()
-        if (id(target), slot) in self._straight:
-            self._fill_straight(self._straight[id(target), slot], low, memory, counts, sources)
+        runs = self._straight.get((id(target), slot, state))
+        if runs is not None:
+            self._fill_straight(runs, low, memory, counts, sources)
         else:
             plan = self._plan(target, slot, state, low, low + memory.numel())
             counts, sources = (
@@ -170,8 +173,8 @@ class WindowReader:
     def _plan(self, target: Manifest, slot: Slot, state: str, low: int, high: int) -> Plan:
         """Of a window of a slot. One that is all of it was planned before."""
         elems = target.buffers[slot.buffer].of(slot.state).elems(slot.part)
-        if (low, high) == (0, elems) and (id(target), slot) in self._whole:
-            return self._whole[id(target), slot]
+        if (low, high) == (0, elems) and (id(target), slot, state) in self._whole:
+            return self._whole[id(target), slot, state]
         return self._windows(target).plan(slot, state, low, high)
 
     def _windows(self, target: Manifest) -> Windows:
