@@ -31,7 +31,6 @@ from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.merge import Merge, open_merge
 from megatron_ucp.reshard.outgoing import (
     WEIGHT_DTYPES,
-    WIDE_WINDOW_BYTES,
     Beside,
     Outgoing,
     beside_weights,
@@ -49,7 +48,7 @@ from megatron_ucp.reshard.output_folder import (
     written_aside,
 )
 from megatron_ucp.reshard.twin import given_config, twin_of
-from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
+from megatron_ucp.reshard.windows import WIDE_WINDOW_BYTES, WINDOW_BYTES, Memory, WindowReader
 
 _ALLOWED = frozenset({"mean", "stale", "weights"})
 

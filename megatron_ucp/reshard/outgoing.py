@@ -27,11 +27,8 @@ from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.output_folder import require_free
 from megatron_ucp.reshard.twin import Twin
-from megatron_ucp.reshard.windows import WINDOW_BYTES
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
-# What is stored transposed is written in larger windows, so that its columns are read in long runs.
-WIDE_WINDOW_BYTES = 8 * WINDOW_BYTES
 _LISTED = 8
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.
 COPIED_FILES = (

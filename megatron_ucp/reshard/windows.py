@@ -27,7 +27,8 @@ from megatron_ucp.reshard.execute import (
 )
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
-
+# What is stored transposed is written in larger windows, so that its columns are read in long runs.
+WIDE_WINDOW_BYTES = 8 * WINDOW_BYTES
 # The next window of a transposed tensor reads the bytes between the rows of this one: reading them
 # twice costs less than a system call for each row.
 MOST_OVER_GAPS = 4
@@ -58,6 +59,12 @@ def _straight_runs(ops: Sequence[Op]) -> list[_Straight] | None:
             return None
         runs.append(_Straight(op.target.offset, op.shape[0], op.source.slot, op.source.offset))
     return sorted(runs, key=lambda run: run.start)
+
+
+def _fits_a_window(target: Manifest, slot: Slot) -> bool:
+    buffer = target.buffers[slot.buffer].of(slot.state)
+    size = ITEMSIZE[dict(buffer.states)[slot.state]]
+    return buffer.elems(slot.part) * size <= WIDE_WINDOW_BYTES
 
 
 class WindowReader:
@@ -97,7 +104,7 @@ class WindowReader:
             runs = _straight_runs(own)
             if runs is not None:
                 self._straight[key] = runs
-            elif want[0] not in padded:
+            elif want[0] not in padded and _fits_a_window(target, want[0]):
                 self._whole[key] = Plan((want,), tuple(own), ())
 
     def fill(
