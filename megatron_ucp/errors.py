@@ -5,6 +5,7 @@ one order, so that a reader finds the file, the parameter, what was expected, wh
 what to do at the same place each time.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -55,6 +56,12 @@ def _rebuild(kind: type[UcpError], problem: str, fields: dict[str, object]) -> U
     error = kind(problem)
     error.__dict__.update(fields)
     return error
+
+
+def some_of(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
+    """The first names, or faults, for a message, and how many there are more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 class UsageError(UcpError):

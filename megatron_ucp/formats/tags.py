@@ -66,13 +66,14 @@ def tag_folder(path: str | Path, tag: str | None = None) -> Path:
     if (path / LATEST_UNIVERSAL).is_file():
         tag = read_pointer(path / LATEST_UNIVERSAL)
         return _tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names")
+    pickles = weights_as_pickles(path)
     raise NotFoundError(
         "this folder holds no checkpoint",
         file=path,
         expected=f"a file `{LATEST}` or `{MEGATRON_LATEST}`, or state files",
-        found=weights_as_pickles(path) or _tags(path),
+        found=pickles or _tags(path),
         fix=AS_SAFETENSORS
-        if weights_as_pickles(path)
+        if pickles
         else f"give the folder with the file `{LATEST}`, a tag folder, or tag=",
     )
 

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    ModelMismatchError,
+    UnsupportedError,
+    some_of,
+)
 
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -24,7 +29,6 @@ _PART = re.compile(
 _WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 # What peft put around a base model's own parameters.
 _WRAPPED = re.compile(r"(?P<module>.+)\.(base_layer|original_module)\.(?P<rest>[^.]+)")
-_LISTED = 8
 
 
 @dataclass
@@ -100,12 +104,11 @@ def _add_base(found: Adapter, name: str, kind: str) -> None:
 
 def _unsupported(problem: str, names: Iterable[str], file: str) -> UnsupportedError:
     listed = [*names]
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     return UnsupportedError(
         problem,
         file=file,
         expected="one adapter of low rank (lora_A, lora_B), and modules_to_save",
-        found=", ".join(listed[:_LISTED]) + more,
+        found=some_of(listed),
         fix="write it with peft's own save_pretrained",
     )
 

@@ -19,7 +19,12 @@ from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.errors import ModelMismatchError, UnsupportedError, UsageError
+from megatron_ucp.errors import (
+    ModelMismatchError,
+    UnsupportedError,
+    UsageError,
+    some_of,
+)
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 from megatron_ucp.formats.registry import open_checkpoint
@@ -35,7 +40,6 @@ from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.windows import WindowReader
 
-_LISTED = 8
 # Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's
 # lie for the last one alone.
 _MIXED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
@@ -136,12 +140,11 @@ class Merge:
             out[tensor] = product
             faults += self._misfit(tensor, shape[::-1] if product.turned else shape)
         if faults:
-            more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
             raise ModelMismatchError(
                 "the adapter does not fit the base model",
                 file=self._file,
                 expected="the model that it was trained on",
-                found="; ".join(faults[:_LISTED]) + more,
+                found=some_of(faults, between="; "),
                 fix="give --merge the folder of the adapter's own base model",
             )
         return out
@@ -199,13 +202,11 @@ class Merge:
             return
         square = [name for name, one in layers.items() if len({*self._added(one)}) == 1]
         if square:
-            more = f" and {len(square) - _LISTED} more" if len(square) > _LISTED else ""
             raise UnsupportedError(
                 "which way the adapter's square matrices lie is not known",
                 file=self._file,
                 expected="one fan_in_fan_out for all layers of the adapter",
-                found=f"{', '.join(square[:_LISTED])}{more}; fan_in_fan_out {said}, as of the last "
-                "layer",
+                found=f"{some_of(square)}; fan_in_fan_out {said}, as of the last layer",
                 fix="export the adapter, load it with peft and merge it there",
             )
 

@@ -18,7 +18,11 @@ from megatron_ucp.core.proof import prove
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
-from megatron_ucp.errors import StateMismatchError, UsageError
+from megatron_ucp.errors import (
+    StateMismatchError,
+    UsageError,
+    some_of,
+)
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.optimizers import kept_by, require_equal
@@ -373,12 +377,7 @@ def _described(fit: Fit, plan: Plan, target: Manifest, replicas: Sequence[str]) 
         "frozen from here on, their states dropped": fit.frozen,
     }
     copies = [f"replicas not compared: {name}" for name in replicas]
-    return copies + [f"{what}: {_listed(names)}" for what, names in found.items() if names]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return copies + [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]
 
 
 def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[int, int, int]:

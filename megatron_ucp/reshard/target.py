@@ -138,8 +138,8 @@ def _check_cuts(wanted: Wanted) -> None:
     """Raises RuleError where the target's mesh cuts what nobody declared how to cut, and as
     `check_experts`."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
-    cuts, cut = (max(one.cut_of_dense, one.cut_of_experts) > 1 for one in (mesh, source.mesh))
-    if cuts and not cut and not wanted.declared:
+    cuts = _cuts_parameters(mesh)
+    if cuts and not _cuts_parameters(source.mesh) and not wanted.declared:
         raise RuleError(
             "nobody declared how the parameters are cut",
             file=file,
@@ -158,6 +158,10 @@ def _check_cuts(wanted: Wanted) -> None:
             fix="give --rules FILE; or convert to tp=1, or load into a live engine",
         )
     check_experts(wanted)
+
+
+def _cuts_parameters(mesh: Mesh) -> bool:
+    return max(mesh.cut_of_dense, mesh.cut_of_experts) > 1
 
 
 def check_experts(wanted: Wanted) -> None:

@@ -13,6 +13,7 @@ from megatron_ucp.errors import (
     NotFoundError,
     UnsupportedError,
     UsageError,
+    some_of,
 )
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.architecture import Architecture, described
@@ -29,7 +30,6 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 
-_LISTED = 8
 # Settings of transformers that no tensor's shape shows.
 _COMPUTED = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "num_experts_per_tok"),
@@ -287,12 +287,11 @@ def _check_params(manifest: Manifest, model: Model, file: str) -> None:
         elif first and spec.extent is not None and rows < spec.extent.true:
             faults.append(f"{spec.name}: {spec.extent.true} rows of tokens, of which {rows} stay")
     if faults:
-        more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
         raise ModelMismatchError(
             f"the checkpoint is not of the {model.family.name} that was said",
             file=file,
             expected=f"{len(table)} parameters",
-            found="; ".join(faults[:_LISTED]) + more,
+            found=some_of(faults, between="; "),
             fix="what Hugging Face's class lacks can't be exported; else give the config.json of "
             "the model",
         )

@@ -145,11 +145,11 @@ class LiveEngine:
         place = self.own.data_rank, self.own.number
         mesh = self.manifest.mesh
         extras = DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
-        steps = other_steps(source.manifest, self.manifest) if how.optimizer else []
+        notes = other_steps(source.manifest, self.manifest) if how.optimizer else []
         said = getattr(getattr(self.engine.module, "config", None), "to_dict", None)
         if source.manifest.engine == WEIGHTS and self.own.model is None and said is not None:
-            steps += other_settings(source.folder, said())
-        return replace(extras, notes=(*extras.notes, *steps))
+            notes += other_settings(source.folder, said())
+        return replace(extras, notes=(*extras.notes, *notes))
 
     # ------------------------------------------------ writing
 

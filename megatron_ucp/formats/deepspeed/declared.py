@@ -11,7 +11,11 @@ from megatron_ucp.core.layout import Chunks, Replicate, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.rules import RuleSet
-from megatron_ucp.errors import RuleError, UcpError
+from megatron_ucp.errors import (
+    RuleError,
+    UcpError,
+    some_of,
+)
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.deepspeed.folder import TagFolder
@@ -55,7 +59,7 @@ class LayoutSource:
             "matches": self._by_default,
             "the rules say another layout than universal_checkpoint_info": self._overruled,
         }
-        return [f"{what}: {some_of(list(names))}" for what, names in found.items() if names]
+        return [f"{what}: {some_of(list(names), _NAMED)}" for what, names in found.items() if names]
 
     def find(self, name: str, local: Ints, kind: str) -> ParamSpec | None:
         """The whole parameter of which a rank holds `local`; None where nothing declares it. Raises
@@ -87,12 +91,6 @@ class LayoutSource:
         except UcpError:  # patterns that are no use to anybody
             return False
         return same_layout(stock.layout, spec.layout)
-
-
-def some_of(names: list[str]) -> str:
-    """The first names, and how many there are more."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def compared(manifest: Manifest, rules: RuleSet, file: str) -> Manifest:

@@ -22,6 +22,7 @@ from megatron_ucp.errors import (
     ModelMismatchError,
     NotFoundError,
     UsageError,
+    some_of,
 )
 from megatron_ucp.formats.base import (
     NO_RANDOM_STATES,
@@ -42,7 +43,6 @@ ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config
 MAX_JSON_BYTES = 256 * 2**20
 # masks of GPT-2, and frequencies of rotary positions
 _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
-_LISTED = 8  # faults that a message lists by name
 
 
 class HuggingFaceCheckpoint:
@@ -116,7 +116,7 @@ class HuggingFaceCheckpoint:
                 "the index lists tensors that no file holds",
                 file=self.folder / INDEX_FILE,
                 parameter=lost[0],
-                found=f"{len(lost)} such tensors: {_named(lost)}",
+                found=f"{len(lost)} such tensors: {some_of([*lost], between='; ')}",
                 fix="restore index and files of one save",
             )
         return out
@@ -156,7 +156,8 @@ class HuggingFaceCheckpoint:
                 "the folder does not hold the tensors of the model",
                 file=self.folder,
                 expected=f"{len(shares)} tensors",
-                found=f"{len(self._files)} tensors, {len(faults)} faults: {_named(faults)}",
+                found=f"{len(self._files)} tensors, {len(faults)} faults: "
+                + some_of(faults, between="; "),
                 fix="mend the folder, or its config.json: that says the family, the sizes and "
                 "whether the head is tied",
             )
@@ -274,11 +275,6 @@ def _stored_shape(share: Share, spec: ParamSpec) -> tuple[int, ...] | str:
         return share.stored_shape(spec)
     except LayoutError as error:
         return error.problem
-
-
-def _named(names: Collection[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return "; ".join([*names][:_LISTED]) + more
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -14,7 +14,12 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
-from megatron_ucp.errors import DamagedFileError, StateMismatchError, UnsupportedError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    StateMismatchError,
+    UnsupportedError,
+    some_of,
+)
 from megatron_ucp.formats.base import (
     NO_RANDOM_STATES,
     ByteFile,
@@ -357,13 +362,12 @@ def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> Sta
             " (megatron-core 0.16.1 to 0.19.0 saves wrong slices of buckets with padding, which "
             "this run may have had: they are lost)"
         )
-    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
     return StateMismatchError(
         f"the fp32 masters of parameters are not the weights beside them{reason}",
         file=file,
         parameter=wrong[0],
         expected="masters that, rounded, are the weights bit for bit",
-        found=", ".join(wrong[:_NAMED]) + more,
+        found=some_of(wrong, _NAMED),
         fix='load another tag, or the weights alone with allow={"weights"} (--allow weights)',
     )
 

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.errors import DamagedFileError, NotFoundError, UnsupportedError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    NotFoundError,
+    UnsupportedError,
+    some_of,
+)
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
 from megatron_ucp.formats.megatron.closed_list import OF_METADATA
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, Stand, loads
@@ -22,7 +27,6 @@ from megatron_ucp.formats.recorded import open_regular
 
 INDEX_FILE = ".metadata"
 _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
-_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +228,11 @@ def _check_files(folder: Path, index: Index) -> None:
     and where two entries share bytes."""
     missing = [name for name in index.file_names if not os.path.isfile(folder / name)]
     if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise NotFoundError(
             "files that the index lists are missing",
             file=folder / missing[0],
             expected=f"{len(index.file_names)} files",
-            found=f"no {', '.join(missing[:_NAMED])}{more}",
+            found=f"no {some_of(missing)}",
             fix="restore them, or load another tag",
         )
     for name, places in _by_file(index.places()).items():

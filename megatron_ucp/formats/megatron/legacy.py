@@ -239,12 +239,12 @@ class LegacyCheckpoint(MegatronFolder):
                     number = re.search(r"local_experts\.(\d+)\.", name)
                     expert = (int(number[1]), int(experts)) if number and experts else None
                     shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
-                    behind = held.get(second)
-                    width = behind and whole_shape(second, behind.shape, mesh.tp)
+                    other = held.get(second)
+                    behind = other and whole_shape(second, other.shape, mesh.tp)
                     kind = "buffer" if name.endswith(BUFFERS) else "trainable"
                     spec = ParamSpec(name, shape, ref.storage.dtype, kind, expert=expert)
                     if not name.endswith(DERIVED):
-                        yield name, self.cut(self.on_mesh(spec, width))
+                        yield name, self.cut(self.on_mesh(spec, behind))
 
     def _build(self) -> Manifest:
         membership = self.membership(self.groups)
