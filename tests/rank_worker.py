@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from datetime import timedelta
@@ -95,7 +96,8 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
         except (
             BaseException
         ):  # SystemExit and pytest's outcomes too: whatever it was, the test must hear of it
-            succeeded, answer = False, pickle.dumps((False, traceback.format_exc()))
+            failure = time.monotonic(), traceback.format_exc()
+            succeeded, answer = False, pickle.dumps((False, failure))
         pipe.send_bytes(answer)
         if not succeeded:
             # after the traceback's frames are gone: then our sockets close, which wakes the peers

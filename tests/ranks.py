@@ -43,8 +43,8 @@ BUFFERS = Path("/dev/shm")
 
 
 class RanksFailed(AssertionError):
-    """A job did not return on every rank. `by_rank` holds what each failed rank said, in the order
-    of arrival."""
+    """A job did not return on every rank. `by_rank` holds what each failed rank said, the first to
+    fail first: the others mostly tell of connections that it closed."""
 
     def __init__(self, job: str, by_rank: dict[int, str]) -> None:
         self.by_rank = by_rank
@@ -158,11 +158,12 @@ def collect(workers: list[Worker], deadline: float) -> tuple[dict[int, Any], dic
     """One message from every worker: (results by rank, failures by rank)."""
     pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    failures: dict[int, tuple[float, str]] = {}
+    stacks: dict[int, str] = {}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            failures |= stacks_of({rank: workers[rank] for rank in pending.values()})
+            stacks = stacks_of({rank: workers[rank] for rank in pending.values()})
             break
         for pipe in ready:
             rank = pending.pop(pipe)  # type: ignore[arg-type]
@@ -172,7 +173,8 @@ def collect(workers: list[Worker], deadline: float) -> tuple[dict[int, Any], dic
             else:
                 failures[rank] = value
                 deadline = min(deadline, time.monotonic() + PEERS_REPORT_S)
-    return results, failures
+    in_order = sorted(failures, key=lambda rank: failures[rank][0])
+    return results, {rank: failures[rank][1] for rank in in_order} | stacks
 
 
 class ForkServer:
@@ -266,11 +268,13 @@ def has_exited(pid: int) -> bool:
 
 
 def receive(worker: Worker) -> tuple[bool, Any]:
+    """Whether it succeeded, and its result, or when it failed and what it said."""
     try:
         return pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, ConnectionError):
         status = fork_server().ask(("status", worker.pid))
-        return False, f"the process ended with status {status}{worker.log_tail()}"
+        # nothing that a peer says came before: it lost this one
+        return False, (0.0, f"the process ended with status {status}{worker.log_tail()}")
 
 
 def stacks_of(workers: dict[int, Worker]) -> dict[int, str]:

@@ -2,18 +2,20 @@
 behind."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import BUFFERS, ROOT, RankPool, RanksFailed, fp16_on_cpu
+from tests.ranks import BUFFERS, ROOT, RankPool, RanksFailed, Worker, collect, fp16_on_cpu
 
 pytestmark = pytest.mark.ranks
 HERE = "tests.test_ranks"
@@ -180,6 +182,17 @@ def test_an_exception_names_the_line_and_the_pool_lives_on(pool: RankPool) -> No
     assert "KeyError: 'planted fault'" in failure.value.by_rank[1]
     assert "in fail_on" in failure.value.by_rank[1]
     assert len(pool.run(2, f"{HERE}:surroundings")) == 2
+
+
+def test_the_first_to_fail_comes_first(tmp_path: Path) -> None:
+    """Both messages wait to be read, and that of the second rank is the older one."""
+    workers = []
+    for failed_at in (2.0, 1.0):
+        ours, theirs = Pipe()
+        theirs.send_bytes(pickle.dumps((False, (failed_at, f"at {failed_at}"))))
+        workers.append(Worker(0, ours, tmp_path / "log", tmp_path / "stacks"))
+    _, failures = collect(workers, time.monotonic() + 1)
+    assert list(failures.items()) == [(1, "at 1.0"), (0, "at 2.0")]
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks(pool: RankPool) -> None:
