@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import pickle
+import queue
 import random
 import shutil
 import signal
@@ -51,6 +52,17 @@ def prepare() -> None:
     if not GPU.exists():
         os.environ["DS_ACCELERATOR"] = "cpu"
     preload(PRELOADED)
+    ask_the_processor_once()
+
+
+def ask_the_processor_once() -> None:
+    """DeepSpeed asks for the processor's features twice for each op that a process loads, and each
+    answer takes more than a second."""
+    with contextlib.suppress(ImportError):
+        import cpuinfo
+
+        features = cpuinfo.get_cpu_info()
+        cpuinfo.get_cpu_info = lambda: features
 
 
 def preload(names: Iterable[str]) -> None:
@@ -81,6 +93,7 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
     deepspeed.utils.logger.setLevel("WARNING")
     if deepspeed.__version__ in patches.find("zero3_gathers_waited").versions:
         patches.apply("zero3_gathers_waited")
+    results_without_a_manager()
     freeze_imports()
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -105,6 +118,16 @@ def serve(pipe: Connection, life: int, stacks: Path) -> None:
         os.environ.clear()
         os.environ |= environment
         os.chdir(folder)
+
+
+def results_without_a_manager() -> None:
+    """Megatron-Core's save hands the results of its writers on in a queue that a process of its own
+    keeps; that process imports torch in seconds, once for each rank. Saves that return when they
+    are done fill and empty the queue in one process."""
+    with contextlib.suppress(ImportError):
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        filesystem_async._results_queue = queue.Queue()
 
 
 @functools.cache

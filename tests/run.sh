@@ -21,7 +21,7 @@ esac
 bash tests/setup_env.sh
 unset PYTHONDONTWRITEBYTECODE # with it every process that a test starts compiles the package again
 export PATH="$PWD/.venv/bin:$PATH" # DeepSpeed looks for ninja there
-export LAW_SHARE="${LAW_SHARE:-0.25}" # of the random cases of each law (tests/core/strategies.py)
+export LAW_SHARE="${LAW_SHARE:-0.15}" # of the random cases of each law (tests/core/strategies.py)
 export TORCH_EXTENSIONS_DIR="$PWD/.cache/torch_extensions" OMP_NUM_THREADS=1
 if ! { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }; then export DS_ACCELERATOR=cpu; fi
 

@@ -27,8 +27,11 @@ pytestmark = pytest.mark.ranks
 
 
 def quickstart(out: Path, *arguments: str) -> Done:
+    arguments = ("--out", str(out), *FEW_STEPS, *arguments)
+    if not AS_A_USER:
+        return run_example("quickstart.py", *arguments)
     return subprocess.run(
-        [*SCRIPT, "--out", str(out), *FEW_STEPS, *arguments],
+        [*SCRIPT, *arguments],
         cwd=out.parent,
         capture_output=True,
         text=True,
@@ -43,9 +46,7 @@ def run(tmp_checkpoints: Path) -> tuple[Path, Done]:
     out.mkdir()
     (out / "mine.txt").write_text("kept")
     (out / "resumed_tp1_pp1_dp4_zero3.json").write_text("left by an earlier run")
-    if AS_A_USER:
-        return out, quickstart(out)
-    return out, run_example("quickstart.py", "--out", str(out), *FEW_STEPS)
+    return out, quickstart(out)
 
 
 def test_the_quickstart_resumes_on_three_meshes(run: tuple[Path, Done]) -> None:

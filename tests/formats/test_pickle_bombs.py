@@ -49,8 +49,8 @@ def nested_calls(depth: int) -> bytes:
 
 BOMBS: dict[str, bytes] = {
     "memo index of 2**32": pickle_of(b"Nr" + b"\xff" * 4),
-    "deep tuple as key": pickle_of(b"}" + deep_tuple(300_000) + b"Ns"),
-    "deep tuple as member": pickle_of(b"\x8f(" + deep_tuple(300_000) + b"\x90"),
+    "deep tuple as key": pickle_of(b"}" + deep_tuple(100_000) + b"Ns"),
+    "deep tuple as member": pickle_of(b"\x8f(" + deep_tuple(100_000) + b"\x90"),
     "doubled tuple as key": pickle_of(b"})" + b"2\x86" * 60 + b"Ns"),
     "doubled frozensets": pickle_of(b"(" * 70 + b")" + b"2\x91" * 70),
     "wide tuple as key": pickle_of(b"}(" + b"N" * 10**5 + b"tNs"),

@@ -36,7 +36,7 @@ MIXTRAL = [
 ]
 # the auxiliary loss is of a micro batch: one size on all meshes
 BATCH = ["--global-batch-size", "4", "--micro-batch-size", "1"]
-ITERATIONS = 20
+ITERATIONS = 8
 
 
 def argv(*more: str) -> list[str]:

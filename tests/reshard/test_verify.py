@@ -15,13 +15,14 @@ from megatron_ucp.core.plan import Slot, padding
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.pt.reader import PtFile
+from tests.core.strategies import SHARE
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, drop_record, without_manifest
 from tests.engines.tensor_jobs import Mega
 
 pytestmark = pytest.mark.ranks
-FLIPS = 1000
+FLIPS = round(1000 * SHARE)  # a thousand in `tests/run.sh all`
 NO_OPTIMIZER = {"attach": False, "more": 0}
 
 
