@@ -18,12 +18,14 @@ WEIGHTS = "weights"  # the engine of a manifest that holds weights alone, each t
 @dataclass(frozen=True)
 class Share:
     """What a tensor holds of the parameter `param`: chunk `number` of the layout Chunks, or all of
-    it where no layout cuts it. `order` are the parameter's dims as the tensor stores them."""
+    it where no layout cuts it. `order` are the parameter's dims as the tensor stores them. The
+    tensor of a `stacked` share is one slice of the parameter's first dim, and lacks that dim."""
 
     param: str
     layout: Layout = field(default_factory=Replicate)
     number: int = 0
     order: Ints | None = None
+    stacked: bool = False
 
     @property
     def chunk(self) -> int | None:
@@ -39,7 +41,9 @@ class Share:
         count = len(self.layout.held) if isinstance(self.layout, Chunks) else 1
         place = {CHUNK: (count, self.number)}
         local = self.layout.local_shape(spec.name, spec.shape, place)
-        return local if self.order is None else tuple(local[dim] for dim in self.order)
+        if self.order is not None:
+            local = tuple(local[dim] for dim in self.order)
+        return local[1:] if self.stacked else local
 
 
 def weights_manifest(

@@ -202,7 +202,8 @@ class Told:
     """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
-    Hugging Face folder holds of the parameters in `specs`; `weights`: the optimizer's states are
+    Hugging Face folder holds of the parameters in `specs`, or, without a family, `stacks`: those
+    that such a folder may hold expert by expert; `weights`: the optimizer's states are
     not wanted, and may be damaged."""
 
     order: Order | None = None
@@ -210,6 +211,7 @@ class Told:
     names: Mapping[str, str] | None = None
     rules: RuleSet | None = None
     shares: Mapping[str, Share] | None = None
+    stacks: Mapping[str, ParamSpec] = field(default_factory=dict)
     weights: bool = False
 
 

@@ -28,6 +28,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     WEIGHTS_FILE,
     read_json,
 )
+from megatron_ucp.formats.hugging_face.stacked import stacks_of
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 
 # Settings of transformers that no tensor's shape shows.
@@ -141,7 +142,7 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    return read_twin(folder, family)[0].told if family else Told()
+    return read_twin(folder, family)[0].told if family else Told(stacks=stacks_of(like.by_name))
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:

@@ -30,6 +30,7 @@ from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.muon import MOMENTUM, other_steps, steps_matrices
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.hugging_face.stacked import stacks_of
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
@@ -82,7 +83,7 @@ class LiveEngine:
     def told(self) -> Told:
         model, order = self.own.model, self.order if self.has_optimizer else None
         if model is None:
-            return Told(order)
+            return Told(order, stacks=stacks_of(self.manifest.by_name))
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
         return Told(order, self.manifest.by_name, model.pipe, shares=shares)

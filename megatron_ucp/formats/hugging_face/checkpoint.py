@@ -33,6 +33,7 @@ from megatron_ucp.formats.base import (
     Where,
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
+from megatron_ucp.formats.hugging_face.stacked import unstacked
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
@@ -47,7 +48,8 @@ _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
 class HuggingFaceCheckpoint:
     """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
-    family; without them every tensor is a parameter of its own name.
+    family; without them every tensor is a parameter of its own name, or one expert's slice of one
+    of the `stacks`.
 
     Raises a UcpError for anything that headers and the index can show: every fault of names and
     shapes in one error. Tensor bytes are not read.
@@ -58,6 +60,7 @@ class HuggingFaceCheckpoint:
         folder: Path,
         shares: Mapping[str, Share] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
+        stacks: Mapping[str, ParamSpec] | None = None,
     ) -> None:
         self.folder = folder
         self._closing = ExitStack()
@@ -68,9 +71,14 @@ class HuggingFaceCheckpoint:
             if shares is not None:
                 self._files = _without_constants(self._files)
                 shares = _as_written(shares, self._files)
-            found = {name: Share(name) for name in self._files} if shares is None else shares
-            if shares is None:
-                specs = {name: self._spec(name) for name in self._files}
+            found = shares
+            if found is None:
+                found = unstacked(stacks or {}, self._files) or {n: Share(n) for n in self._files}
+                specs = {
+                    share.param: replace(self._spec(name), name=share.param)
+                    for name, share in found.items()
+                    if name in self._files
+                } | dict(stacks or {})
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
             undo.pop_all()
 
@@ -309,4 +317,5 @@ class HuggingFaceFormat:
         return any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE))
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
-        return HuggingFaceCheckpoint(folder, told.shares, told.specs if told.shares else None)
+        specs = told.specs if told.shares else None
+        return HuggingFaceCheckpoint(folder, told.shares, specs, told.stacks)
