@@ -30,6 +30,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.hugging_face.stacked import stacks_of
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
+from megatron_ucp.reshard.plain_config import check_given
 
 # Settings of transformers that no tensor's shape shows.
 _COMPUTED = (
@@ -321,6 +322,8 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             fix="give --family and --config DIR with the config.json of the model",
         )
     known = None if config is None else _in_dtype(config, dtype)
+    if known is not None:
+        check_given(known, manifest.by_name, file)
     shares = {name: Share(name) for name in manifest.by_name}
     return Twin(shares, manifest.by_name, known)
 

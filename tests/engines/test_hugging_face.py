@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
+from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
@@ -201,6 +202,20 @@ def test_the_weights_alone_where_nobody_gives_a_config(sources: Sources, tmp_pat
     found = ucp.export_hf(folder, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert "no config.json was written" in found.notes[-1] and found.dtype == "bfloat16"
+
+
+def test_a_config_of_another_model(sources: Sources, tmp_path: Path) -> None:
+    """transformers would leave out the layers that the config does not count."""
+    folder = Path(sources.get(2, 1, PLAIN))
+    config = json.loads((folder / "config" / "config.json").read_text())
+    layers, rows = config["num_hidden_layers"], config["vocab_size"]
+    config |= {"num_hidden_layers": layers - 1, "vocab_size": rows + 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelMismatchError) as caught:
+        ucp.export_hf(folder, tmp_path / "out", config=tmp_path)
+    assert caught.value.expected == f"vocab_size {rows}; num_hidden_layers {layers}"
+    assert caught.value.found == f"vocab_size {rows + 1}; num_hidden_layers {layers - 1}"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("world", "zero", "there", "target"), [(2, 1, 4, 3), (4, 3, 2, 0)])
