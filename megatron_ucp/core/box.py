@@ -80,6 +80,12 @@ def strides(shape: Ints) -> Ints:
     return tuple(out)
 
 
+def span(shape: Ints, steps: Ints) -> int:
+    """Elements of memory from the first to the last one of a region with these strides, gaps
+    included."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+
+
 def flat_index(point: Ints, shape: Ints) -> int:
     """Row-major position of a point."""
     if len(point) != len(shape):

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from isal import isal_zlib
 
-from megatron_ucp.core.box import Ints, strides
+from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Where
@@ -136,8 +136,7 @@ def tensor_at(where: Where, ref: TensorRef) -> torch.Tensor:
     """A tensor of its own with the values of one that is no parameter's. `where` is the place of
     `ref`. Raises DamagedFileError."""
     dtype, size = TORCH_DTYPES[where.dtype], ITEMSIZE[where.dtype]
-    span = 1 + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
-    memory = torch.empty(span * size if ref.numel else 0, dtype=torch.uint8)
+    memory = torch.empty(span(ref.shape, ref.stride) * size if ref.numel else 0, dtype=torch.uint8)
     if ref.numel:
         where.file.read_into(where.record, where.offset_bytes, bytes_of(memory))
     return torch.as_strided(memory.view(dtype), ref.shape, ref.stride).clone()
@@ -197,16 +196,11 @@ def _rows_of(op: Copy, tensor: torch.Tensor) -> "_Rows":
 
 def _has_gaps(side: Side, shape: Ints, where: Where, over_gaps: int) -> bool:
     """Whether a region is read row by row; see `execute`."""
-    span, itemsize = _span(shape, side.strides), ITEMSIZE[where.dtype]
-    if side.strides[-1] != 1 or span == math.prod(shape) or span * itemsize <= ROWS_FROM_BYTES:
+    elems, itemsize = span(shape, side.strides), ITEMSIZE[where.dtype]
+    if side.strides[-1] != 1 or elems == math.prod(shape) or elems * itemsize <= ROWS_FROM_BYTES:
         return False
     gap_bytes = (side.strides[-2] - shape[-1]) * itemsize
-    return span > over_gaps * math.prod(shape) or gap_bytes > SHORT_GAP_BYTES
-
-
-def _span(shape: Ints, strides: Ints) -> int:
-    """Elements from the first to the last one of a region, gaps included."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return elems > over_gaps * math.prod(shape) or gap_bytes > SHORT_GAP_BYTES
 
 
 def _rows(first_byte: int, strides: Ints, shape: Ints, itemsize: int) -> Iterator[range]:
@@ -300,18 +294,18 @@ def _blocks_of(
         part = out.permute(order)[index]
         first = side.offset + sum(one.start * s for one, s in zip(index, steps, strict=True))
         start = where.offset_bytes + first * itemsize
-        stop = start + _span(tuple(part.shape), steps) * itemsize
+        stop = start + span(tuple(part.shape), steps) * itemsize
         yield _Block(where, Side(side.slot, first, steps), part, start, stop, by_rows)
 
 
 def _blocks(shape: Ints, strides: Ints, most: int) -> Iterator[tuple[slice, ...]]:
     """Sub-blocks of a region that span at most `most` elements of memory. Its dims have `strides`
     there, the largest first."""
-    if _span(shape, strides) <= most or math.prod(shape) == 1:
+    if span(shape, strides) <= most or math.prod(shape) == 1:
         yield tuple(slice(0, n) for n in shape)
         return
     dim = next(d for d, n in enumerate(shape) if n > 1)
-    row = _span(shape[dim + 1 :], strides[dim + 1 :])
+    row = span(shape[dim + 1 :], strides[dim + 1 :])
     rows = min(shape[dim] - 1, 1 + max(0, most - row) // strides[dim])
     for start in range(0, shape[dim], rows):
         stop = min(start + rows, shape[dim])

@@ -19,7 +19,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.errors import InexactError, NotFoundError
+from megatron_ucp.errors import InexactError, NotFoundError, some_of
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -29,7 +29,6 @@ from megatron_ucp.reshard.output_folder import require_free
 from megatron_ucp.reshard.twin import Twin
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_LISTED = 8
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.
 COPIED_FILES = (
     "generation_config.json",
@@ -139,13 +138,12 @@ class Outgoing:
         first = min(overflows)
         dtype = next(one.dtype for one in self.tensors if one.name == first)
         listed = [f"{name}: {count}" for name, count in sorted(overflows.items())]
-        more = f" and {len(listed) - _LISTED} more tensors" if len(listed) > _LISTED else ""
         raise InexactError(
             f"values are too large for {dtype}",
             file=file,
             parameter=first,
             expected=f"at most {torch.finfo(TORCH_DTYPES[dtype]).max:g}",
-            found=f"larger values in {'; '.join(listed[:_LISTED])}{more}",
+            found=f"larger values in {some_of(listed, between='; ')}",
             fix="export in bfloat16 or float32",
         )
 

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.box import span
 from megatron_ucp.core.flat import FlatBuffer, States, alone
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coord, Mesh
@@ -192,9 +193,9 @@ def _sources(op: Op) -> tuple[Side, ...]:
 def read_size(op: Op, side: Side, itemsize: int) -> int:
     """Bytes that `execute` reads for one side of an operation: a small region with the gaps in it,
     a large one row by row."""
-    span = 1 + sum((n - 1) * step for n, step in zip(op.shape, side.strides, strict=True))
-    rows = side.strides[-1] == 1 and span * itemsize > ROWS_FROM_BYTES
-    return (op.box.numel if rows else span) * itemsize
+    elems = span(op.shape, side.strides)
+    rows = side.strides[-1] == 1 and elems * itemsize > ROWS_FROM_BYTES
+    return (op.box.numel if rows else elems) * itemsize
 
 
 def draw(found: Preview, file: str | Path) -> None:
