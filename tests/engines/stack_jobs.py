@@ -13,6 +13,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+from tests.engines import fused_adam
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault
 from tests.ranks import allow_fp16_on_cpu
 
@@ -58,6 +59,7 @@ class Mcore:
     every: int = 1  # which layers have experts
     shared: int = 0  # width of an expert that sees every token
     bias: bool = False  # routers have a bias, which is a buffer
+    adam: str = "torch"  # or a stand-in of `fused_adam`
 
     @property
     def experts(self) -> Any:
@@ -139,6 +141,7 @@ def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tu
         use_distributed_optimizer=setup.distributed,
         overlap_param_gather=setup.gather,
     )
+    fused_adam.use(setup.adam)
     optimizer = get_megatron_optimizer(config, stack.chunks)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -158,6 +161,7 @@ def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tu
 
 
 def close(engine: Engine) -> None:
+    fused_adam.use("torch")
     models.stop()
 
 

@@ -1,6 +1,7 @@
 """megatron-core's stack, described for all its ranks and filled on this one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,11 @@ from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
-from megatron_ucp.engines.settings import scalar_state, set_group
+from megatron_ucp.engines.settings import set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.optimizers import kept_by, name_in_table
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How
 from megatron_ucp.reshard.twin import check_config
@@ -142,7 +142,10 @@ class LiveMegatron:
     ) -> MegatronExtras:
         own = groups[self.first_group : self.first_group + len(self.own.param_groups())]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
-        return MegatronExtras.read(source, self.stack, scheduler, marks, how, self.own.rank)
+        extras = MegatronExtras.read(source, self.stack, scheduler, marks, how, self.own.rank)
+        return (
+            replace(extras, notes=(*extras.notes, *self.own.taken_as)) if how.optimizer else extras
+        )
 
     # ------------------------------------------------ writing
 
@@ -208,11 +211,7 @@ class LiveMegatron:
 
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
         for number, piece in self._live[buffer].pieces.items():
-            keeps = kept_by(name_in_table(type(piece.inner.optimizer)), piece.settings)
-            for key, value in members[number].items():
-                piece.held[key] = scalar_state(value, keeps, piece.settings, piece.master)
-            if not piece.held:
-                piece.forget()
+            piece.set_scalars(members[number])
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """A group that has no parameter at this stage gets what the same group has at another

@@ -32,7 +32,7 @@ from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.engines.unusable import is_unusable
-from megatron_ucp.errors import EngineUnusableError, UsageError
+from megatron_ucp.errors import EngineUnusableError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
@@ -155,15 +155,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     live.finish_gathers()
     with agree.together() as told:
         told.value = live.own.present()
-    found: list[tuple[States, Scalars]] = [one for one in told.values if one[0]]
-    if not found or any(one != found[0] for one in found):
-        raise UsageError(
-            "there is nothing that Megatron-LM could load as the state of an optimizer",
-            expected="the same states and step on every rank",
-            found="none, before the first step" if not found else f"{found[0]} and others",
-            fix="save after the first step",
-        )
-    states, scalars = found[0]
+    states, scalars = _one_of([one for own in told.values for one in own])
     buffers = tuple(
         replace(
             buffer,
@@ -183,6 +175,26 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     return live, replace(live.manifest, buffers=buffers, run=run)
 
 
+def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
+    """What all pieces of all ranks have. Raises UsageError where it is not the same, or none, or
+    not in fp32."""
+    states, scalars = found[0] if found else ((), {})
+    if any(one != found[0] for one in found) or not states:
+        raise UsageError(
+            "there is nothing that Megatron-LM could load as the state of an optimizer",
+            expected="the same states and step on every rank",
+            found=f"{found[0]} and others" if states else "none, before the first step",
+            fix="save after the first step",
+        )
+    if odd := [f"{state} in {dtype}" for state, dtype in states if dtype != "float32"]:
+        raise UnsupportedError(
+            "the optimizer keeps a state in another dtype than megatron-core's files have",
+            expected="float32",
+            found=", ".join(odd),
+        )
+    return states, scalars
+
+
 class _Job:
     """One save on its way: the plan of the files, the same on every rank, and what this rank
     writes of it."""
@@ -190,7 +202,7 @@ class _Job:
     def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
         self.stack, self.live, self.manifest = stack, live, manifest
         self._params = {name: tensor for tensor, name in live.own.names.items()}
-        self.notes: list[str] = []
+        self.notes = list(live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
         files = max(1, min(agree.world()[1], 64))
