@@ -441,9 +441,10 @@ def name_as_transformer_engine(engine: Engine) -> None:
 
 
 def stock_load(
-    setup: Mcore, folder: str, tags: tuple[str, ...], other_keys: bool = False
+    setup: Mcore, folder: str, tags: tuple[str, ...], other_keys: bool = False, more: int = 0
 ) -> dict[str, Any]:
-    """What ucp.save wrote, by megatron-core's own load into an engine that has trained."""
+    """What ucp.save wrote, by megatron-core's own load into an engine that has trained. `more`
+    steps after the last tag."""
     from megatron.core import dist_checkpointing
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
@@ -467,5 +468,6 @@ def stock_load(
         found["before"][tag] = compare({**want, "scheduler": {}}, before)
         have = {**canonical(engine), "scheduler": {}, "counters": None}
         found["differences"][tag] = compare({**want, "scheduler": {}}, have)
+    go_on(found, oracle, lambda n, s: train(engine, n, first=s), more)
     close(engine)
     return found
