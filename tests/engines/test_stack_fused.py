@@ -1,6 +1,7 @@
 """Transformer Engine's and Apex' Adam under megatron-core's optimizers, which is what Megatron-LM
 has on every GPU: they count their steps in their groups. The stand-ins compute on the CPU."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines import cross_jobs, fused_adam, stack_jobs, tensor_jobs
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
@@ -199,3 +201,25 @@ def test_pair_under_deepspeed(sources: Sources) -> None:
     options = {"more": 3, "load_lr_scheduler_states": False}
     found = sources.ranks.run(2, UNDER_DEEPSPEED, Zero(zero=2), folder, **options)
     check(found)
+
+
+# what torch's groups say and the fused ones' don't, and what these folders' arguments leave out
+WORDS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "maximize"}
+WORDS |= {"bias_correction", "global_samples", "lr_scheduler"}
+
+
+@pytest.mark.parametrize("source", ["full", "buckets", "legacy", "plain", "deepspeed"])
+def test_conversions(sources: Sources, tmp_path: Path, source: str) -> None:
+    """Through DeepSpeed's files back to Megatron's, bit by bit, and stock steps on from there."""
+    folder = Path(saved(sources, source))
+    native, back = tmp_path / "native" / "trained", tmp_path / "trained" / "iter_0000003"
+    ucp.convert(folder, native, target=ucp.Mesh(dp=2, zero=1), tag="trained")
+    ucp.convert(native.parent, back, to="torch_dist")
+    assert {one.what for one in ucp.diff(folder / "trained", native)} == set()
+    assert {one.what for one in ucp.diff(folder / "trained", back)} <= WORDS
+    with pytest.raises(UnsupportedError, match=r"apex\.FusedAdam"):
+        wrong = Target(ucp.Mesh(dp=2, zero=1), optimizer="apex.FusedAdam")
+        ucp.convert(folder, tmp_path / "other", target=wrong, tag="trained")
+    shutil.copy(folder / "oracle.pt", tmp_path)
+    target = Mcore(**TE, **(CONSTANT if source == "deepspeed" else {}))
+    check(sources.ranks.run(1, STOCK, target, str(tmp_path), ("trained",), more=2))
