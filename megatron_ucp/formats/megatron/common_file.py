@@ -12,7 +12,7 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
 from megatron_ucp.formats.megatron.arguments import written_arguments
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, SCHEDULER
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER
 from megatron_ucp.formats.megatron.groups import is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
@@ -70,9 +70,7 @@ class CommonFile:
             "iteration": iteration,
             "optimizer": self._optimizers(out),
             SCHEDULER: self._scheduler(),
-            "num_floating_point_operations_so_far": self.extras.client_state.get(
-                "num_floating_point_operations_so_far", 0
-            ),
+            OPERATIONS: self.extras.client_state.get(OPERATIONS, 0),
             "content_metadata": dict(content),
         }
         if arguments:

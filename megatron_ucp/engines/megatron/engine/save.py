@@ -25,6 +25,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import kind_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
@@ -37,7 +38,7 @@ from megatron_ucp.families.architecture import recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
 from megatron_ucp.formats.megatron.common_file import CommonFile
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
@@ -232,14 +233,15 @@ class _Job:
     def _common(self, arguments: Any, file: str) -> CommonFile:
         """What stands in `common.pt`."""
         stack = self.stack
-        said = vars(arguments) if hasattr(arguments, "__dict__") else dict(arguments or {})
+        said = plain_flags(arguments)
         counters = {
             "global_steps": stack.iteration,
             "global_samples": stack.consumed_samples,
             "skipped_steps": stack.skipped_iterations,
         }
         schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
-        extras = Extras(counters, schedule, self._scaler(), None, {ARGUMENTS_KEY: said})
+        client = {ARGUMENTS_KEY: said, OPERATIONS: stack.floating_point_operations}
+        extras = Extras(counters, schedule, self._scaler(), None, client)
         return CommonFile(self.manifest, extras, stack.mesh, extras.scaler, file, self.kind)
 
     def _scaler(self) -> Mapping[str, Any]:
