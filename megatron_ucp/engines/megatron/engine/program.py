@@ -10,7 +10,7 @@ from megatron_ucp.engines.megatron.engine.attach import attach_megatron
 from megatron_ucp.engines.megatron.engine.save import save
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.errors import UnsupportedError, UsageError
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.tags import iteration_name, nothing_there
 from megatron_ucp.reshard import agree
 
@@ -54,7 +54,7 @@ def load_checkpoint(
         rng=not args.no_load_rng,
     )
     _say([f"loaded {report.path} ({report.source}) into {report.target}", *report.notes])
-    operations = stack.floating_point_operations
+    operations = report.client_state.get(OPERATIONS, 0)
     if finetune:
         return 0, operations
     said = report.client_state.get(ARGUMENTS_KEY)
