@@ -48,7 +48,8 @@ _SCHEDULE = ("max_lr", "min_lr", "num_steps", "lr_decay_style")
 class CommonFile:
     """What is written there. `manifest` says the parameters, their groups and steps; `mesh` is the
     one that the files are for: with expert parallelism experts have an optimizer of their own.
-    `kind` is that optimizer; `notes` say what does not cross."""
+    `kind` is that optimizer; `chained` says otherwise whether experts have one of their own;
+    `notes` say what does not cross."""
 
     manifest: Manifest
     extras: Extras
@@ -56,6 +57,7 @@ class CommonFile:
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
     kind: Kind = Kind.DISTRIBUTED
+    chained: bool | None = None
     notes: list[str] = field(default_factory=list[str])
 
     def output(self) -> Output:
@@ -85,7 +87,7 @@ class CommonFile:
     # ------------------------------------------------ optimizer
 
     def _optimizers(self, out: Output) -> dict[Any, Any]:
-        chained = self.mesh.ep > 1
+        chained = self.mesh.ep > 1 if self.chained is None else self.chained
         groups = self._groups(chained)
         if not chained:
             return self._optimizer(out, [group for found in groups for group in found])

@@ -242,7 +242,8 @@ class _Job:
         schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
         client = {ARGUMENTS_KEY: said, OPERATIONS: stack.floating_point_operations}
         extras = Extras(counters, schedule, self._scaler(), None, client)
-        return CommonFile(self.manifest, extras, stack.mesh, extras.scaler, file, self.kind)
+        mesh, apart = stack.mesh, stack.mesh.experts_apart
+        return CommonFile(self.manifest, extras, mesh, extras.scaler, file, self.kind, apart)
 
     def _scaler(self) -> Mapping[str, Any]:
         """The loss scale in its canonical form (see `Extras`)."""
