@@ -59,6 +59,7 @@ class Mcore:
     every: int = 1  # which layers have experts
     shared: int = 0  # width of an expert that sees every token
     bias: bool = False  # routers have a bias, which is a buffer
+    listed: bool = False  # a list says which layers have experts
     adam: str = "torch"  # or a stand-in of `fused_adam`
 
     @property
@@ -114,6 +115,8 @@ def make(setup: Mcore) -> Engine:
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
     stack = build(setup.model, stages, buffers)
+    for bare in stack.bare if setup.listed else ():
+        bare.config.moe_layer_freq = [int(not n % setup.every) for n in range(setup.layers)]
     optimizer, scheduler = make_optimizer(setup, stack)
     handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler, family=setup.family)
     return Engine(setup, stack, optimizer, scheduler, handle)
@@ -236,6 +239,7 @@ def arguments(engine: Engine) -> argparse.Namespace:
         num_distributed_optimizer_instances=1,
         num_layers=setup.layers,
         num_experts=4 if setup.family == "mixtral" else None,
+        moe_layer_freq=engine.stack.bare[0].config.moe_layer_freq,
         untie_embeddings_and_output_weights=not setup.tied,
         swiglu=setup.family != "gpt",
         add_bias_linear=setup.family == "gpt",

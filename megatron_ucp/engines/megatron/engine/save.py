@@ -34,7 +34,7 @@ from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.errors import EngineUnusableError, UnsupportedError, UsageError
-from megatron_ucp.families.architecture import recorded
+from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
 from megatron_ucp.formats.megatron.common_file import CommonFile
@@ -206,9 +206,10 @@ class _Job:
         self.notes = list(live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
+        apart = isinstance(getattr(bare_model(stack.chunks[0]).config, FREQUENCY, 1), list)
         files = max(1, min(agree.world()[1], 64))
         self.plan: TorchDistPlan = plan_torch_dist(
-            manifest.by_name, list(self._wishes()), files, kind=self.kind
+            manifest.by_name, list(self._wishes()), files, kind=self.kind, apart=apart
         )
 
     def _wishes(self) -> Iterator[Wish]:
