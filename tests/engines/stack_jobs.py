@@ -60,6 +60,7 @@ class Mcore:
     shared: int = 0  # width of an expert that sees every token
     bias: bool = False  # routers have a bias, which is a buffer
     listed: bool = False  # a list says which layers have experts
+    heads: int = 4  # with 2 groups; others without
     adam: str = "torch"  # or a stand-in of `fused_adam`
 
     @property
@@ -78,10 +79,10 @@ class Mcore:
             self.family,
             layers=self.layers,
             hidden=16,
-            head_dim=4,
+            head_dim=16 // self.heads,
             ffn=24,
-            heads=4,
-            groups=2,
+            heads=self.heads,
+            groups=2 if self.heads == 4 else self.heads,
             vocab=VOCAB,
             true_vocab=VOCAB,
             positions=SEQUENCE,
