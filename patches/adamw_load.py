@@ -30,7 +30,8 @@ def change() -> None:
         with torch.no_grad():  # masters in fp32 are views of leaves
             load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()  # was one tensor for all
+            if "step" in state:  # not where another Adam counts in its groups
+                state["step"] = state["step"].clone()  # was one tensor for all
 
     def keeping_step(self: Any, model_param: Any, tensors: Any) -> None:
         group, order = self.model_param_group_index_map[model_param]

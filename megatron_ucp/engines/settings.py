@@ -12,6 +12,8 @@ from megatron_ucp.formats.optimizers import Kept
 IMPLEMENTATION = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 )
+# What a group says of a variant of Adam that is not used: another Adam need not know the word.
+_USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
 
 
 def scalar_state(
@@ -34,6 +36,8 @@ def set_group(
     what the optimizer does not know, becomes a note."""
     for key, value in saved.items():
         if key in IMPLEMENTATION:
+            continue
+        if key not in group and _USUAL.get(key) == value and key in _USUAL:
             continue
         if key not in group and key != "initial_lr":
             notes.append(f"group {number}: {key}={value} is not known to this optimizer")

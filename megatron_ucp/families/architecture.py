@@ -47,6 +47,32 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[object, ...]] = {
 }
 
 
+FREQUENCY = "moe_layer_freq"
+
+
+def every_of(said: object) -> int:
+    """Which layers have experts as a number: megatron-core's `moe_layer_freq` may also be a list
+    with a mark for each layer. Raises ValueError for one that no number says, TypeError for what is
+    neither."""
+    if isinstance(said, int):
+        return said
+    if not isinstance(said, list | tuple):
+        raise TypeError(f"{FREQUENCY} is neither a number nor a list")
+    marks = [bool(mark) for mark in said]
+    for every in range(1, len(marks) + 1):
+        if marks == [not number % every for number in range(len(marks))]:
+            return every
+    raise ValueError(f"{FREQUENCY} is a list that no number says")
+
+
+def as_number(name: str, value: Any) -> Any:
+    """The value of a setting, as a number where a list says the same."""
+    try:
+        return every_of(value) if name == FREQUENCY else value
+    except (TypeError, ValueError):
+        return value
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Numbers that no parameter's shape shows, in megatron-core's words and with its defaults.
@@ -116,7 +142,7 @@ def _activation(config: Any) -> str:
 def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = getattr(module, name, getattr(config, name, values[0]))
+        value = as_number(name, getattr(module, name, getattr(config, name, values[0])))
         if value not in values:
             out[name] = value if isinstance(value, bool | int | float | str) else str(value)
     kind = getattr(module, "position_embedding_type", "learned_absolute")

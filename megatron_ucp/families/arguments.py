@@ -7,9 +7,12 @@ from typing import Any, cast
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest
 from megatron_ucp.families import families
 from megatron_ucp.families.architecture import (
+    FREQUENCY,
     NEUTRAL,
     NEUTRAL_OF_EXPERTS,
     Architecture,
+    as_number,
+    every_of,
 )
 from megatron_ucp.families.base import Family
 
@@ -83,7 +86,7 @@ def _sizes(family: Family, said: Mapping[str, Any]) -> dict[str, Any]:
         found["experts"] = int(said["num_experts"])
         found["expert_ffn"] = int(said.get("moe_ffn_hidden_size") or 0)
         found["shared_ffn"] = int(said.get("moe_shared_expert_intermediate_size") or 0)
-        found["every"] = int(said["moe_layer_freq"])
+        found["every"] = every_of(said[FREQUENCY])
     known = {one.name for one in fields(family.sizes)}
     return {name: value for name, value in found.items() if name in known}
 
@@ -123,7 +126,7 @@ def _odd(said: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     """Settings that change what is computed, as `architecture_of` finds them in a live model."""
     out: dict[str, Any] = {}
     for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = said.get(name, values[0])
+        value = as_number(name, said.get(name, values[0]))
         if value not in values:
             out[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return out

@@ -19,7 +19,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import pipe
-from megatron_ucp.families.architecture import Architecture
+from megatron_ucp.families.architecture import FREQUENCY, Architecture, as_number
 from megatron_ucp.families.base import (
     Builder,
     Declared,
@@ -159,10 +159,11 @@ def measure(module: Any) -> MixtralSizes:
             found=type(module).__qualname__,
             fix="give the family that the model was built with",
         )
-    if not isinstance(config.moe_layer_freq, int):
+    every = as_number(FREQUENCY, config.moe_layer_freq)
+    if not isinstance(every, int):
         raise UsageError(
-            "which layers have experts is a list, which is not supported",
-            expected="moe_layer_freq as a number",
+            "which layers have experts is a list that no number says, which is not supported",
+            expected="moe_layer_freq as a number, or a list such as [1, 0, 1, 0]",
             found=config.moe_layer_freq,
         )
     return MixtralSizes(
@@ -170,7 +171,7 @@ def measure(module: Any) -> MixtralSizes:
         experts=config.num_moe_experts,
         expert_ffn=config.moe_ffn_hidden_size,
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,
-        every=config.moe_layer_freq,
+        every=every,
     )
 
 

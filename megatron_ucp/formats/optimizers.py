@@ -1,7 +1,8 @@
 """What optimizers keep, known by optimizer and by key and never by size. An optimizer is one row.
 
-Sources: `torch.optim` of torch 2.13, `deepspeed/ops` of DeepSpeed 0.19.8, bitsandbytes 0.50 and
-schedulefree 1.4, each optimizer's `step`, `_init_group` or `init_state`.
+Sources: `torch.optim` of torch 2.13, `deepspeed/ops` of DeepSpeed 0.19.8, bitsandbytes 0.50,
+schedulefree 1.4, Transformer Engine 2.3 and Apex, each optimizer's `step`, `_init_group` or
+`init_state`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -61,7 +62,9 @@ class Kept:
 
     element: tuple[str, ...]
     scalar: tuple[str, ...] = ("step",)
-    step: str = "tensor"  # "tensor": 0-d float32, "int": Python int, "either": as it is found
+    # "tensor": 0-d float32, "int": Python int, "either": as it is found, "group": an int that
+    # stands in the parameter group, once for all of its parameters
+    step: str = "tensor"
 
 
 def _adam(group: Mapping[str, Any]) -> Kept:
@@ -98,6 +101,7 @@ def _bitsandbytes(states: tuple[str, ...], *names: str) -> dict[str, Kept]:
 
 
 _SCHEDULE_FREE = Kept(("z", "exp_avg_sq"), ())  # counts and sums stand in its groups
+_FUSED = Kept(("exp_avg", "exp_avg_sq"), step="group")
 _ALWAYS_THE_SAME = {
     **_bitsandbytes(("state1", "state2"), "Adam", "AdamW"),
     **_bitsandbytes(("state1",), "Lion"),
@@ -123,6 +127,8 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
     "deepspeed.FusedLion": lambda _: Kept(("exp_avg",), step="int"),
     "deepspeed.DeepSpeedCPULion": lambda _: Kept(("exp_avg", "exp_avg_sq"), step="int"),
     "deepspeed.DeepSpeedCPUAdagrad": lambda _: Kept(("exp_avg_sq",), step="int"),
+    "transformer_engine.FusedAdam": lambda _: _FUSED,
+    "apex.FusedAdam": lambda _: _FUSED,
     **{name: lambda _, kept=kept: kept for name, kept in _ALWAYS_THE_SAME.items()},
 }
 
@@ -191,6 +197,24 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
             "load_optimizer_states=False",
         )
     return _TABLE[optimizer](group)
+
+
+def steps_in_group(optimizer: str) -> bool:
+    """Whether an optimizer counts its steps in its parameter groups."""
+    return optimizer in _TABLE and _TABLE[optimizer]({}).step == "group"
+
+
+def refuse_step_in_group(optimizer: str) -> None:
+    """Raises UnsupportedError for an optimizer that keeps its step in its groups: DeepSpeed's files
+    have it in the states, from where such an optimizer does not take it."""
+    if steps_in_group(optimizer):
+        raise UnsupportedError(
+            "under DeepSpeed this optimizer is not supported: it counts its steps in its parameter "
+            "groups",
+            expected="torch.AdamW or deepspeed.FusedAdam",
+            found=optimizer,
+            fix="use one of these; in megatron-core's own stack it is supported",
+        )
 
 
 def check_known(keys: Iterable[str], where: str) -> None:

@@ -155,6 +155,8 @@ def nothing_there(path: str | Path) -> bool:
         and not any((path / name).exists() for name in pointers)
         and not has_state_files(path)
         and not any(p.is_dir() and has_state_files(p) for p in path.iterdir())
+        and not any(path.glob("*.safetensors"))  # of a Hugging Face folder
+        and not weights_as_pickles(path)
     )
 
 

@@ -26,7 +26,7 @@ from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked,
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
-from megatron_ucp.formats.optimizers import kept_by, require_equal
+from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
 from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
 from megatron_ucp.reshard.placed import placed
 
@@ -78,6 +78,7 @@ class Wanted:
         optimizer = self.target.optimizer
         if not optimizer:
             return found
+        refuse_step_in_group(optimizer)
         return [replace(one, group=replace(one.group, optimizer=optimizer)) for one in found]
 
 

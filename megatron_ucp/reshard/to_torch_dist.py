@@ -21,6 +21,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.common_file import CommonFile
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
 from megatron_ucp.formats.megatron.torch_dist import BACKEND
 from megatron_ucp.formats.megatron.writer import (
     ADAM_STATES,
@@ -66,8 +67,11 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     _check_states(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}
     states = _states(params, wanted.source)
-    plan = plan_torch_dist(wanted.params, list(_wishes(params, states)), _files())
     extras = source.extras
+    said = extras.client_state.get(ARGUMENTS_KEY)
+    apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
+    wishes = list(_wishes(params, states))
+    plan = plan_torch_dist(wanted.params, wishes, _files(), apart=apart)
     common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
     out = Written(states, _weights(params), plan, common.output())
     notes += common.notes

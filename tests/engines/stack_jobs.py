@@ -13,6 +13,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
+from tests.engines import fused_adam
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault
 from tests.ranks import allow_fp16_on_cpu
 
@@ -58,6 +59,9 @@ class Mcore:
     every: int = 1  # which layers have experts
     shared: int = 0  # width of an expert that sees every token
     bias: bool = False  # routers have a bias, which is a buffer
+    listed: bool = False  # a list says which layers have experts
+    heads: int = 4  # with 2 groups; others without
+    adam: str = "torch"  # or a stand-in of `fused_adam`
 
     @property
     def experts(self) -> Any:
@@ -75,10 +79,10 @@ class Mcore:
             self.family,
             layers=self.layers,
             hidden=16,
-            head_dim=4,
+            head_dim=16 // self.heads,
             ffn=24,
-            heads=4,
-            groups=2,
+            heads=self.heads,
+            groups=2 if self.heads == 4 else self.heads,
             vocab=VOCAB,
             true_vocab=VOCAB,
             positions=SEQUENCE,
@@ -112,6 +116,8 @@ def make(setup: Mcore) -> Engine:
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
     stack = build(setup.model, stages, buffers)
+    for bare in stack.bare if setup.listed else ():
+        bare.config.moe_layer_freq = [int(not n % setup.every) for n in range(setup.layers)]
     optimizer, scheduler = make_optimizer(setup, stack)
     handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler, family=setup.family)
     return Engine(setup, stack, optimizer, scheduler, handle)
@@ -139,6 +145,7 @@ def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tu
         use_distributed_optimizer=setup.distributed,
         overlap_param_gather=setup.gather,
     )
+    fused_adam.use(setup.adam)
     optimizer = get_megatron_optimizer(config, stack.chunks)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -158,6 +165,7 @@ def make_optimizer(setup: Mcore, stack: Any, use_checkpoint: bool = False) -> tu
 
 
 def close(engine: Engine) -> None:
+    fused_adam.use("torch")
     models.stop()
 
 
@@ -232,6 +240,7 @@ def arguments(engine: Engine) -> argparse.Namespace:
         num_distributed_optimizer_instances=1,
         num_layers=setup.layers,
         num_experts=4 if setup.family == "mixtral" else None,
+        moe_layer_freq=engine.stack.bare[0].config.moe_layer_freq,
         untie_embeddings_and_output_weights=not setup.tied,
         swiglu=setup.family != "gpt",
         add_bias_linear=setup.family == "gpt",
@@ -437,9 +446,10 @@ def name_as_transformer_engine(engine: Engine) -> None:
 
 
 def stock_load(
-    setup: Mcore, folder: str, tags: tuple[str, ...], other_keys: bool = False
+    setup: Mcore, folder: str, tags: tuple[str, ...], other_keys: bool = False, more: int = 0
 ) -> dict[str, Any]:
-    """What ucp.save wrote, by megatron-core's own load into an engine that has trained."""
+    """What ucp.save wrote, by megatron-core's own load into an engine that has trained. `more`
+    steps after the last tag."""
     from megatron.core import dist_checkpointing
 
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)
@@ -463,5 +473,6 @@ def stock_load(
         found["before"][tag] = compare({**want, "scheduler": {}}, before)
         have = {**canonical(engine), "scheduler": {}, "counters": None}
         found["differences"][tag] = compare({**want, "scheduler": {}}, have)
+    go_on(found, oracle, lambda n, s: train(engine, n, first=s), more)
     close(engine)
     return found

@@ -159,6 +159,7 @@ def _stepped_here(engine: Any) -> list[tuple[Any, ...]]:
         tensors = {"fp32": master, **{k: v for k, v in state.items() if v.dim()}}
         flat = {k: v.detach().reshape(-1).clone() for k, v in tensors.items()}
         counts = {k: float(v) for k, v in state.items() if not v.dim()}
+        counts |= {k: float(v) for k, v in group.items() if k == "step" and state}
         hyper = {k: group[k] for k in HYPER if k in group}
         out.append((name, shape, index, flat, counts, hyper))
     return out

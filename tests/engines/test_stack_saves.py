@@ -14,6 +14,7 @@ from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
 from tests.formats.megatron_files import by_torch, split
+from tests.ranks import RanksFailed
 
 RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
 # layers with experts and without, one that sees every token, and routers' biases, which are buffers
@@ -113,6 +114,16 @@ def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
         2, UNDER_DEEPSPEED, target, folder, more=20, load_lr_scheduler_states=False
     )
     check(found)
+
+
+@pytest.mark.parametrize("make", [Mcore, Zero])
+def test_other_heads_are_refused(sources: Sources, make: Any) -> None:
+    """Where queries, keys and values have as many, no shape shows them."""
+    job = SAVE if make is Mcore else "tests.engines.cross_jobs:save"
+    kind = {"kind": "ours"} if make is Mcore else {}
+    folder = sources.get(1, make(heads=8, layers=1), job, more=3, **kind)
+    with pytest.raises(RanksFailed, match=r"expected: heads=8\s*\n.*found: heads=2"):
+        sources.ranks.run(1, RESUME, Mcore(heads=2, layers=1), folder)
 
 
 def test_the_loss_scale_crosses_engines(sources: Sources) -> None:

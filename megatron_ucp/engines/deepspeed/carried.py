@@ -12,6 +12,7 @@ from megatron_ucp.formats.optimizers import (
     WHOLE_MATRICES,
     in_table,
     name_in_table,
+    refuse_step_in_group,
 )
 
 _OWN_LOAD = (
@@ -62,6 +63,7 @@ def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:
             expected="an optimizer whose step of an element depends on that element alone",
             fix=f"train with torch.optim.AdamW and gradient clipping, or {_OWN_LOAD}",
         )
+    refuse_step_in_group(name)
     held = {str(key) for state in wrapper.base.state.values() for key in state}
     refused = sorted(key for key in held if key in REFUSED_STATES)
     if not in_table(name) or refused:

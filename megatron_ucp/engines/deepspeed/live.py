@@ -31,6 +31,7 @@ from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.muon import MOMENTUM, other_steps, steps_matrices
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.hugging_face.stacked import stacks_of
+from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
@@ -136,6 +137,8 @@ class LiveEngine:
     def check(self, source: Checkpoint, optimizer: bool) -> None:
         """An engine of DeepSpeed takes all that fits its parameters, and of a Hugging Face folder
         what its config says of them."""
+        if optimizer:
+            refuse_step_in_group(self.own.optimizer_name())
         if source.manifest.engine == WEIGHTS and self.own.model is not None:
             check_config(source.folder, self.own.model, architecture_of(self.engine.module))
 

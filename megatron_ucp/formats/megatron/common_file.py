@@ -12,10 +12,11 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
 from megatron_ucp.formats.megatron.arguments import written_arguments
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, SCHEDULER
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER
 from megatron_ucp.formats.megatron.groups import is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
+from megatron_ucp.formats.optimizers import steps_in_group
 from megatron_ucp.formats.pt.output import Output, plain
 from megatron_ucp.formats.pt.values import Stand
 
@@ -47,7 +48,8 @@ _SCHEDULE = ("max_lr", "min_lr", "num_steps", "lr_decay_style")
 class CommonFile:
     """What is written there. `manifest` says the parameters, their groups and steps; `mesh` is the
     one that the files are for: with expert parallelism experts have an optimizer of their own.
-    `kind` is that optimizer; `notes` say what does not cross."""
+    `kind` is that optimizer; `chained` says otherwise whether experts have one of their own;
+    `notes` say what does not cross."""
 
     manifest: Manifest
     extras: Extras
@@ -55,6 +57,7 @@ class CommonFile:
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
     kind: Kind = Kind.DISTRIBUTED
+    chained: bool | None = None
     notes: list[str] = field(default_factory=list[str])
 
     def output(self) -> Output:
@@ -69,9 +72,7 @@ class CommonFile:
             "iteration": iteration,
             "optimizer": self._optimizers(out),
             SCHEDULER: self._scheduler(),
-            "num_floating_point_operations_so_far": self.extras.client_state.get(
-                "num_floating_point_operations_so_far", 0
-            ),
+            OPERATIONS: self.extras.client_state.get(OPERATIONS, 0),
             "content_metadata": dict(content),
         }
         if arguments:
@@ -86,7 +87,7 @@ class CommonFile:
     # ------------------------------------------------ optimizer
 
     def _optimizers(self, out: Output) -> dict[Any, Any]:
-        chained = self.mesh.ep > 1
+        chained = self.mesh.ep > 1 if self.chained is None else self.chained
         groups = self._groups(chained)
         if not chained:
             return self._optimizer(out, [group for found in groups for group in found])
@@ -95,7 +96,7 @@ class CommonFile:
     def _optimizer(self, out: Output, groups: list[dict[str, Any]]) -> dict[str, Any]:
         inner: dict[str, Any] = {"param_groups": groups}
         if self.kind is not Kind.DISTRIBUTED:
-            inner["state"] = self._common_step(out, groups)
+            inner["state"] = {} if self._steps_in_groups else self._common_step(out, groups)
         if self.kind is Kind.FP32:
             return inner
         found: dict[str, Any] = {"optimizer": inner}
@@ -105,8 +106,14 @@ class CommonFile:
             found["grad_scaler"] = scaler
         return found
 
+    @property
+    def _steps_in_groups(self) -> bool:
+        """Whether the plain optimizers keep the step in their groups: a run with Transformer
+        Engine's or Apex' Adam loads no `common_step`, one with torch's asks for it."""
+        return any(steps_in_group(group.optimizer) for group in self.manifest.groups)
+
     def _common_step(self, out: Output, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The step of an optimizer, which the plain ones keep once for all of its groups."""
+        """The step of torch's Adam, which the plain optimizers keep once for all of its groups."""
         steps = {group.pop("step") for group in groups if "step" in group}
         if not steps:
             return {}
@@ -169,7 +176,8 @@ class CommonFile:
             "min_lr": kept.get("min_lr", scheduler.get("min_lr", 0.0)),
             **_TORCH_DEFAULTS,
             **settings,
-            **({} if step is None else {"step": step}),
+            # Transformer Engine's and Apex' kernels take no float
+            **({} if step is None else {"step": int(step)}),
         }
 
     @property

@@ -105,6 +105,17 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     # ------------------------------------------------ structure
 
     def _build(self) -> Manifest:
+        if self.has_experts_cut_alone:
+            raise UnsupportedError(
+                "experts that are cut otherwise than the rest, and not spread, are not read from "
+                "buckets",
+                file=self.main_file,
+                expected="expert_tensor_parallel_size = tensor_model_parallel_size, or experts "
+                "that expert parallelism spreads",
+                found=str(self.saved_on),
+                fix="save it again with --dist-ckpt-optim-fully-reshardable, or load the weights: "
+                'allow={"weights"}, load_optimizer_states=False',
+            )
         specs = {name: self._spec(weight) for name, weight in self.states.weights.items()}
         trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
         on_mesh = {name: self.cut(spec) for name, spec in trained.items()}

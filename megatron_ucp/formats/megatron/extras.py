@@ -16,6 +16,7 @@ from megatron_ucp.formats.pt.unpickler import TensorRef
 
 ARGUMENTS_KEY = "args"  # of the client state, as `pretrain_gpt.py` keeps its flags there too
 SCHEDULER = "opt_param_scheduler"
+OPERATIONS = "num_floating_point_operations_so_far"
 _SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
@@ -59,7 +60,7 @@ def extras_of(
     client["iteration"] = counters["global_steps"]
     if "global_samples" in counters:
         client["consumed_train_samples"] = counters["global_samples"]
-    for key in ("checkpoint_version", "num_floating_point_operations_so_far"):
+    for key in ("checkpoint_version", OPERATIONS):
         if tree.get(key) is not None:
             client[key] = number(tree[key])
     return Extras(

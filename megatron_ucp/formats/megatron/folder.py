@@ -123,6 +123,15 @@ class MegatronFolder:
         """The mesh of the run that saved it."""
         return mesh_of(self.arguments)
 
+    @property
+    def has_experts_cut_alone(self) -> bool:
+        """Whether experts are cut otherwise than the rest, and no expert parallelism spreads them:
+        Megatron-LM keeps them among the others then, and sums their gradients over other ranks than
+        those that have copies."""
+        mesh = self.saved_on
+        alone = mesh.ep == 1 and mesh.cut_of_experts != mesh.cut_of_dense
+        return alone and bool(self.arguments.get("num_experts"))
+
     @cached_property
     def _beside(self) -> Recorded:
         found = Recorded(self.folder, ())

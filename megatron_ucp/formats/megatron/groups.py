@@ -5,7 +5,7 @@ Source: `_get_param_groups` and `get_standard_config_overrides` of megatron-core
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
@@ -55,6 +55,11 @@ def saved_groups(
         step = _step(tree.get("step"), common_step, scalar, file)
         group = ParamGroup(plain.settings, _class_name(plain.settings), {MEGATRON: own})
         out.append(SavedGroup(group, step, optimizer))
+    # fused ones count in no group of which the rank that saved them has no parameter
+    steps = {one.step for one in out} - {None}
+    if len(steps) == 1:
+        (step,) = steps
+        out = [replace(one, step=step) for one in out]
     return out
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
@@ -244,7 +245,18 @@ class LegacyCheckpoint(MegatronFolder):
                     kind = "buffer" if name.endswith(BUFFERS) else "trainable"
                     spec = ParamSpec(name, shape, ref.storage.dtype, kind, expert=expert)
                     if not name.endswith(DERIVED):
-                        yield name, self.cut(self.on_mesh(spec, behind))
+                        ruled = self._by_rules(spec, ref.shape)
+                        yield name, ruled or self.cut(self.on_mesh(spec, behind))
+
+    def _by_rules(self, spec: ParamSpec, local: Ints) -> ParamSpec | None:
+        """A parameter as rules cut it, whose shape is `local` on a rank: they say its whole shape
+        too. None where there are none for it. Raises RuleError."""
+        known, rules = self.told.specs or {}, self.told.rules
+        if spec.name in known or rules is None or not rules.rules or spec.kind == "buffer":
+            return None
+        ranks = self.saved_on.cuts(spec.expert is not None)
+        found = rules.declare(spec.name, local, ranks)
+        return replace(spec, shape=found.shape, layout=found.layout, extent=found.extent)
 
     def _build(self) -> Manifest:
         membership = self.membership(self.groups)

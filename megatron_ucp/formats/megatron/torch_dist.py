@@ -82,11 +82,13 @@ class TorchDistCheckpoint(MegatronFolder):
     @cached_property
     def _optimizers(self) -> list[Mapping[str, Any]]:
         """The tree of each optimizer: one, or with expert parallelism one for what is no expert's
-        and one for experts. Raises ForeignFileError where the arguments say the other kind."""
+        and one for experts. Raises ForeignFileError where the arguments say the other kind; they
+        leave it open where experts are cut otherwise than the rest, and not spread."""
         tree: Any = self.main_tree.get("optimizer") or {}
         chained = set(tree) == {0, 1}
         spread = self.arguments.get("expert_model_parallel_size")
-        if tree and type(spread) is int and chained != (spread > 1):
+        known = type(spread) is int and not self.has_experts_cut_alone
+        if tree and known and chained != (spread > 1):
             raise ForeignFileError(
                 f"{COMMON_FILE} is of a run with another kind of expert parallelism",
                 file=self.main_file,

@@ -106,11 +106,13 @@ def plan_torch_dist(
     files: int = 1,
     objects: Mapping[str, Any] | None = None,
     kind: Kind = Kind.DISTRIBUTED,
+    apart: bool = False,
 ) -> TorchDistPlan:
     """The plan for states of parameters, spread over so many files. `params` are all of the model,
     by canonical name; `objects` are what else is stored by key, such as random states; `kind` is
-    the optimizer that they are for."""
-    stacked = layers_are_alike(params)
+    the optimizer that they are for. `apart`: each layer has keys of its own, which a run asks for
+    to which a list says what its layers hold, whatever it says."""
+    stacked = layers_are_alike(params) and not apart
     room = _Room(files)
     saved = {key: _saved([value]) for key, value in (objects or {}).items()}
     saved = {**extra_states(params, stacked), **saved}

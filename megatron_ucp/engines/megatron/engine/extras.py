@@ -11,6 +11,7 @@ from megatron_ucp.engines.megatron.engine.inner import RATES
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.megatron.extras import OPERATIONS
 from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.reshard.execute import tensor_at
 from megatron_ucp.reshard.resume import How
@@ -100,6 +101,9 @@ class MegatronExtras:
         stack.iteration = counters.get("global_steps", stack.iteration)
         stack.consumed_samples = counters.get("global_samples", stack.consumed_samples)
         stack.skipped_iterations = counters.get("skipped_steps", stack.skipped_iterations)
+        operations = self.client_state.get(OPERATIONS)
+        if isinstance(operations, int | float):
+            stack.floating_point_operations = operations
         self.randoms.apply()
         if self.randoms.note:
             notes.append(self.randoms.note)

@@ -1,17 +1,19 @@
 """The optimizers of megatron-core's stack, and what each has on this rank: pieces of masters with
 their states, as the live objects say."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.flat import FlatBuffer, Scalars, States
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.declared import dtype_name, flat_view
+from megatron_ucp.engines.settings import scalar_state
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.megatron.kinds import Kind
+from megatron_ucp.formats.optimizers import kept_by, name_in_table
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 
 # Keys of a parameter group that are none of its optimizer's: by the first four megatron-core knows
@@ -40,6 +42,18 @@ class Stepped:
         return self.inner.optimizer.state[self.master]
 
     @property
+    def present(self) -> tuple[States, Scalars]:
+        """The element-wise states that the optimizer keeps now, and its count of steps, wherever
+        it has it; none before the first step."""
+        held: Mapping[str, Any] = self.inner.optimizer.state.get(self.master) or {}
+        step = held.get("step", self.settings.get("step"))
+        states = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and v.dim()}
+        if not states or step is None:
+            return (), {}
+        named = tuple((k, dtype_name(v.dtype)) for k, v in sorted(states.items()))
+        return named, {"step": float(step)}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The parameter group."""
         return self.inner.optimizer.param_groups[self.group]
@@ -48,9 +62,20 @@ class Stepped:
         """The elements of a state that the optimizer has now, or of the masters."""
         return self.master if state == MASTER else self.held[state]
 
-    def forget(self) -> None:
-        """As before the first step."""
-        self.inner.optimizer.state.pop(self.master, None)
+    def set_scalars(self, scalars: Scalars) -> None:
+        """Gives the optimizer its count of steps: Transformer Engine's and Apex' have it in their
+        groups, as an int. Without any all is as before the first step."""
+        stepper = self.inner.optimizer
+        keeps = kept_by(name_in_table(type(stepper)), self.settings)
+        if keeps.step == "group":
+            for group in stepper.param_groups:  # also where this rank has none of its parameters
+                group.pop("step", None)
+                group.update({key: int(value) for key, value in scalars.items()})
+        else:
+            for key, value in scalars.items():
+                self.held[key] = scalar_state(value, keeps, self.settings, self.master)
+        if not self.held:
+            stepper.state.pop(self.master, None)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

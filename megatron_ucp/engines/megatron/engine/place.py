@@ -24,6 +24,7 @@ from megatron_ucp.engines.megatron.engine.inner import (
     is_distributed,
     pieces_of,
 )
+from megatron_ucp.engines.megatron.engine.known import decay_of, taken_as
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
@@ -115,7 +116,8 @@ class OwnPlace:
         them, also those of which it holds nothing."""
         return tuple(
             ParamGroup(
-                {k: plain_number(v) for k, v in group.items() if k not in STRUCTURE},
+                {k: plain_number(v) for k, v in group.items() if k not in STRUCTURE}
+                | decay_of(inner.optimizer),
                 name_in_table(type(inner.optimizer)),
                 {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}},
             )
@@ -194,17 +196,21 @@ class OwnPlace:
             )
         return found.pop()
 
-    def present(self) -> tuple[States, Scalars]:
+    def present(self) -> list[tuple[States, Scalars]]:
         """The element-wise states that the optimizers keep now beside the masters, and their step;
-        none before the first step. Of this rank's pieces: there may be none."""
+        none before the first step. Each that a piece of this rank has, once: there may be none."""
+        out: list[tuple[States, Scalars]] = []
         for live in self.buffers:
             for piece in live.pieces.values():
-                held = piece.held
-                if "step" in held:
-                    states = {k: v for k, v in held.items() if v.dim()}
-                    named = tuple((k, dtype_name(v.dtype)) for k, v in sorted(states.items()))
-                    return named, {"step": float(held["step"])}
-        return (), {}
+                if (found := piece.present) not in out:
+                    out.append(found)
+        return out
+
+    @cached_property
+    def taken_as(self) -> list[str]:
+        """Notes about optimizers that are subclasses of known ones."""
+        found = [note for inner in self.inner for note in taken_as(inner.optimizer)]
+        return list(dict.fromkeys(found))
 
     # ------------------------------------------------ values
 

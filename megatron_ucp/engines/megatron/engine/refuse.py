@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ucp.engines.megatron.engine.known import refuse_unknown
 from megatron_ucp.engines.megatron.experts import moe_layers
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.errors import UnsupportedError, UsageError
@@ -36,6 +37,8 @@ def refuse_stack(chunks: Sequence[Any], optimizer: Any) -> None:
     _refuse(buffers, _BUFFERS)
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         _refuse(getattr(one, "config", None), _OPTIMIZER)
+        if getattr(one, "optimizer", None) is not None:
+            refuse_unknown(one.optimizer)
     if buffers.num_distributed_optimizer_instances > 1:
         raise UnsupportedError(
             "several instances of the distributed optimizer are not supported",

@@ -25,6 +25,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import kind_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
@@ -32,12 +33,12 @@ from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.engines.unusable import is_unusable
-from megatron_ucp.errors import EngineUnusableError, UsageError
-from megatron_ucp.families.architecture import recorded
+from megatron_ucp.errors import EngineUnusableError, UnsupportedError, UsageError
+from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
 from megatron_ucp.formats.megatron.common_file import CommonFile
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
@@ -155,15 +156,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     live.finish_gathers()
     with agree.together() as told:
         told.value = live.own.present()
-    found: list[tuple[States, Scalars]] = [one for one in told.values if one[0]]
-    if not found or any(one != found[0] for one in found):
-        raise UsageError(
-            "there is nothing that Megatron-LM could load as the state of an optimizer",
-            expected="the same states and step on every rank",
-            found="none, before the first step" if not found else f"{found[0]} and others",
-            fix="save after the first step",
-        )
-    states, scalars = found[0]
+    states, scalars = _one_of([one for own in told.values for one in own])
     buffers = tuple(
         replace(
             buffer,
@@ -183,6 +176,26 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     return live, replace(live.manifest, buffers=buffers, run=run)
 
 
+def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
+    """What all pieces of all ranks have. Raises UsageError where it is not the same, or none, or
+    not in fp32."""
+    states, scalars = found[0] if found else ((), {})
+    if any(one != found[0] for one in found) or not states:
+        raise UsageError(
+            "there is nothing that Megatron-LM could load as the state of an optimizer",
+            expected="the same states and step on every rank",
+            found=f"{found[0]} and others" if states else "none, before the first step",
+            fix="save after the first step",
+        )
+    if odd := [f"{state} in {dtype}" for state, dtype in states if dtype != "float32"]:
+        raise UnsupportedError(
+            "the optimizer keeps a state in another dtype than megatron-core's files have",
+            expected="float32",
+            found=", ".join(odd),
+        )
+    return states, scalars
+
+
 class _Job:
     """One save on its way: the plan of the files, the same on every rank, and what this rank
     writes of it."""
@@ -190,12 +203,13 @@ class _Job:
     def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
         self.stack, self.live, self.manifest = stack, live, manifest
         self._params = {name: tensor for tensor, name in live.own.names.items()}
-        self.notes: list[str] = []
+        self.notes = list(live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
+        apart = isinstance(getattr(bare_model(stack.chunks[0]).config, FREQUENCY, 1), list)
         files = max(1, min(agree.world()[1], 64))
         self.plan: TorchDistPlan = plan_torch_dist(
-            manifest.by_name, list(self._wishes()), files, kind=self.kind
+            manifest.by_name, list(self._wishes()), files, kind=self.kind, apart=apart
         )
 
     def _wishes(self) -> Iterator[Wish]:
@@ -220,15 +234,17 @@ class _Job:
     def _common(self, arguments: Any, file: str) -> CommonFile:
         """What stands in `common.pt`."""
         stack = self.stack
-        said = vars(arguments) if hasattr(arguments, "__dict__") else dict(arguments or {})
+        said = plain_flags(arguments)
         counters = {
             "global_steps": stack.iteration,
             "global_samples": stack.consumed_samples,
             "skipped_steps": stack.skipped_iterations,
         }
         schedule = None if stack.scheduler is None else stack.scheduler.state_dict()
-        extras = Extras(counters, schedule, self._scaler(), None, {ARGUMENTS_KEY: said})
-        return CommonFile(self.manifest, extras, stack.mesh, extras.scaler, file, self.kind)
+        client = {ARGUMENTS_KEY: said, OPERATIONS: stack.floating_point_operations}
+        extras = Extras(counters, schedule, self._scaler(), None, client)
+        mesh, apart = stack.mesh, stack.mesh.experts_apart
+        return CommonFile(self.manifest, extras, mesh, extras.scaler, file, self.kind, apart)
 
     def _scaler(self) -> Mapping[str, Any]:
         """The loss scale in its canonical form (see `Extras`)."""

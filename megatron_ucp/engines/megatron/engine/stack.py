@@ -13,9 +13,9 @@ from megatron_ucp.reshard.export import Exported
 class MegatronStack:
     """Chunks of a model in megatron-core's DistributedDataParallel, their optimizer and scheduler.
 
-    `iteration`, `consumed_samples` and `skipped_iterations` are the run's position: a load sets
-    them, a save writes them; in between they are the training loop's. `ucp_export_hf(dst, ...)` is
-    `engines.export.export` of it.
+    `iteration`, `consumed_samples`, `skipped_iterations` and `floating_point_operations` are the
+    run's position: a load sets them, a save writes them; in between they are the training loop's.
+    `ucp_export_hf(dst, ...)` is `engines.export.export` of it.
     """
 
     chunks: list[Any] = field(repr=False)
@@ -27,3 +27,4 @@ class MegatronStack:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+    floating_point_operations: float = 0

@@ -1,0 +1,154 @@
+"""What takes the place of Megatron-LM's `load_checkpoint` and `save_checkpoint` follows its flags.
+Its program is not there: a module in its name gives the flags."""
+
+import argparse
+import enum
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.errors import NotFoundError, UnsupportedError, UsageError
+from megatron_ucp.formats.tags import nothing_there
+from megatron_ucp.megatron_lm import load_checkpoint, save_checkpoint
+from tests.engines import stack_jobs
+from tests.engines.stack_jobs import BATCH, Mcore
+from tests.engines.stack_states import canonical, compare
+from tests.ranks import RankPool
+
+
+class Backend(enum.Enum):
+    auto = 5
+
+
+class Signal(enum.IntEnum):
+    stop = 15
+
+
+def flags(engine: Any, **others: Any) -> argparse.Namespace:
+    """Those of a run of Megatron-LM, of which some are no plain values."""
+    said: dict[str, Any] = {
+        "save": None,
+        "load": None,
+        "ckpt_step": None,
+        "pretrained_checkpoint": None,
+        "iteration": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "params_dtype": torch.float32,
+        "attention_backend": Backend.auto,
+        "exit_signal": Signal.stop,
+        "activation": len,
+        "some": [Signal.stop],
+        "many": {"a": (1, None)},
+    }
+    switches = "finetune no_load_optim no_load_rng no_save_optim no_save_rng"
+    said |= dict.fromkeys([*switches.split(), "exit_on_missing_checkpoint"], False)
+    return argparse.Namespace(**{**vars(stack_jobs.arguments(engine)), **said, **others})
+
+
+def give(args: argparse.Namespace) -> None:
+    """Makes them the program's; a batch has 2 samples up to the fourth, then 4."""
+    from megatron.core import num_microbatches_calculator as batches
+
+    stub: Any = types.ModuleType("megatron.training")
+    stub.get_args = lambda: args
+    sys.modules[stub.__name__] = stub
+    batches.destroy_num_microbatches_calculator()
+    batches.init_num_microbatches_calculator(dist.get_rank(), [2, 2, 4], BATCH, 1, 2)
+
+
+def micro_batches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return get_num_microbatches()
+
+
+def parts(engine: Any) -> tuple[Any, Any, Any]:
+    return engine.stack.chunks, engine.optimizer, engine.scheduler
+
+
+def program(folder: str) -> None:
+    """Saves, and loads as the flags say; all on two ranks."""
+    kind = Mcore(layers=2)
+    engine = stack_jobs.make(kind)
+    give(args := flags(engine, load=folder, save=folder))
+    assert load_checkpoint(*parts(engine)) == (0, 0)
+    args.exit_on_missing_checkpoint = True
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        load_checkpoint(*parts(engine))
+    args.load = f"{folder}/nowhere" if dist.get_rank() else __file__
+    args.exit_on_missing_checkpoint = False
+    with pytest.raises(UsageError, match="don't see the same files"):
+        load_checkpoint(*parts(engine))
+    stack_jobs.train(engine, 2)
+    vars(args).update(consumed_train_samples=7, skipped_train_samples=1, consumed_valid_samples=3)
+    for asked in ({"release": True}, {"non_persistent_ckpt": True}, {}):
+        args.non_persistent_ckpt_type, args.no_save_optim = "local", not asked
+        with pytest.raises(UnsupportedError, match="kind of save"):
+            save_checkpoint(2, *parts(engine), 12.5, **asked)
+    vars(args).update(non_persistent_ckpt_type="global", no_save_optim=False)
+    save_checkpoint(2, *parts(engine), 12.5, {}, train_data_iterator=None)
+    want = {**canonical(engine), "counters": None}
+    for iteration in (3, 4):
+        save_checkpoint(iteration, *parts(engine), 12.5, non_persistent_ckpt=True)
+    assert [p.name for p in Path(folder, "non_persistent").glob("iter*")] == ["iter_0000004"]
+    stack_jobs.close(engine)
+
+    engine = stack_jobs.make(kind)
+    give(args := flags(engine, load=folder))
+    before = {**canonical(engine), "counters": None}
+    assert micro_batches() == 1
+    assert load_checkpoint(*parts(engine), checkpointing_context={}) == (2, 12.5)
+    counts = args.consumed_train_samples, args.skipped_train_samples, args.consumed_valid_samples
+    assert counts == (7, 1, 3) and micro_batches() == 2
+    assert compare(want, {**canonical(engine), "counters": None}) == [] != compare(want, before)
+    args.ckpt_step = 9
+    with pytest.raises(NotFoundError, match="iter_0000009"):
+        load_checkpoint(*parts(engine))
+    stack_jobs.close(engine)
+    check_weights_alone(kind, folder, want)
+
+
+def check_weights_alone(kind: Mcore, folder: str, want: dict[str, Any]) -> None:
+    """As `--no-load-optim`, `--finetune` and `--pretrained-checkpoint` ask."""
+    empty = f"{folder}/nowhere"
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"load": folder, "no_load_optim": True, "no_load_rng": True}, 2),
+        ({"load": folder, "finetune": True}, 0),
+        ({"load": empty, "pretrained_checkpoint": folder}, 0),
+    ]
+    for others, iteration in cases:
+        engine = stack_jobs.make(kind)
+        give(args := flags(engine, **others))
+        args.consumed_train_samples = 0
+        schedule = engine.scheduler.state_dict()
+        assert load_checkpoint(*parts(engine)) == (iteration, 12.5)
+        assert args.consumed_train_samples == (7 if iteration else 0)
+        assert engine.scheduler.state_dict() == schedule
+        assert args.finetune is not bool(iteration)
+        have = canonical(engine)
+        assert {state for _, state in have["full"]} == {"fp32"} and not have["scalars"]
+        for name, values in want["weights"].items():
+            assert torch.equal(have["weights"][name], values), name
+        stack_jobs.close(engine)
+
+
+def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, "tests.engines.test_stack_program:program", str(tmp_path))
+    tree = torch.load(tmp_path / "iter_0000002" / "common.pt", weights_only=False)
+    said = vars(tree["args"])
+    assert said["params_dtype"] is torch.float32 and said["many"] == {"a": (1, None)}
+    assert not {"attention_backend", "exit_signal", "activation", "some"} & {*said}
+
+
+def test_a_folder_of_weights_is_no_first_start(tmp_path: Path) -> None:
+    assert nothing_there(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert not nothing_there(tmp_path)
