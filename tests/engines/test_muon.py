@@ -122,6 +122,29 @@ def test_values_that_would_be_rounded(sources: Sources) -> None:
         assert rank["unchanged"]
 
 
+CASTS = [
+    ("dp2z1fp16", 4, muon(0, "fp16")),
+    ("dp2z1bf16", 2, muon(1, "bf16", WIDE)),
+    ("dp2z1bf16", 1, muon(2, "bf16", zero_config=OFFLOAD)),
+    ("dp1z0fp16", 2, muon(3, "fp16")),
+    ("dp4bf16", 2, muon(1, "bf16")),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "setup"), CASTS)
+def test_the_momentum_in_another_dtype(
+    sources: Sources, name: str, world: int, setup: Setup
+) -> None:
+    """Wider as it is, narrower where that is allowed, and the report says it."""
+    narrower = name in ("dp1z0fp16", "dp4bf16")
+    options = {"allow": {"narrow"}} if narrower else {}
+    for wrong, notes in sources.ranks.run(
+        world, JOBS + "cast", setup, source(sources, name), **options
+    ):
+        assert wrong == []
+        assert any("rounded to a narrower dtype: back.weight" in n for n in notes) == narrower
+
+
 @pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = source(sources, "dp4z3")
