@@ -248,8 +248,8 @@ def test_a_conversion_to_another_tensor_parallel_size(sources: Sources, tmp_path
         assert rank["loaded"] and rank["before"] and rank["differences"] == []
 
 
-def staged(pp: int, zero: int, tp: int = 1) -> Staged:
-    return Staged("llama", tp, zero, pp=pp, muon=True)
+def staged(pp: int, zero: int, tp: int = 1, dtype: str = "fp32") -> Staged:
+    return Staged("llama", tp, zero, dtype=dtype, pp=pp, muon=True)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,10 @@ def staged(pp: int, zero: int, tp: int = 1) -> Staged:
         (2, staged(0, 1), 4, staged(2, 1)),
         (4, staged(2, 1), 4, staged(4, 0)),
         (4, staged(2, 0, tp=2), 2, staged(2, 1)),
+        (4, staged(2, 1, 2, "bf16"), 2, staged(0, 3, 1, "bf16")),
+        (4, staged(0, 3, 2, "bf16"), 4, staged(4, 1, 1, "bf16")),
+        (4, staged(4, 1, 1, "fp16"), 4, staged(2, 1, 2, "fp16")),
+        (2, staged(0, 3, 1, "fp16"), 4, staged(2, 1, 1, "fp16")),
     ],
 )
 def test_stages_of_a_pipeline(
