@@ -96,6 +96,17 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "give DeepSpeed's parallel_state_sp, or what UlyssesSPAttentionHF registers, as mpu",
     ),
     (
+        "sequence parallelism at ZeRO-3 under an mpu with a data-parallel group of its own: "
+        "DeepSpeed divides parameters over that group alone, and the ranks of a sequence train "
+        "copies that drift apart",
+        lambda e: (
+            int(e.sequence_parallel_size) > 1
+            and e.zero_optimization_stage() == 3
+            and hasattr(e.mpu, "get_data_parallel_group")
+        ),
+        "give DeepSpeed's parallel_state_sp as mpu, or train at ZeRO-2",
+    ),
+    (
         "node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of "
         "other nodes",
         lambda e: bool(e.use_node_local_storage()),
