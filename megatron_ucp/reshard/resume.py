@@ -4,6 +4,7 @@ Order: everything that metadata can show is found on all ranks first; then the e
 unusable, filled, refreshed and marked usable again. No collective stands inside the arithmetic.
 """
 
+import functools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Cast, Plan, Slot, Want, make_plan
+from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
@@ -114,10 +115,12 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
     with ExitStack() as opened:
-        with agree.together():
+        with agree.together() as planned:
             told = replace(engine.told(), weights="weights" in how.allow)
             source = opened.enter_context(open_checkpoint(path, tag, told=told))
             job = _Job.prepare(engine, source, how)
+            planned.value = _inexact(job.plan, engine.manifest)
+        job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
         filled = agree.collect(job.fill)
         sums = _checksums(filled, source)
         engine.refresh()
@@ -170,7 +173,7 @@ class _Job:
         plan = _proved(source, target, _wants(engine, target, fit), fit, allow)
         extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
-        notes = [*source.notes, *_described(fit, plan, target, replicas), *extras.notes]
+        notes = [*source.notes, *_described(fit, replicas), *extras.notes]
         return cls(
             engine,
             source,
@@ -361,14 +364,9 @@ def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
     return [found.get(number) for number in range(len(bare.groups))]
 
 
-def _described(fit: Fit, plan: Plan, target: Manifest, replicas: Sequence[str]) -> list[str]:
-    """Notes for what metadata already shows to be not exact or not carried over."""
-    rounded: set[str] = set()
-    for op in plan.ops:
-        if isinstance(op, Cast) and not op.lossless:
-            rounded.add(target.member(op.target.slot.buffer, op.member).param)
+def _described(fit: Fit, replicas: Sequence[str]) -> list[str]:
+    """Notes for what metadata already shows to be not carried over."""
     found: dict[str, Sequence[str]] = {
-        "rounded to a narrower dtype": sorted(rounded),
         "kept from the engine: not in the checkpoint": fit.skipped,
         "dropped: not in the model": fit.dropped,
         "vocabulary resized": fit.resized,
@@ -377,7 +375,33 @@ def _described(fit: Fit, plan: Plan, target: Manifest, replicas: Sequence[str]) 
         "frozen from here on, their states dropped": fit.frozen,
     }
     copies = [f"replicas not compared: {name}" for name in replicas]
-    return copies + [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]
+    return copies + _named(found)
+
+
+def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:
+    """Parameters of which a plan rounds some elements, and of which it averages some: a bit for
+    each parameter of the manifest, as every rank sends it to every other one."""
+    number = {spec.name: 1 << n for n, spec in enumerate(target.params)}
+    rounded = averaged = 0
+    for op in plan.ops:
+        if isinstance(op, Mean):
+            averaged |= number[target.member(op.target.slot.buffer, op.member).param]
+        elif isinstance(op, Cast) and not op.lossless:
+            rounded |= number[target.member(op.target.slot.buffer, op.member).param]
+    return rounded, averaged
+
+
+def _of_all_ranks(target: Manifest, found: Sequence[tuple[int, int]]) -> list[str]:
+    """Notes for what the plans of all ranks do: one rank's report speaks for the load."""
+    names: list[list[str]] = [[], []]
+    for listed, masks in zip(names, zip(*found, strict=True), strict=True):
+        every = functools.reduce(int.__or__, masks)
+        listed += sorted(spec.name for n, spec in enumerate(target.params) if every >> n & 1)
+    return _named({"rounded to a narrower dtype": names[0], "averaged over its copies": names[1]})
+
+
+def _named(found: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]
 
 
 def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ import megatron_ucp as ucp
 from tests.engines.autotp_states import canonical, fill, tensor_place
 from tests.engines.canonical import base_of, differences
 from tests.engines.model import MUON, uncompiled
+from tests.ranks import allow_fp16_on_cpu
 
 VOCAB, SEQUENCE, BATCH = 61, 8, 4  # 61 rows are 31 and 30
 CHANGED = {
@@ -27,7 +28,7 @@ class Auto:
     """A model on `tp` ranks times as many copies as the job has ranks for; at tp=1 without AutoTP.
     Kinds: "llama" (untied, biases, 3 key-value heads: at 2 ranks 2 and 1, at 4 ranks the last one
     has none; some parameters frozen), "even" (every dim divides), "gpt2" (tied, rows of the
-    vocabulary cut), "phi3" (fused gate and up)."""
+    vocabulary cut), "phi3" (fused gate and up), "adapted" ("llama" with adapters of peft)."""
 
     kind: str
     tp: int
@@ -82,7 +83,14 @@ def network(setup: Auto) -> Any:
     for name, param in model.named_parameters():
         other = name == CHANGED.get(setup.change)
         param.requires_grad_(even or name.endswith(FROZEN) == other)
-    return model
+    return adapted(model) if setup.kind == "adapted" else model
+
+
+def adapted(model: Any) -> Any:
+    """With adapters of peft on what AutoTP cuts."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
 
 
 # What AutoTP is told of models that it does not take by itself. GPT-2's Conv1D stays whole, its
@@ -157,6 +165,9 @@ def ds_config(setup: Auto) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if setup.dtype != "fp32":
         config[setup.dtype] = {"enabled": True}
+    if setup.dtype == "fp16":
+        config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 3}
+        allow_fp16_on_cpu()
     if setup.fp32_sums:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if setup.muon:
@@ -291,19 +302,34 @@ def refused(setup: Auto, fault: str) -> dict[str, Any]:
         words = "a part that several ranks hold"
     else:
         options, words = {"family": "gpt"}, "family"
-    messages: list[str] = []
+    messages = both_say(engine, **options)
+    same = train(engine, 3) == want
+    engine.destroy()
+    return {"messages": messages, "words": words, "same losses": same}
+
+
+def both_say(engine: Any, **options: Any) -> list[str]:
+    """What `attach` and `load` refuse an engine with."""
+    out: list[str] = []
     for call in (
         lambda: ucp.attach(engine, **options),
         lambda: ucp.load(engine, "nowhere", **options),
     ):
         try:
             call()
-            messages.append("nothing was refused")
+            out.append("nothing was refused")
         except ucp.UcpError as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    same = train(engine, 3) == want
+            out.append(f"{type(error).__name__}: {error}")
+    return out
+
+
+def without_adapters() -> list[str]:
+    """What is said of an engine whose adapters AutoTP dropped, though the optimizer has them."""
+    engine = make(Auto("adapted", 2, 0), attach=False)
+    assert not [name for name, _ in engine.module.named_parameters() if "lora" in name]
+    messages = both_say(engine)
     engine.destroy()
-    return {"messages": messages, "words": words, "same losses": same}
+    return messages
 
 
 # ------------------------------------------------ planted faults

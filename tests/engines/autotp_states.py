@@ -141,9 +141,9 @@ def joined(
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Whole tensors from the flat shares of all ranks; a rank may have nothing of one."""
     full: dict[tuple[str, str], torch.Tensor] = {}
-    for name, key in {(name, key) for name, key, _ in local}:
-        ranks = enumerate(shares[name])
-        parts = [local.get((name, key, r), torch.zeros(0)).reshape(shape) for r, shape in ranks]
+    for name, key, dtype in {(name, key, flat.dtype) for (name, key, _), flat in local.items()}:
+        ranks, nothing = enumerate(shares[name]), torch.zeros(0, dtype=dtype)
+        parts = [local.get((name, key, r), nothing).reshape(shape) for r, shape in ranks]
         full[name, key] = join(name, parts, plain[name])
     return full
 

@@ -30,6 +30,22 @@ def resume(setup: Setup, folder: str, **options: Any) -> dict[str, Any]:
     return jobs.resume(plain(setup, 9), folder, **options)
 
 
+def cast(setup: Setup, folder: str, **options: Any) -> tuple[list[str], list[str]]:
+    """Differences after a load into an engine that keeps the momentum in another dtype, whose
+    elements must be those of the checkpoint in it; and the notes of the load."""
+    engine = make_engine(plain(setup, 9))
+    want = torch.load(f"{folder}/oracle.pt", weights_only=False)["states"]["filled"]
+    notes = ucp.load(engine, folder, tag="filled", **options).notes
+    have = canonical(engine)
+    for key, value in want["full"].items():
+        if key[1] == "momentum_buffer":
+            assert value.dtype != have["full"][key].dtype
+            want["full"][key] = value.to(have["full"][key].dtype)
+    found = differences(want, have)
+    engine.destroy()
+    return found, [*notes]
+
+
 def stock_load(setup: Setup, converted: str, oracle: str) -> dict[str, Any]:
     return convert_jobs.stock_load(plain(setup, 9), converted, oracle)
 

@@ -47,6 +47,9 @@ def ds_config(setup: Staged) -> dict[str, Any]:
     if setup.muon:
         uncompiled()
         settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
+        settings["zero_optimization"]["reduce_scatter"] = (
+            False  # which DeepSpeed asks for at ZeRO-3
+        )
     if setup.fp32_sums:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if setup.dtype != "fp32":

@@ -81,6 +81,9 @@ def make(setup: Mega, attach: bool = True) -> Any:
     if setup.muon:
         uncompiled()
         settings["optimizer"] = {"type": MUON, "params": {"lr": 3e-3, "torch_adam": True}}
+        settings["zero_optimization"]["reduce_scatter"] = (
+            False  # which DeepSpeed asks for at ZeRO-3
+        )
     made = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

@@ -81,6 +81,10 @@ def low(kind: str, tp: int, zero: int, **options: Any) -> Auto:
     return Auto(kind, tp, zero, "bf16", **options)
 
 
+def of16(kind: str, tp: int, zero: int, **options: Any) -> Auto:
+    return Auto(kind, tp, zero, "fp16", **options)
+
+
 OTHERS: dict[str, tuple[Run, Run]] = {
     "bf16, 2 to 1": ((2, low("llama", 2, 1)), (1, low("llama", 1, 3))),
     "bf16, 2 to 4": ((2, low("llama", 2, 1)), (4, low("llama", 4, 0))),
@@ -97,12 +101,18 @@ OTHERS: dict[str, tuple[Run, Run]] = {
     ),
     "bf16 onto offload": ((2, low("llama", 2, 1)), (4, low("llama", 2, 3, offload=True))),
     "offload, off": ((2, low("llama", 2, 2, offload=True)), (1, low("llama", 1, 0))),
+    "fp16, 2 to 1": ((2, of16("llama", 2, 2)), (1, of16("llama", 1, 3))),
+    "fp16, 2 to 4": ((2, of16("llama", 2, 3)), (4, of16("llama", 4, 0))),
+    "fp16, 1 to 2": ((1, of16("gpt2", 1, 0)), (4, of16("gpt2", 2, 1))),
+    "fp16, offload": ((2, of16("llama", 2, 2)), (4, of16("llama", 2, 3, offload=True))),
     "fp32 onto offload": ((1, Auto("gpt2", 1, 1)), (2, Auto("gpt2", 2, 2, offload=True))),
 }
 
 
 @pytest.mark.parametrize("pair", OTHERS)
-def test_bf16_and_optimizers_in_the_memory_of_the_cpu(sources: Sources, pair: str) -> None:
+def test_half_precision_and_optimizers_in_the_memory_of_the_cpu(
+    sources: Sources, pair: str
+) -> None:
     check(resume(sources, *OTHERS[pair]))
 
 
@@ -116,6 +126,8 @@ MUON: dict[str, tuple[Run, Run]] = {
     "1 to 2, ZeRO-3 to ZeRO-1": ((2, muon(1, 3)), (4, muon(2, 1))),
     "1 to 2, ZeRO-3 to ZeRO-3": ((2, muon(1, 3)), (2, muon(2, 3))),
     "2 to 2, ZeRO-1 to ZeRO-2": ((4, muon(2, 1)), (2, muon(2, 2, offload=True))),
+    "2 to 4, fp16": ((2, muon(2, 3, dtype="fp16")), (4, muon(4, 1, dtype="fp16"))),
+    "4 to 2, fp16": ((4, muon(4, 0, dtype="fp16")), (4, muon(2, 2, dtype="fp16", offload=True))),
     "2 to 1, bf16": ((2, muon(2, 2, dtype="bf16")), (2, muon(1, 1, dtype="bf16"))),
 }
 

@@ -135,6 +135,14 @@ def test_a_live_engine_is_refused(sources: Sources, fault: str) -> None:
             assert rank["words"] in message and "what to do:" in message, message
 
 
+def test_adapters_that_autotp_drops(sources: Sources) -> None:
+    """It puts its layers in the place of peft's; with ZeRO DeepSpeed itself fails then."""
+    for messages in sources.ranks.run(2, f"{JOBS}:without_adapters"):
+        for message in messages:
+            assert message.startswith("UnsupportedError: the optimizer steps parameters")
+            assert "drops their adapters" in message
+
+
 def test_from_and_to_a_hugging_face_folder(sources: Sources, tmp_path: Path) -> None:
     """A folder fills a live engine, each rank its own rows; the live engine writes the same."""
     folder = Path(saved(sources, "llama", (1, 1, 3))) / "filled"

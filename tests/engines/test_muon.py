@@ -122,6 +122,29 @@ def test_values_that_would_be_rounded(sources: Sources) -> None:
         assert rank["unchanged"]
 
 
+CASTS = [
+    ("dp2z1fp16", 4, muon(0, "fp16")),
+    ("dp2z1bf16", 2, muon(1, "bf16", WIDE)),
+    ("dp2z1bf16", 1, muon(2, "bf16", zero_config=OFFLOAD)),
+    ("dp1z0fp16", 2, muon(3, "fp16")),
+    ("dp4bf16", 2, muon(1, "bf16")),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "setup"), CASTS)
+def test_the_momentum_in_another_dtype(
+    sources: Sources, name: str, world: int, setup: Setup
+) -> None:
+    """Wider as it is, narrower where that is allowed, and the report says it."""
+    narrower = name in ("dp1z0fp16", "dp4bf16")
+    options = {"allow": {"narrow"}} if narrower else {}
+    for wrong, notes in sources.ranks.run(
+        world, JOBS + "cast", setup, source(sources, name), **options
+    ):
+        assert wrong == []
+        assert any("rounded to a narrower dtype: back.weight" in n for n in notes) == narrower
+
+
 @pytest.mark.parametrize("fault", ["one element", "one copy", "as a partition"])
 def test_a_planted_fault_is_seen(sources: Sources, fault: str) -> None:
     folder = source(sources, "dp4z3")
@@ -225,8 +248,8 @@ def test_a_conversion_to_another_tensor_parallel_size(sources: Sources, tmp_path
         assert rank["loaded"] and rank["before"] and rank["differences"] == []
 
 
-def staged(pp: int, zero: int, tp: int = 1) -> Staged:
-    return Staged("llama", tp, zero, pp=pp, muon=True)
+def staged(pp: int, zero: int, tp: int = 1, dtype: str = "fp32") -> Staged:
+    return Staged("llama", tp, zero, dtype=dtype, pp=pp, muon=True)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +259,10 @@ def staged(pp: int, zero: int, tp: int = 1) -> Staged:
         (2, staged(0, 1), 4, staged(2, 1)),
         (4, staged(2, 1), 4, staged(4, 0)),
         (4, staged(2, 0, tp=2), 2, staged(2, 1)),
+        (4, staged(2, 1, 2, "bf16"), 2, staged(0, 3, 1, "bf16")),
+        (4, staged(0, 3, 2, "bf16"), 4, staged(4, 1, 1, "bf16")),
+        (4, staged(4, 1, 1, "fp16"), 4, staged(2, 1, 2, "fp16")),
+        (2, staged(0, 3, 1, "fp16"), 4, staged(2, 1, 1, "fp16")),
     ],
 )
 def test_stages_of_a_pipeline(

@@ -10,11 +10,13 @@ import pytest
 
 from megatron_ucp.core.manifest import FILE_NAME
 from tests.engines.model import Setup
+from tests.engines.moe_jobs import Moe
 from tests.engines.sources import Sources
+from tests.engines.tensor_jobs import Mega
 from tests.engines.test_pairs import check, check_fails
 
 pytestmark = pytest.mark.ranks
-SAVES = "tests.engines.save_jobs:"
+SAVES, BOTH = "tests.engines.save_jobs:", "tests.engines.ulysses_jobs:"
 DERIVED = "derived from the seed, the step"
 
 
@@ -65,6 +67,38 @@ def test_the_form_without_an_mpu_is_refused(sources: Sources) -> None:
     for rank in sources.ranks.run(2, "tests.engines.optimizer_jobs:attaching", setup):
         assert rank["error"] == "UnsupportedError" and "same files" in rank["message"]
         assert rank["unchanged"] and not rank["attached"]
+
+
+def beside(zero: int, tp: int) -> Mega:
+    return Mega("llama", tp, zero)
+
+
+BESIDE = [
+    ((4, 2, beside(1, 2)), (2, 1, beside(2, 1))),
+    ((4, 2, beside(2, 2)), (4, 1, beside(3, 4))),
+    ((2, 1, beside(3, 2)), (4, 2, beside(1, 2))),
+    ((4, 2, beside(0, 2)), (2, 2, beside(1, 1))),
+    ((4, 2, Moe(2, 1)), (4, 1, Moe(4, 2))),
+    ((4, 2, Moe(2, 2)), (2, 1, Moe(2, 0))),
+    ((4, 1, Moe(4, 1)), (4, 2, Moe(2, 1))),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), BESIDE)
+def test_beside_tensor_parallelism_and_experts(sources: Sources, source: Any, target: Any) -> None:
+    (ranks, *sharing), (world, sp, setup) = source, target
+    folder = sources.get(ranks, tuple(sharing), BOTH + "save")
+    setup = replace(setup, seed=9)
+    check(sources.ranks.run(world, BOTH + "sharing", sp, "resume", setup, folder))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_copies_that_drift_apart_are_refused(sources: Sources, tmp_path: Path, tp: int) -> None:
+    """DeepSpeed's ZeRO-3 divides over the mpu's data-parallel ranks, and reduces no gradient over
+    those of a sequence."""
+    said = sources.ranks.run(4, BOTH + "sharing", 2, "save", beside(3, tp), str(tmp_path))
+    for message in said:
+        assert message.startswith("UnsupportedError") and "drift apart" in message
 
 
 @pytest.mark.parametrize(("sp", "other"), [(2, 1), (1, 2)])

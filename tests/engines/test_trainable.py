@@ -3,6 +3,7 @@ parameter groups."""
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.engines.test_muon import muon
 pytestmark = pytest.mark.ranks
 JOB, OF_MUON = "tests.engines.trainable_jobs:go_on", MUON_JOBS + "save"
 STEPS = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
 THAWED, NEW, FROZEN = "frozen.weight", "more.weight", "up.weight"
 TARGETS = [(1, 0, "fp32"), (4, 1, "bf16"), (2, 2, "fp32"), (4, 3, "bf16"), (1, 3, "fp32")]
 
@@ -275,3 +277,26 @@ def test_groups_whose_steps_differ_are_not_joined(sources: Sources, tmp_path: Pa
     assert {*apart["after"]["scalars"].values()} == {STEPS, STEPS + 1}
     each = go_on(sources, 1, joined(0), str(folder))
     assert {*each["after"]["scalars"].values()} == {STEPS, STEPS + 1}
+
+
+@pytest.mark.parametrize(
+    ("groups", "world", "setup"),
+    [
+        (1, 4, muon(2, groups=2)),
+        (1, 2, muon(3, groups=3)),
+        (1, 1, muon(0, groups=3)),
+        (3, 4, muon(1, groups=1)),
+        (3, 2, muon(3, groups=1)),
+        (3, 1, muon(0, groups=2)),
+    ],
+)
+def test_other_groups_of_muon(sources: Sources, groups: int, world: int, setup: Setup) -> None:
+    """Matrices are sorted by size in each group, and beside them stands Adam's part of it."""
+    alike = {"alike": True} if groups > 1 else {}
+    folder = str(sources.get(2, muon(1, groups=groups, extra=alike), OF_MUON, more=0))
+    want = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    found = go_on(sources, world, replace(setup, seed=5), folder)
+    check_regrouped(found, want)
+    assert {state for _, state in want["full"]} == {"fp32", "momentum_buffer", *MOMENTS}
+    steps = {value for key, value in found["stepped"]["scalars"].items() if key[1] == "step"}
+    assert steps == {STEPS + 1}

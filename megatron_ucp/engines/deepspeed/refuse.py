@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ucp.engines.deepspeed.autotp import is_autotp, layouts_of
 from megatron_ucp.engines.deepspeed.experts import autoep_layers, refuse_unplaced
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
+from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
 from megatron_ucp.families.base import Model
@@ -95,6 +96,17 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "give DeepSpeed's parallel_state_sp, or what UlyssesSPAttentionHF registers, as mpu",
     ),
     (
+        "sequence parallelism at ZeRO-3 under an mpu with a data-parallel group of its own: "
+        "DeepSpeed divides parameters over that group alone, and the ranks of a sequence train "
+        "copies that drift apart",
+        lambda e: (
+            int(e.sequence_parallel_size) > 1
+            and e.zero_optimization_stage() == 3
+            and hasattr(e.mpu, "get_data_parallel_group")
+        ),
+        "give DeepSpeed's parallel_state_sp as mpu, or train at ZeRO-2",
+    ),
+    (
         "node-local storage (checkpoint.use_node_local_storage): a rank does not see the files of "
         "other nodes",
         lambda e: bool(e.use_node_local_storage()),
@@ -177,6 +189,31 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             "states of this engine are offloaded at the moment (engine.offload_states)",
             found=", ".join(str(getattr(s, "value", s)) for s in offloaded),
             fix="call engine.reload_states() before",
+        )
+    _refuse_strangers(engine)
+
+
+def _refuse_strangers(engine: Any) -> None:
+    """Raises UnsupportedError where the optimizer steps what is no parameter of the model. With
+    ZeRO DeepSpeed itself can't build such an engine."""
+    strangers = [
+        tuple(getattr(param, "ds_shape", param.shape))
+        for buffer in wrapper_of(engine).buffers()
+        for param in buffer.params
+        if param not in engine.param_names
+    ]
+    if strangers:
+        auto = is_autotp(engine)
+        raise UnsupportedError(
+            "the optimizer steps parameters that are not in the model: the model does not use "
+            "them, and no save would hold them",
+            expected="an optimizer of the model's own parameters",
+            found=f"{len(strangers)} others, the first of shape {strangers[0]}",
+            fix="AutoTP puts its own layers in the place of peft's and drops their adapters: leave "
+            "one of the two out"
+            if auto
+            else "give the optimizer the parameters that the model has when it is given to "
+            "deepspeed.initialize",
         )
 
 

@@ -416,8 +416,8 @@ class NativeCheckpoint(TagFolder):
         return layers_of(self) if self.pipeline else None
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        if name == self.model_name:
-            refuse_unusable(self.manifest, self.main_file, allow)
+        # before any comparison of this rank's files: the cause, not what follows from it
+        refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow, optimizer)
 
     def where(self, slot: Slot) -> Where:
