@@ -232,7 +232,7 @@ pool.run(2, "{HERE}:hang_on", 0)
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
         pids = [int(word) for word in (parent.stdout or sys.stdin).readline().split()]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not buffers() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(pids) == 2 and buffers()
