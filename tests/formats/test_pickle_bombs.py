@@ -129,7 +129,7 @@ CASES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name fo
 
 @pytest.mark.parametrize("name", CASES)
 def test_small_pickles_take_little_time_and_memory(name: str) -> None:
-    start = time.process_time()
+    start = time.perf_counter()
     tracemalloc.start()
     try:
         loads(BOMBS[name], file="x", allow=frozenset({"a.B"}))
@@ -140,7 +140,7 @@ def test_small_pickles_take_little_time_and_memory(name: str) -> None:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert refused or name in ("memo index of 2**32",)
-    assert peak_bytes < 100 * 2**20 and time.process_time() - start < 20
+    assert peak_bytes < 100 * 2**20 and time.perf_counter() - start < 20
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
