@@ -62,6 +62,7 @@ class Mcore:
     listed: bool = False  # a list says which layers have experts
     heads: int = 4  # with 2 groups; others without
     adam: str = "torch"  # or a stand-in of `fused_adam`
+    fused: bool = False  # layers of `te_like`
 
     @property
     def experts(self) -> Any:
@@ -115,7 +116,10 @@ def make(setup: Mcore) -> Engine:
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
-    stack = build(setup.model, stages, buffers)
+    from tests.engines.te_like import built_so
+
+    with built_so(setup.fused):
+        stack = build(setup.model, stages, buffers)
     for bare in stack.bare if setup.listed else ():
         bare.config.moe_layer_freq = [int(not n % setup.every) for n in range(setup.layers)]
     optimizer, scheduler = make_optimizer(setup, stack)

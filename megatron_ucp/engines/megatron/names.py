@@ -1,14 +1,17 @@
 """Canonical names of what a chunk of megatron-core's own pipeline holds: layers and experts by
-their numbers in the whole model."""
+their numbers in the whole model, in the words of megatron-core's own modules."""
 
 import re
 from typing import Any
 
 from megatron_ucp.engines.megatron.experts import moe_layers
+from megatron_ucp.formats.megatron.names import FUSED_NORMS
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+# of TEGroupedMLP: a parameter for each expert of the rank
+_GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def bare_model(chunk: Any) -> Any:
@@ -23,7 +26,8 @@ def canonical_names(model: Any) -> dict[str, str]:
     whole model.
 
     A chunk counts its layers from 0, and a rank its experts: their numbers are asked of the
-    modules. The last stage's copy of a tied embedding has the embedding's name.
+    modules. The last stage's copy of a tied embedding has the embedding's name. Transformer
+    Engine's modules hold the norm before them, and the experts of a rank together.
     """
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     own_experts = {
@@ -35,13 +39,23 @@ def canonical_names(model: Any) -> dict[str, str]:
     for name, value in model.state_dict(keep_vars=True).items():
         if value is None or name.endswith("._extra_state"):
             continue  # states of Transformer Engine, empty without it
-        whole = name
+        whole = _in_own_modules(name)
         for local, prefix in own_experts.items():
-            if name.startswith(local):
-                whole = prefix + name.removeprefix(local)
+            if whole.startswith(local):
+                whole = prefix + whole.removeprefix(local)
         if found := _LAYER.match(whole):
             whole = f"decoder.layers.{layers[int(found[1])]}.{whole[found.end() :]}"
         if name == HEAD and getattr(value, "shared_embedding", False):
             whole = EMBEDDING
         out[name] = whole
     return out
+
+
+def _in_own_modules(name: str) -> str:
+    """A name as it is in a model of megatron-core's own modules."""
+    for theirs, ours in FUSED_NORMS.items():
+        name = name.replace(theirs, ours)
+    if found := _GROUPED.fullmatch(name):
+        experts, layer, kind, local = found.groups()
+        return f"{experts}.local_experts.{local}.{layer}.{kind}"
+    return name

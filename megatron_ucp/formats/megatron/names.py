@@ -20,7 +20,7 @@ LOCAL_EXPERTS = "mlp.experts.local_experts."
 ROUTER = "mlp.router.weight"
 _FUSED_WITH_MLP = "mlp.linear_fc1.layer_norm_"
 # The norms are named after the layer behind them, with which Transformer Engine fuses them.
-_RENAMED = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     _FUSED_WITH_MLP: "pre_mlp_layernorm.",
 }
@@ -81,7 +81,7 @@ def read_key(key: str) -> Key:
     half: int | None = None
     if expert is None:
         rest, half = _half(rest)
-        for theirs, ours in _RENAMED.items():
+        for theirs, ours in FUSED_NORMS.items():
             if rest.startswith(theirs):
                 rest = ours + rest.removeprefix(theirs)
         name = f"{LAYERS_PREFIX}{{layer}}.{_escaped(rest)}"
@@ -120,7 +120,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     if found is None or found["number"] is None:
         return name
     rest = found["rest"]
-    for theirs, ours in _RENAMED.items():
+    for theirs, ours in FUSED_NORMS.items():
         if rest.startswith(theirs):
             rest = ours + rest.removeprefix(theirs)
     if expert := _LOCAL_EXPERT.fullmatch(rest):
@@ -214,7 +214,7 @@ def key_of(name: str, stacked: bool) -> Stacking:
             f"{before}{STACKED_EXPERTS}{found['inner']}", (*index, int(found["expert"]))
         )
     rest = found["rest"]
-    for theirs, ours in _RENAMED.items():
+    for theirs, ours in FUSED_NORMS.items():
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
     return Stacking(before + rest, index)
@@ -225,7 +225,7 @@ def key_before_experts(key: str) -> str | None:
     with experts, by the key that models of megatron-core's own layers give it; None for any other
     key."""
     before, found, kind = key.rpartition(_FUSED_WITH_MLP)
-    return f"{before}{_RENAMED[_FUSED_WITH_MLP]}{kind}" if found else None
+    return f"{before}{FUSED_NORMS[_FUSED_WITH_MLP]}{kind}" if found else None
 
 
 def number_of_layer(name: str) -> int | None:

@@ -66,11 +66,12 @@ def _refuse_model(model: Any) -> None:
         )
     _refuse(model.config, _MODEL)
     for name, layer in moe_layers(model):
-        if not hasattr(layer.experts, "local_experts"):
+        one_by_one = hasattr(layer.experts, "local_experts")
+        if not one_by_one and not hasattr(getattr(layer.experts, "linear_fc1", None), "weight0"):
             raise UnsupportedError(
                 "experts that lie in one tensor are not supported",
                 parameter=f"{name}.experts",
-                expected="a module for each expert (SequentialMLP)",
+                expected="a module or a parameter for each expert (SequentialMLP, TEGroupedMLP)",
                 found=type(layer.experts).__name__,
                 fix="build the model without --moe-grouped-gemm",
             )

@@ -1,0 +1,50 @@
+"""megatron-core's stack with Transformer Engine's layers, which is what Megatron-LM builds where
+there is a GPU: other names and places of norms and experts, the same model."""
+
+from typing import Any
+
+import pytest
+
+from tests.engines.sources import Sources
+from tests.engines.stack_jobs import Mcore
+from tests.engines.test_stack_pairs import check
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.stack_jobs:"
+MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
+PLAIN: dict[str, tuple[int, Mcore]] = {
+    "dense": (2, Mcore(tp=2)),
+    "experts": (4, Mcore(ep=2, tp=2, etp=1, **MOE)),
+}
+FUSED: dict[str, tuple[int, Mcore]] = {
+    "dense": (4, Mcore(pp=2, vpp=2, fused=True)),
+    "experts": (4, Mcore(ep=4, fused=True, **MOE)),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_the_layers_of_the_tests_compute_the_same(sources: Sources, kind: str) -> None:
+    """Weights are drawn by canonical names, so that a wrong name is another model."""
+    for ranks, setup in (PLAIN[kind], FUSED[kind]):
+        (found, *_) = sources.ranks.run(ranks, JOBS + "losses", setup)
+        (want, *_) = sources.ranks.run(
+            1, JOBS + "losses", Mcore(**MOE) if setup.ep > 1 else Mcore()
+        )
+        assert found == pytest.approx(want, rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("onto", [PLAIN, FUSED], ids=["onto its own", "onto fused"])
+def test_pair(sources: Sources, kind: str, onto: dict[str, tuple[int, Mcore]]) -> None:
+    """Between the two, through ucp.save."""
+    (ranks, source), (world, target) = (FUSED if onto is PLAIN else PLAIN)[kind], onto[kind]
+    folder = sources.get(ranks, source, JOBS + "save", more=3, kind="ours")
+    check(sources.ranks.run(world, JOBS + "resume", target, folder, more=3), 1e-5)
+
+
+def test_on_the_same_mesh_not_a_bit_differs(sources: Sources) -> None:
+    ranks, setup = FUSED["experts"]
+    folder = sources.get(ranks, setup, JOBS + "save", more=3, kind="ours")
+    found = sources.ranks.run(ranks, JOBS + "resume", setup, folder, tags=("trained",), three=True)
+    check(found, None)
+    assert all(rank["after"] == [] for rank in found)
