@@ -1,8 +1,8 @@
 """What a model computes besides what the shapes of its parameters say."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.families.base import Model, Sizes
@@ -58,7 +58,7 @@ def every_of(said: object) -> int:
         return said
     if not isinstance(said, list | tuple):
         raise TypeError(f"{FREQUENCY} is neither a number nor a list")
-    marks = [bool(mark) for mark in said]
+    marks = [bool(mark) for mark in cast("Sequence[object]", said)]
     for every in range(1, len(marks) + 1):
         if marks == [not number % every for number in range(len(marks))]:
             return every

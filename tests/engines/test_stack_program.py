@@ -58,7 +58,7 @@ def give(args: argparse.Namespace) -> None:
     from megatron.core import num_microbatches_calculator as batches
 
     stub: Any = types.ModuleType("megatron.training")
-    stub.get_args = lambda: args
+    stub.get_args, stub.print_rank_0 = (lambda: args), (lambda text: None)
     sys.modules[stub.__name__] = stub
     batches.destroy_num_microbatches_calculator()
     batches.init_num_microbatches_calculator(dist.get_rank(), [2, 2, 4], BATCH, 1, 2)
@@ -87,20 +87,7 @@ def program(folder: str) -> None:
     args.exit_on_missing_checkpoint = False
     with pytest.raises(UsageError, match="don't see the same files"):
         load_checkpoint(*parts(engine))
-    stack_jobs.train(engine, 2)
-    vars(args).update(consumed_train_samples=7, skipped_train_samples=1, consumed_valid_samples=3)
-    for asked in ({"release": True}, {"non_persistent_ckpt": True}, {}):
-        args.non_persistent_ckpt_type, args.no_save_optim = "local", not asked
-        with pytest.raises(UnsupportedError, match="kind of save"):
-            save_checkpoint(2, *parts(engine), 12.5, **asked)
-    vars(args).update(non_persistent_ckpt_type="global", no_save_optim=False)
-    save_checkpoint(2, *parts(engine), 12.5, {}, train_data_iterator=None)
-    want = {**canonical(engine), "counters": None}
-    for iteration in (3, 4):
-        save_checkpoint(iteration, *parts(engine), 12.5, non_persistent_ckpt=True)
-    assert [p.name for p in Path(folder, "non_persistent").glob("iter*")] == ["iter_0000004"]
-    stack_jobs.close(engine)
-
+    want = save_in_all_ways(engine, args, folder)
     engine = stack_jobs.make(kind)
     give(args := flags(engine, load=folder))
     before = {**canonical(engine), "counters": None}
@@ -114,6 +101,24 @@ def program(folder: str) -> None:
         load_checkpoint(*parts(engine))
     stack_jobs.close(engine)
     check_weights_alone(kind, folder, want)
+
+
+def save_in_all_ways(engine: Any, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Saves iteration 2; others as `--non-persistent-ckpt-type` asks. What is in the engine."""
+    stack_jobs.train(engine, 2)
+    vars(args).update(consumed_train_samples=7, skipped_train_samples=1, consumed_valid_samples=3)
+    for asked in ({"release": True}, {"non_persistent_ckpt": True}, {}):
+        args.non_persistent_ckpt_type, args.no_save_optim = "local", not asked
+        with pytest.raises(UnsupportedError, match="kind of save"):
+            save_checkpoint(2, *parts(engine), 12.5, **asked)
+    vars(args).update(non_persistent_ckpt_type="global", no_save_optim=False)
+    save_checkpoint(2, *parts(engine), 12.5, {}, train_data_iterator=None)
+    want = {**canonical(engine), "counters": None}
+    for iteration in (3, 4):
+        save_checkpoint(iteration, *parts(engine), 12.5, non_persistent_ckpt=True)
+    assert [p.name for p in Path(folder, "non_persistent").glob("iter*")] == ["iter_0000004"]
+    stack_jobs.close(engine)
+    return want
 
 
 def check_weights_alone(kind: Mcore, folder: str, want: dict[str, Any]) -> None:

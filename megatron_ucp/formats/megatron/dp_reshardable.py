@@ -105,6 +105,11 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     # ------------------------------------------------ structure
 
     def _build(self) -> Manifest:
+        self._refuse_experts_cut_alone()
+        specs = {name: self._spec(weight) for name, weight in self.states.weights.items()}
+        return self._build_of(specs)
+
+    def _refuse_experts_cut_alone(self) -> None:
         if self.has_experts_cut_alone:
             raise UnsupportedError(
                 "experts that are cut otherwise than the rest, and not spread, are not read from "
@@ -116,7 +121,9 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 fix="save it again with --dist-ckpt-optim-fully-reshardable, or load the weights: "
                 'allow={"weights"}, load_optimizer_states=False',
             )
-        specs = {name: self._spec(weight) for name, weight in self.states.weights.items()}
+
+    def _build_of(self, specs: Mapping[str, ParamSpec]) -> Manifest:
+        """The manifest of these parameters, whole."""
         trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
         on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
         placed = self._fitting(on_mesh)

@@ -86,9 +86,9 @@ class TorchDistCheckpoint(MegatronFolder):
         leave it open where experts are cut otherwise than the rest, and not spread."""
         tree: Any = self.main_tree.get("optimizer") or {}
         chained = set(tree) == {0, 1}
-        spread = self.arguments.get("expert_model_parallel_size")
-        known = type(spread) is int and not self.has_experts_cut_alone
-        if tree and known and chained != (spread > 1):
+        spread: Any = self.arguments.get("expert_model_parallel_size")
+        is_open = type(spread) is not int or self.has_experts_cut_alone
+        if tree and not is_open and chained != (spread > 1):
             raise ForeignFileError(
                 f"{COMMON_FILE} is of a run with another kind of expert parallelism",
                 file=self.main_file,

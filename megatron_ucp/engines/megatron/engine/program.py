@@ -156,6 +156,7 @@ def _ramp_up(samples: int) -> None:
 
 
 def _say(notes: Sequence[str]) -> None:
-    if agree.world()[0] == 0:
-        for note in notes:
-            print(f"megatron_ucp: {note}", flush=True)
+    from megatron.training import print_rank_0  # pyright: ignore[reportMissingImports]
+
+    for note in notes:
+        print_rank_0(f"megatron_ucp: {note}")
