@@ -259,6 +259,19 @@ def resume(
     return found
 
 
+def attempt(setup: Auto, folder: str, **options: Any) -> tuple[str, bool]:
+    """What a load of the tag `filled` is refused with, and whether the engine is as before."""
+    engine, message = make(setup), ""
+    before = canonical(engine)
+    try:
+        ucp.load(engine, folder, tag="filled", **options)
+    except ucp.UcpError as error:
+        message = f"{type(error).__name__}: {error}"
+    unchanged = differences(before, canonical(engine)) == []
+    engine.destroy()
+    return message, unchanged
+
+
 def from_hugging_face(setup: Auto, folder: str) -> list[str]:
     """Loads `in`, compares masters and weights with the file's tensors, and writes `out`."""
     from safetensors.torch import load_file
