@@ -145,6 +145,19 @@ def test_muon(sources: Sources, pair: str) -> None:
         assert any("momentum_buffer" in line for line in rank["before"]["filled"])
 
 
+GROUPS = [
+    ((2, Auto("llama", 2, 1)), (2, Auto("llama", 1, 2, groups="halved"))),
+    ((2, Auto("llama", 2, 3, groups="alike")), (4, Auto("llama", 4, 1, groups="joined"))),
+    ((4, muon(2, 2, groups="halved")), (4, muon(4, 2))),
+    ((1, muon(1, 0, groups="alike")), (4, muon(2, 3, groups="joined"))),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), GROUPS)
+def test_groups_split_or_joined(sources: Sources, source: Run, target: Run) -> None:
+    check(resume(sources, source, target))
+
+
 STOCK = {"muon": MUON["2 to 1, ZeRO-1 to ZeRO-2"], "offload": OTHERS["offload, 2 to 4"]}
 
 
