@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
@@ -203,8 +204,9 @@ class Told:
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
     Hugging Face folder holds of the parameters in `specs`, or, without a family, `stacks`: those
-    that such a folder may hold expert by expert; `weights`: the optimizer's states are
-    not wanted, and may be damaged."""
+    that such a folder may hold expert by expert; `weights`: the optimizer's states are not wanted,
+    and may be damaged; `shapes`: of what the caller's first tensor-parallel rank has of each
+    parameter, where its optimizer sorted by them."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None
@@ -213,6 +215,7 @@ class Told:
     shares: Mapping[str, Share] | None = None
     stacks: Mapping[str, ParamSpec] = field(default_factory=dict)
     weights: bool = False
+    shapes: Mapping[str, Ints] | None = None
 
 
 class Format(Protocol):

@@ -39,6 +39,7 @@ class Auto:
     fp32_sums: bool = False  # BF16_Optimizer at ZeRO-1
     muon: bool = False
     change: str = ""  # of what "llama" trains: "freeze" or "unfreeze" one parameter of CHANGED
+    groups: str = ""  # of the optimizer: "halved", "joined", or with one weight decay: "alike"
 
 
 def network(setup: Auto) -> Any:
@@ -136,6 +137,7 @@ def make(setup: Auto, attach: bool = True) -> Any:
         apart = dict(net.named_parameters())[CHANGED["unfreeze"]]
         groups[0]["params"] = [p for p in groups[0]["params"] if p is not apart]
         groups.append({"params": [apart], "weight_decay": 0.1})
+    groups = regrouped(groups, setup.groups)
     # a larger epsilon: gradients that are 0 but for rounding (of biases of keys) must not steer
     optimizer = None if setup.muon else torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
     engine = deepspeed.initialize(
@@ -148,6 +150,19 @@ def make(setup: Auto, attach: bool = True) -> Any:
     )[0]
     engine.plain_shapes = whole
     return ucp.attach(engine) if attach else engine
+
+
+def regrouped(groups: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
+    """The same parameters in other groups (see `Auto.groups`)."""
+    if how == "halved":
+        halves = [(group, len(group["params"]) // 2) for group in groups]
+        parts = [(g, part) for g, n in halves for part in (g["params"][:n], g["params"][n:])]
+        return [{**group, "params": part} for group, part in parts]
+    if how in ("alike", "joined"):
+        groups = [{**group, "weight_decay": 0.1} for group in groups]
+    if how == "joined":
+        groups = [{**groups[0], "params": [p for group in groups for p in group["params"]]}]
+    return groups
 
 
 def ds_config(setup: Auto) -> dict[str, Any]:
@@ -257,6 +272,19 @@ def resume(
         )
     engine.destroy()
     return found
+
+
+def attempt(setup: Auto, folder: str, **options: Any) -> tuple[str, bool]:
+    """What a load of the tag `filled` is refused with, and whether the engine is as before."""
+    engine, message = make(setup), ""
+    before = canonical(engine)
+    try:
+        ucp.load(engine, folder, tag="filled", **options)
+    except ucp.UcpError as error:
+        message = f"{type(error).__name__}: {error}"
+    unchanged = differences(before, canonical(engine)) == []
+    engine.destroy()
+    return message, unchanged
 
 
 def from_hugging_face(setup: Auto, folder: str) -> list[str]:

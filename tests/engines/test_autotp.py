@@ -145,6 +145,19 @@ def test_muon(sources: Sources, pair: str) -> None:
         assert any("momentum_buffer" in line for line in rank["before"]["filled"])
 
 
+GROUPS = [
+    ((2, Auto("llama", 2, 1)), (2, Auto("llama", 1, 2, groups="halved"))),
+    ((2, Auto("llama", 2, 3, groups="alike")), (4, Auto("llama", 4, 1, groups="joined"))),
+    ((4, muon(2, 2, groups="halved")), (4, muon(4, 2))),
+    ((1, muon(1, 0, groups="alike")), (4, muon(2, 3, groups="joined"))),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), GROUPS)
+def test_groups_split_or_joined(sources: Sources, source: Run, target: Run) -> None:
+    check(resume(sources, source, target))
+
+
 STOCK = {"muon": MUON["2 to 1, ZeRO-1 to ZeRO-2"], "offload": OTHERS["offload, 2 to 4"]}
 
 
@@ -156,6 +169,35 @@ def test_files_of_stock_deepspeed(sources: Sources, tmp_path: Path, pair: str) -
     stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
     job = f"{JOBS}:resume"
     check(sources.ranks.run(target_ranks, job, replace(target, seed=9), str(stock)))
+
+
+UNNAMED: list[tuple[Run, Run]] = [
+    ((2, muon(2, 0, dtype="bf16")), (1, muon(1, 0, dtype="bf16"))),
+    ((2, muon(2, 0, dtype="fp16")), (4, muon(4, 0, dtype="fp16"))),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), UNNAMED)
+def test_muon_at_stage_0_without_a_manifest(
+    sources: Sources, tmp_path: Path, source: Run, target: Run
+) -> None:
+    """Muon listed the parameters by the shapes of their shares, which are others here."""
+    folder = Path(sources.get(*source, f"{JOBS}:save", more=0))
+    stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
+    job = f"{JOBS}:resume"
+    check(sources.ranks.run(target[0], job, replace(target[1], seed=9), str(stock)))
+
+
+@pytest.mark.parametrize("allow", [(), ("positions",)])
+def test_an_order_that_nobody_knows(sources: Sources, tmp_path: Path, allow: Any) -> None:
+    """Square matrices, of which half the rows or half the columns are left: Muon put one kind
+    before the other here, and left them as they came there."""
+    folder = Path(sources.get(1, muon(1, 0), f"{JOBS}:save", more=0))
+    stock = without_manifest(Path(shutil.copytree(folder, tmp_path / "stock")))
+    job = f"{JOBS}:attempt"
+    for message, unchanged in sources.ranks.run(2, job, muon(2, 0), str(stock), allow=allow):
+        assert message.startswith("StateMismatchError") and "order is not known" in message
+        assert "o_proj" in message and "q_proj" in message and unchanged
 
 
 FAULTS = [(fault, fault in OF_MUON) for fault in PLANTS if fault]

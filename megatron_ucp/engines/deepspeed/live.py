@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
@@ -28,7 +29,8 @@ from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.deepspeed.muon import MOMENTUM, other_steps, steps_matrices
+from megatron_ucp.formats.deepspeed.muon import MOMENTUM, is_used, other_steps, steps_matrices
+from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.hugging_face.stacked import stacks_of
 from megatron_ucp.formats.optimizers import refuse_step_in_group
@@ -83,11 +85,20 @@ class LiveEngine:
 
     def told(self) -> Told:
         model, order = self.own.model, self.order if self.has_optimizer else None
+        shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            return Told(order, stacks=stacks_of(self.manifest.by_name))
+            return Told(order, stacks=stacks_of(self.manifest.by_name), shapes=shapes)
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
-        return Told(order, self.manifest.by_name, model.pipe, shares=shares)
+        return Told(order, self.manifest.by_name, model.pipe, shares=shares, shapes=shapes)
+
+    def _local_shapes(self) -> dict[str, Ints]:
+        """Of what the first tensor-parallel rank has of every parameter: Muon sorts by them."""
+        first = self.manifest.mesh.place(at_tp(0))
+        return {
+            spec.name: spec.layout.local_shape(spec.name, spec.shape, first)
+            for spec in self.manifest.params
+        }
 
     # ------------------------------------------------ places
 

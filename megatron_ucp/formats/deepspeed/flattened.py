@@ -9,6 +9,7 @@ from megatron_ucp.errors import DamagedFileError, NotFoundError
 from megatron_ucp.formats.base import Order
 from megatron_ucp.formats.deepspeed.experts import LocalExperts
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.muon import as_listed
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
@@ -49,12 +50,21 @@ def flattened(
             found="no manifest",
             fix="load it into an engine, which knows the order of its own groups",
         )
+    return _in_order(checkpoint, tree, file, order, mp)
+
+
+def _in_order(
+    checkpoint: "NativeCheckpoint", tree: Any, file: str, order: Order, mp: int
+) -> list[dict[str, Ints]]:
+    """What a file of stage 0 keeps, whose parameters the caller names."""
     module = checkpoint.weights.module(mp % checkpoint.counts.tp)
     shapes = [{name: checkpoint.shape_of(module, name) for name in names} for names in order]
-    if not checkpoint.uneven:
+    if checkpoint.uneven:  # a rank without a share of a parameter does not step it
+        shapes = [{n: shape for n, shape in named.items() if 0 not in shape} for named in shapes]
+    if checkpoint.recorded is not None:
         return shapes
-    # a rank without a share of a parameter does not step it
-    return [{name: shape for name, shape in named.items() if 0 not in shape} for named in shapes]
+    groups = tree.get("optimizer_state_dict", tree)["param_groups"]
+    return as_listed(shapes, groups, checkpoint.told_shapes or {}, file)
 
 
 def names_at(checkpoint: "NativeCheckpoint", rank: int, file: str) -> Callable[[str], str]:

@@ -86,6 +86,7 @@ class NativeCheckpoint(TagFolder):
         specs: Mapping[str, ParamSpec] | None = None,
         names: Mapping[str, str] | None = None,
         rules: RuleSet | None = None,
+        shapes: Mapping[str, Ints] | None = None,
     ) -> None:
         super().__init__(tag_folder(path, tag))
         if is_universal(self.folder):
@@ -94,9 +95,8 @@ class NativeCheckpoint(TagFolder):
                 file=self.folder,
                 fix="open_checkpoint reads it",
             )
-        self._specs = specs
+        self._specs, self._rules, self.told_shapes = specs, rules, shapes
         self.pipe_names = names or {}
-        self._rules = rules
         self._used: dict[tuple[int, int, bool], int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -493,6 +493,5 @@ class NativeFormat:
         return True
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
-        return NativeCheckpoint(
-            folder, None, told.order, told.order is None, told.specs, told.names, told.rules
-        )
+        known = told.specs, told.names, told.rules, told.shapes
+        return NativeCheckpoint(folder, None, told.order, told.order is None, *known)

@@ -36,7 +36,7 @@ STATES = ("fp32", "exp_avg", SECOND_MOMENT)
 GRADIENTS = (("data_types", {"grad_accum_dtype": "fp32"}),)
 SEQUENCES = {"sp": 2}
 VERSIONS = ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.2", "0.18.9", "0.19.4")
-NAMED_BY_SEQUENCE_RANK = ("0.18.2",)
+NAMED_BY_SEQUENCE_RANK = ("0.18.2", "0.19.4")  # the first and the last that did
 
 
 @dataclass(frozen=True)
