@@ -110,3 +110,12 @@ def built_so(wanted: bool) -> Any:
             patched.enter_context(mock.patch.object(models, "layer_specs", layer_specs))
             patched.enter_context(mock.patch.object(experts, "mark_experts", mark))
         yield
+
+
+def export(setup: Any, folder: str) -> None:
+    """The drawn weights of a model as a Hugging Face folder, from the memory of all ranks."""
+    from tests.engines import stack_jobs
+
+    engine = stack_jobs.make(setup)
+    engine.handle.ucp_export_hf(folder)
+    stack_jobs.close(engine)

@@ -1,6 +1,8 @@
 """megatron-core's stack with Transformer Engine's layers, which is what Megatron-LM builds where
 there is a GPU: other names and places of norms and experts, the same model."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,20 @@ def test_the_layers_of_the_tests_compute_the_same(sources: Sources, kind: str) -
             1, JOBS + "losses", Mcore(**MOE) if setup.ep > 1 else Mcore()
         )
         assert found == pytest.approx(want, rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None:
+    """The same model and the same folder, byte for byte; another seed is another one."""
+    (ranks, one), (world, other) = PLAIN[kind], FUSED[kind]
+    job = "tests.engines.te_like:export"
+    sources.ranks.run(ranks, job, one, str(tmp_path / "one"))
+    sources.ranks.run(world, job, other, str(tmp_path / "other"))
+    sources.ranks.run(world, job, replace(other, seed=2), str(tmp_path / "third"))
+    one_model, same, another = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "other", "third")
+    )
+    assert one_model == same != another
 
 
 @pytest.mark.parametrize("kind", PLAIN)
