@@ -60,6 +60,7 @@ class Mcore:
     shared: int = 0  # width of an expert that sees every token
     bias: bool = False  # routers have a bias, which is a buffer
     listed: bool = False  # a list says which layers have experts
+    fused: bool = False  # layers have their parameters as those of Transformer Engine do
     heads: int = 4  # with 2 groups; others without
     adam: str = "torch"  # or a stand-in of `fused_adam`
 
@@ -115,7 +116,8 @@ def make(setup: Mcore) -> Engine:
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
-    stack = build(setup.model, stages, buffers)
+    with fused_adam.fused_norms(setup.fused):
+        stack = build(setup.model, stages, buffers)
     for bare in stack.bare if setup.listed else ():
         bare.config.moe_layer_freq = [int(not n % setup.every) for n in range(setup.layers)]
     optimizer, scheduler = make_optimizer(setup, stack)

@@ -32,6 +32,8 @@ def numbered(engine: Any) -> dict[Any, str]:
 def in_model(bare: Any, name: str) -> str:
     """A chunk's name with the number that the layer has in the whole model."""
     layers = [layer.layer_number - 1 for layer in bare.decoder.layers]
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     return re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{layers[int(m[1])]}", name)
 
 

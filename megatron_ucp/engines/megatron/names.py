@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from megatron_ucp.engines.megatron.experts import moe_layers
+from megatron_ucp.formats.megatron.names import unfused
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -23,7 +24,8 @@ def canonical_names(model: Any) -> dict[str, str]:
     whole model.
 
     A chunk counts its layers from 0, and a rank its experts: their numbers are asked of the
-    modules. The last stage's copy of a tied embedding has the embedding's name.
+    modules. The last stage's copy of a tied embedding has the embedding's name. In layers of
+    Transformer Engine a norm is a part of the matrix behind it.
     """
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     own_experts = {
@@ -40,7 +42,8 @@ def canonical_names(model: Any) -> dict[str, str]:
             if name.startswith(local):
                 whole = prefix + name.removeprefix(local)
         if found := _LAYER.match(whole):
-            whole = f"decoder.layers.{layers[int(found[1])]}.{whole[found.end() :]}"
+            rest = unfused(whole[found.end() :])
+            whole = f"decoder.layers.{layers[int(found[1])]}.{rest}"
         if name == HEAD and getattr(value, "shared_embedding", False):
             whole = EMBEDDING
         out[name] = whole

@@ -81,15 +81,21 @@ def read_key(key: str) -> Key:
     half: int | None = None
     if expert is None:
         rest, half = _half(rest)
-        for theirs, ours in _RENAMED.items():
-            if rest.startswith(theirs):
-                rest = ours + rest.removeprefix(theirs)
+        rest = unfused(rest)
         name = f"{LAYERS_PREFIX}{{layer}}.{_escaped(rest)}"
         return Key(name, _number(number), None, stacked, half)
     inner, half = _half(expert["rest"])
     name = f"{LAYERS_PREFIX}{{layer}}.{LOCAL_EXPERTS}{{expert}}.{_escaped(inner)}"
     stacked = stacked if expert["number"] else (*stacked, "expert")
     return Key(name, _number(number), _number(expert["number"]), stacked, half)
+
+
+def unfused(rest: str) -> str:
+    """The rest of a name in a layer, where a norm may be a part of the matrix behind it."""
+    for theirs, ours in _RENAMED.items():
+        if rest.startswith(theirs):
+            return ours + rest.removeprefix(theirs)
+    return rest
 
 
 def _half(rest: str) -> tuple[str, int | None]:
@@ -120,9 +126,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     if found is None or found["number"] is None:
         return name
     rest = found["rest"]
-    for theirs, ours in _RENAMED.items():
-        if rest.startswith(theirs):
-            rest = ours + rest.removeprefix(theirs)
+    rest = unfused(rest)
     if expert := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}"
     return f"{LAYERS_PREFIX}{int(found['number']) + first_layer}.{rest}"
