@@ -1,6 +1,9 @@
 """Stand-ins on the CPU for the Adam of Transformer Engine and of Apex: their names, states and
-groups, and where they count their steps. What their kernels would not take raises here."""
+groups, and where they count their steps. What their kernels would not take raises here. And for
+Transformer Engine's layers: which module has a norm."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,3 +110,36 @@ def use(kind: str) -> None:
     flags.HAVE_APEX_OR_TE = fused is not None
     flags.USING_TE_OPTIMIZER = kind in ("te", "subclass")
     flags.USING_APEX_OPTIMIZER = kind == "apex"
+
+
+@contextmanager
+def fused_norms(really: bool) -> Iterator[None]:
+    """Norms are parameters of the matrix behind them, its first ones, in the models built here."""
+    from megatron_ucp.engines.megatron import chunks
+
+    plain: Any = chunks._chunk
+
+    def fused(*said: Any) -> Any:
+        model = plain(*said)
+        for layer in model.decoder.layers:
+            _move(layer.input_layernorm, layer.self_attention.linear_qkv)
+            if not hasattr(layer.mlp, "experts"):
+                _move(layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
+        return model
+
+    chunks._chunk = fused if really else plain
+    try:
+        yield
+    finally:
+        chunks._chunk = plain
+
+
+def _move(norm: Any, matrix: Any) -> None:
+    own = dict(matrix._parameters)
+    matrix._parameters.clear()
+    for kind, param in [*norm._parameters.items()]:
+        del norm._parameters[kind]
+        norm.__dict__[kind] = param  # which it computes with
+        matrix.register_parameter(f"layer_norm_{kind}", param)
+    for name, param in own.items():
+        matrix.register_parameter(name, param)

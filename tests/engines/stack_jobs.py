@@ -14,6 +14,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.chunks import Buffers, Stages, build, run_batch
 from tests.engines import fused_adam
+from tests.engines.grouped_experts import grouped_experts
 from tests.engines.stack_states import canonical, compare, fill, go_on, plant_fault
 from tests.ranks import allow_fp16_on_cpu
 
@@ -60,9 +61,10 @@ class Mcore:
     shared: int = 0  # width of an expert that sees every token
     bias: bool = False  # routers have a bias, which is a buffer
     listed: bool = False  # a list says which layers have experts
+    fused: bool = False  # layers have their parameters as those of Transformer Engine do
     heads: int = 4  # with 2 groups; others without
     adam: str = "torch"  # or a stand-in of `fused_adam`
-    fused: bool = False  # layers of `te_like`
+    grouped: bool = False  # the experts of a rank are one module
 
     @property
     def experts(self) -> Any:
@@ -116,9 +118,7 @@ def make(setup: Mcore) -> Engine:
     models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
     stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
     buffers = Buffers(setup.distributed, setup.overlap, setup.gather, setup.bucket, setup.pad)
-    from tests.engines.te_like import built_so
-
-    with built_so(setup.fused):
+    with fused_adam.fused_norms(setup.fused), grouped_experts(setup.grouped):
         stack = build(setup.model, stages, buffers)
     for bare in stack.bare if setup.listed else ():
         bare.config.moe_layer_freq = [int(not n % setup.every) for n in range(setup.layers)]

@@ -19,7 +19,7 @@ def numbered(engine: Any) -> dict[Any, str]:
     out = {}
     for bare in engine.stack.bare:
         for name, param in bare.named_parameters():
-            name = in_own_modules(in_model(bare, name))
+            name = one_by_one(in_model(bare, name))
             name = re.sub(
                 r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", name
             )
@@ -32,13 +32,13 @@ def numbered(engine: Any) -> dict[Any, str]:
 def in_model(bare: Any, name: str) -> str:
     """A chunk's name with the number that the layer has in the whole model."""
     layers = [layer.layer_number - 1 for layer in bare.decoder.layers]
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     return re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{layers[int(m[1])]}", name)
 
 
-def in_own_modules(name: str) -> str:
-    """The name that a parameter of `te_like`'s layers has in megatron-core's own."""
-    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-    name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+def one_by_one(name: str) -> str:
+    """The name in a SequentialMLP of a parameter in a TEGroupedMLP."""
     return re.sub(
         r"experts\.(linear_fc.)\.weight(\d+)", r"experts.local_experts.\2.\1.weight", name
     )

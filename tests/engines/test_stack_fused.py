@@ -128,6 +128,11 @@ def refusals(folder: str) -> dict[str, str]:
             ucp.attach_megatron(chunks, optimizer)
         said[name] = str(found.value)
         setattr(inner.optimizer, name, torch.float32 if name.endswith("dtype") else False)
+    for name in ("fp8", "fp4"):
+        setattr(engine.stack.transformer, name, "hybrid")
+        with pytest.raises(UnsupportedError, match=name):
+            ucp.attach_megatron(chunks, optimizer)
+        setattr(engine.stack.transformer, name, None)
     ucp.attach_megatron(chunks, optimizer)  # none of them is left
     said |= refused_saves(engine, folder)
     inner.optimizer.__class__ = type("Shampoo", (torch.optim.Optimizer,), {"__module__": "someone"})
@@ -231,3 +236,37 @@ def test_conversions(sources: Sources, tmp_path: Path, source: str) -> None:
     shutil.copy(folder / "oracle.pt", tmp_path)
     target = Mcore(**TE, **(CONSTANT if source == "deepspeed" else {}))
     check(sources.ranks.run(1, STOCK, target, str(tmp_path), ("trained",), more=2))
+
+
+# as on GPUs: Transformer Engine's layers and its Adam
+GPU: dict[str, Any] = {"fused": True, **TE}
+LAYERS: dict[str, tuple[int, Any, str]] = {
+    "ours": (2, Mcore("gpt", tied=True, pp=2, **GPU, **CONSTANT), "ours"),
+    "full": (2, Mcore(tp=2, **GPU), "fully_reshardable"),
+    "buckets": (2, Mcore(overlap=True, bucket=2000, **GPU), "dp_reshardable"),
+    "legacy": (2, Mcore(tp=2, overlap=True, bucket=2000, **GPU), "legacy"),
+    "experts": (2, Mcore("mixtral", ep=2, every=2, layers=2, **GPU), "dp_reshardable"),
+    "local": (2, Mcore(tp=2, **CONSTANT), "ours"),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "job", "world", "target"),
+    [
+        ("ours", RESUME, 2, Mcore("gpt", tied=True, tp=2, **CONSTANT)),
+        ("ours", STOCK, 1, Mcore("gpt", tied=True, **GPU, **CONSTANT)),
+        ("full", RESUME, 2, Mcore(pp=2, vpp=2, **GPU)),
+        ("buckets", RESUME, 2, Mcore(tp=2, **GPU)),
+        ("legacy", RESUME, 2, Mcore(pp=2, overlap=True, bucket=1500, **GPU)),
+        ("experts", RESUME, 1, Mcore("mixtral", every=2, layers=2, **GPU)),
+        ("local", RESUME, 2, Mcore(overlap=True, bucket=2000, **GPU, **CONSTANT)),
+        ("local", STOCK, 2, Mcore(pp=2, **GPU, **CONSTANT)),
+    ],
+)
+def test_layers_of_transformer_engine(
+    sources: Sources, source: str, job: str, world: int, target: Mcore
+) -> None:
+    ranks, setup, kind = LAYERS[source]
+    folder = sources.get(ranks, setup, SAVE, more=3, kind=kind)
+    options: dict[str, Any] = {"tags": ("filled", "trained"), "more": 3}
+    check(sources.ranks.run(world, job, target, folder, **options))

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from megatron_ucp.engines.megatron.experts import moe_layers
-from megatron_ucp.formats.megatron.names import FUSED_NORMS
+from megatron_ucp.formats.megatron.names import unfused
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -26,8 +26,9 @@ def canonical_names(model: Any) -> dict[str, str]:
     whole model.
 
     A chunk counts its layers from 0, and a rank its experts: their numbers are asked of the
-    modules. The last stage's copy of a tied embedding has the embedding's name. Transformer
-    Engine's modules hold the norm before them, and the experts of a rank together.
+    modules. The last stage's copy of a tied embedding has the embedding's name. In layers of
+    Transformer Engine a norm is a part of the matrix behind it, and all experts of a rank are one
+    module.
     """
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     own_experts = {
@@ -39,23 +40,23 @@ def canonical_names(model: Any) -> dict[str, str]:
     for name, value in model.state_dict(keep_vars=True).items():
         if value is None or name.endswith("._extra_state"):
             continue  # states of Transformer Engine, empty without it
-        whole = _in_own_modules(name)
+        whole = _expert_by_expert(name)
         for local, prefix in own_experts.items():
             if whole.startswith(local):
                 whole = prefix + whole.removeprefix(local)
         if found := _LAYER.match(whole):
-            whole = f"decoder.layers.{layers[int(found[1])]}.{whole[found.end() :]}"
+            rest = unfused(whole[found.end() :])
+            whole = f"decoder.layers.{layers[int(found[1])]}.{rest}"
         if name == HEAD and getattr(value, "shared_embedding", False):
             whole = EMBEDDING
         out[name] = whole
     return out
 
 
-def _in_own_modules(name: str) -> str:
-    """A name as it is in a model of megatron-core's own modules."""
-    for theirs, ours in FUSED_NORMS.items():
-        name = name.replace(theirs, ours)
-    if found := _GROUPED.fullmatch(name):
-        experts, layer, kind, local = found.groups()
-        return f"{experts}.local_experts.{local}.{layer}.{kind}"
-    return name
+def _expert_by_expert(name: str) -> str:
+    """The name that a parameter of TEGroupedMLP has in a SequentialMLP; any other name as it is."""
+    found = _GROUPED.fullmatch(name)
+    if found is None:
+        return name
+    experts, matrix, kind, local = found.groups()
+    return f"{experts}.local_experts.{local}.{matrix}.{kind}"

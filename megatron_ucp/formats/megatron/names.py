@@ -20,7 +20,7 @@ LOCAL_EXPERTS = "mlp.experts.local_experts."
 ROUTER = "mlp.router.weight"
 _FUSED_WITH_MLP = "mlp.linear_fc1.layer_norm_"
 # The norms are named after the layer behind them, with which Transformer Engine fuses them.
-FUSED_NORMS = {
+_RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     _FUSED_WITH_MLP: "pre_mlp_layernorm.",
 }
@@ -81,15 +81,21 @@ def read_key(key: str) -> Key:
     half: int | None = None
     if expert is None:
         rest, half = _half(rest)
-        for theirs, ours in FUSED_NORMS.items():
-            if rest.startswith(theirs):
-                rest = ours + rest.removeprefix(theirs)
+        rest = unfused(rest)
         name = f"{LAYERS_PREFIX}{{layer}}.{_escaped(rest)}"
         return Key(name, _number(number), None, stacked, half)
     inner, half = _half(expert["rest"])
     name = f"{LAYERS_PREFIX}{{layer}}.{LOCAL_EXPERTS}{{expert}}.{_escaped(inner)}"
     stacked = stacked if expert["number"] else (*stacked, "expert")
     return Key(name, _number(number), _number(expert["number"]), stacked, half)
+
+
+def unfused(rest: str) -> str:
+    """The rest of a name in a layer, where a norm may be a part of the matrix behind it."""
+    for theirs, ours in _RENAMED.items():
+        if rest.startswith(theirs):
+            return ours + rest.removeprefix(theirs)
+    return rest
 
 
 def _half(rest: str) -> tuple[str, int | None]:
@@ -120,9 +126,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     if found is None or found["number"] is None:
         return name
     rest = found["rest"]
-    for theirs, ours in FUSED_NORMS.items():
-        if rest.startswith(theirs):
-            rest = ours + rest.removeprefix(theirs)
+    rest = unfused(rest)
     if expert := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}"
     return f"{LAYERS_PREFIX}{int(found['number']) + first_layer}.{rest}"
@@ -214,7 +218,7 @@ def key_of(name: str, stacked: bool) -> Stacking:
             f"{before}{STACKED_EXPERTS}{found['inner']}", (*index, int(found["expert"]))
         )
     rest = found["rest"]
-    for theirs, ours in FUSED_NORMS.items():
+    for theirs, ours in _RENAMED.items():
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
     return Stacking(before + rest, index)
@@ -225,7 +229,7 @@ def key_before_experts(key: str) -> str | None:
     with experts, by the key that models of megatron-core's own layers give it; None for any other
     key."""
     before, found, kind = key.rpartition(_FUSED_WITH_MLP)
-    return f"{before}{FUSED_NORMS[_FUSED_WITH_MLP]}{kind}" if found else None
+    return f"{before}{_RENAMED[_FUSED_WITH_MLP]}{kind}" if found else None
 
 
 def number_of_layer(name: str) -> int | None:

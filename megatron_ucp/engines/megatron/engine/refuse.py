@@ -18,6 +18,8 @@ _BUFFERS = {
     "fp8_param_gather": "weights are in fp8",
 }
 _MODEL = {
+    "fp8": "scales lie in extra states of Transformer Engine's layers",
+    "fp4": "scales lie in extra states of Transformer Engine's layers",
     "mtp_num_layers": "layers for multi-token prediction",
     "heterogeneous_block_specs": "layers that differ in their sizes",
 }

@@ -1,8 +1,8 @@
-"""Layers with the parameters of Transformer Engine's, computed in plain torch: a norm within the
-linear layer behind it, and the experts of a rank in one module with a parameter for each.
+"""TEGroupedMLP of megatron-core on matrices that plain torch multiplies: the experts of a rank are
+one module with a parameter for each.
 
-Names, shapes and their order are those of `TELayerNormColumnParallelLinear` and `TEGroupedLinear`
-(megatron-core 0.16.1's extensions, Transformer Engine 2).
+Names, shapes and attributes are those of `TEColumnParallelGroupedLinear` and
+`TERowParallelGroupedLinear` (megatron-core 0.16.1's extensions for Transformer Engine 2).
 """
 
 from contextlib import ExitStack, contextmanager
@@ -10,34 +10,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ucp.engines.megatron import experts, models
-
-
-class NormAndLinear(ColumnParallelLinear):
-    """The norm's weight is the first parameter."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **more: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **more)
-        own = dict(self._parameters)
-        self._parameters.clear()
-        self.layer_norm_weight = torch.nn.Parameter(
-            torch.ones(input_size, dtype=config.params_dtype)
-        )
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._parameters.update(own)
-        self._epsilon = config.layernorm_epsilon
-
-    def forward(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        shape = self.layer_norm_weight.shape
-        normed = torch.nn.functional.rms_norm(hidden, shape, self.layer_norm_weight, self._epsilon)
-        return super().forward(normed, *rest, **more)
 
 
 class Grouped(torch.nn.Module):
@@ -50,6 +24,8 @@ class Grouped(torch.nn.Module):
         self, count: int, input_size: int, output_size: int, *, config: Any, **_: Any
     ) -> None:
         super().__init__()
+        from megatron.core import parallel_state
+
         ranks: Any = parallel_state.get_expert_tensor_parallel_world_size()
         shape = [output_size, input_size]
         shape[self.dim] //= ranks
@@ -74,19 +50,17 @@ class GroupedRow(Grouped):
 
 
 def layer_specs(transformer: Any) -> Any:
-    """As `models.layer_specs`, of such layers."""
+    """As `models.layer_specs`, with such experts."""
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     specs: Any = LOCAL(transformer)
     for layer in specs.layer_specs:
-        inner = layer.submodules
-        inner.input_layernorm = IdentityOp
-        inner.self_attention.submodules.linear_qkv = NormAndLinear
-        mlp = inner.mlp.submodules
+        mlp = layer.submodules.mlp.submodules
         if hasattr(mlp, "experts"):
-            grouped = MLPSubmodules(linear_fc1=Grouped, linear_fc2=GroupedRow)
+            grouped: Any = MLPSubmodules(linear_fc1=Grouped, linear_fc2=GroupedRow)  # type: ignore[arg-type]
             mlp.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
-        else:
-            inner.pre_mlp_layernorm = IdentityOp
-            mlp.linear_fc1 = NormAndLinear
     return specs
 
 
@@ -103,10 +77,10 @@ def mark(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def built_so(wanted: bool) -> Any:
-    """Models that are built within have such layers."""
+def grouped_experts(really: bool) -> Any:
+    """Models that are built within have such experts."""
     with ExitStack() as patched:
-        if wanted:
+        if really:
             patched.enter_context(mock.patch.object(models, "layer_specs", layer_specs))
             patched.enter_context(mock.patch.object(experts, "mark_experts", mark))
         yield

@@ -1,5 +1,5 @@
-"""megatron-core's stack with Transformer Engine's layers, which is what Megatron-LM builds where
-there is a GPU: other names and places of norms and experts, the same model."""
+"""megatron-core's stack with TEGroupedMLP, which is what Megatron-LM builds for a mixture where
+there is a GPU, and with norms within the matrices behind them: the same model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,32 +14,31 @@ from tests.engines.test_stack_pairs import check
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.stack_jobs:"
 MOE: dict[str, Any] = {"family": "mixtral", "layers": 2}
+GPU: dict[str, Any] = {"fused": True, "grouped": True, **MOE}
 PLAIN: dict[str, tuple[int, Mcore]] = {
-    "dense": (2, Mcore(tp=2)),
-    "experts": (4, Mcore(ep=2, tp=2, etp=1, **MOE)),
+    "cut": (4, Mcore(ep=2, tp=2, **MOE)),
+    "not cut": (4, Mcore(ep=2, tp=2, etp=1, **MOE)),
 }
-FUSED: dict[str, tuple[int, Mcore]] = {
-    "dense": (4, Mcore(pp=2, vpp=2, fused=True)),
-    "experts": (4, Mcore(ep=4, fused=True, **MOE)),
+GROUPED: dict[str, tuple[int, Mcore]] = {
+    "cut": (2, Mcore(tp=2, **GPU)),
+    "not cut": (4, Mcore(ep=4, **GPU)),
 }
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_the_layers_of_the_tests_compute_the_same(sources: Sources, kind: str) -> None:
     """Weights are drawn by canonical names, so that a wrong name is another model."""
-    for ranks, setup in (PLAIN[kind], FUSED[kind]):
+    for ranks, setup in (PLAIN[kind], GROUPED[kind]):
         (found, *_) = sources.ranks.run(ranks, JOBS + "losses", setup)
-        (want, *_) = sources.ranks.run(
-            1, JOBS + "losses", Mcore(**MOE) if setup.ep > 1 else Mcore()
-        )
+        (want, *_) = sources.ranks.run(1, JOBS + "losses", Mcore(**MOE))
         assert found == pytest.approx(want, rel=0, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None:
     """The same model and the same folder, byte for byte; another seed is another one."""
-    (ranks, one), (world, other) = PLAIN[kind], FUSED[kind]
-    job = "tests.engines.te_like:export"
+    (ranks, one), (world, other) = PLAIN[kind], GROUPED[kind]
+    job = "tests.engines.grouped_experts:export"
     sources.ranks.run(ranks, job, one, str(tmp_path / "one"))
     sources.ranks.run(world, job, other, str(tmp_path / "other"))
     sources.ranks.run(world, job, replace(other, seed=2), str(tmp_path / "third"))
@@ -50,16 +49,16 @@ def test_one_export_of_both(sources: Sources, tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("onto", [PLAIN, FUSED], ids=["onto its own", "onto fused"])
+@pytest.mark.parametrize("onto", [PLAIN, GROUPED], ids=["onto its own", "onto grouped"])
 def test_pair(sources: Sources, kind: str, onto: dict[str, tuple[int, Mcore]]) -> None:
     """Between the two, through ucp.save."""
-    (ranks, source), (world, target) = (FUSED if onto is PLAIN else PLAIN)[kind], onto[kind]
+    (ranks, source), (world, target) = (GROUPED if onto is PLAIN else PLAIN)[kind], onto[kind]
     folder = sources.get(ranks, source, JOBS + "save", more=3, kind="ours")
     check(sources.ranks.run(world, JOBS + "resume", target, folder, more=3), 1e-5)
 
 
 def test_on_the_same_mesh_not_a_bit_differs(sources: Sources) -> None:
-    ranks, setup = FUSED["experts"]
+    ranks, setup = GROUPED["not cut"]
     folder = sources.get(ranks, setup, JOBS + "save", more=3, kind="ours")
     found = sources.ranks.run(ranks, JOBS + "resume", setup, folder, tags=("trained",), three=True)
     check(found, None)
