@@ -199,6 +199,23 @@ def test_accelerate_resumes_on_another_mesh(
     exported(state.parent, tmp_path / "out", reference["saved"])
 
 
+@pytest.mark.parametrize(
+    ("source", "dp", "zero"), [(1, 4, 3), (0, 1, 1), (3, 1, 0), (2, 4, 1), (3, 2, 2)]
+)
+def test_an_adapter_under_accelerate(
+    ranks: RankPool, tmp_path: Path, source: int, dp: int, zero: int
+) -> None:
+    """Without the weights of its base, of which the head is tied."""
+    folder, job = str(tmp_path / "state"), "tests.engines.trainer_jobs:accelerator"
+    options = {"steps": STEPS, "adapter": True}
+    reference = ranks.run(2, job, folder, zero=source, save_at=SAVED_AT, **options)[0]
+    found = ranks.run(dp, job, folder, zero=zero, load=True, seed=5, **options)
+    check_equal(reference["saved"], found[0]["fresh"], found)
+    check_losses(reference["losses"], found[0]["losses"])
+    (kept,) = [note for note in found[0]["report"].notes if "not in the checkpoint" in note]
+    assert "embed_tokens" in kept
+
+
 @pytest.mark.parametrize("form", ["dict", "file with comments", "base64"])
 def test_the_section_is_found_wherever_deepspeed_finds_its_config(
     ranks: RankPool, tmp_path: Path, form: str
