@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
+from tests.engines import autotp_states
 from tests.engines.canonical import canonical
 
 VOCAB, SEQUENCE, GLOBAL_BATCH, SAMPLES = 32, 8, 4, 64
@@ -59,8 +60,12 @@ def ds_config(zero: int, batch: int = GLOBAL_BATCH, **extra: Any) -> dict[str, A
 def states(engine: Any, scheduler: Any) -> dict[str, Any]:
     """The canonical state; the trainers keep the scheduler outside of the engine."""
     held, engine.lr_scheduler = engine.lr_scheduler, scheduler
+    gather: Any = canonical
+    if engine.autotp_size() > 1:
+        engine.plain_shapes = {n: p.shape for n, p in make_model(1).named_parameters()}
+        gather = autotp_states.canonical
     try:
-        return canonical(engine)
+        return gather(engine)
     finally:
         engine.lr_scheduler = held
 
