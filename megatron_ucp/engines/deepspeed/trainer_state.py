@@ -12,8 +12,9 @@ def counted_anew(folder: Path, counters: Mapping[str, int], engine: Any, tp: int
     """A note where the Trainer goes on at another sample than the run had come to.
 
     `folder` is the tag's. Under AutoTP, where alone the Trainer has `tp` tensor-parallel ranks,
-    DeepSpeed counts the samples that they share once for each of them. The Trainer keeps its step alone, and finds its epoch and the batches to
-    skip by the number of steps that an epoch has now (transformers 5, `_init_training_state`).
+    DeepSpeed counts the samples that they share once for each of them. The Trainer keeps its step
+    alone, and finds its epoch and the batches to skip by the number of steps that an epoch has now
+    (transformers 5, `_init_training_state`).
     """
     if not (folder.parent / FILE).is_file():
         return []
