@@ -54,6 +54,12 @@ class Fit:
         return {*self.unfrozen, *self.new}
 
 
+_FIRST_NAME = (
+    "a save without frozen weights leaves out their first names alone: load it with "
+    'allow={"missing", "extra"}, which keeps the model\'s own'
+)
+
+
 def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
     """Raises ModelMismatchError unless both sides hold the same parameters with the same shapes,
     kinds and ties."""
@@ -84,6 +90,7 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             expected=f"{len(wanted)} parameters",
             found=f"{len(extra)} more in the checkpoint"
             + (f"; the model ties it to {tied}" if tied else ""),
+            fix=_FIRST_NAME if tied in fit.skipped else None,
         )
     return fit
 

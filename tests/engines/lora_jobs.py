@@ -11,6 +11,7 @@ import megatron_ucp as ucp
 from tests.engines.canonical import canonical, differences
 from tests.engines.jobs import plant_fault
 from tests.engines.trainer_jobs import SEQUENCE, VOCAB, ds_config, make_data, tiny_llama
+from tests.ranks import allow_fp16_on_cpu
 
 RANK, ALPHA = 4, 12
 KINDS: dict[str, dict[str, Any]] = {
@@ -63,6 +64,9 @@ def make(kind: str, zero: int, seed: int, dtype: str = "fp32", base: Path | None
     trained = [param for param in model.parameters() if param.requires_grad]
     config = ds_config(zero, **({dtype: {"enabled": True}} if dtype != "fp32" else {}))
     config["zero_force_ds_cpu_optimizer"] = False
+    if dtype == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
+        allow_fp16_on_cpu()
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     made = deepspeed.initialize(
@@ -105,12 +109,20 @@ def save(kind: str, zero: int, folder: str, exclude: bool, dtype: str = "fp32") 
 
 
 def resume(
-    kind: str, zero: int, folder: str, want: dict[str, Any], excluded: bool, fault: str = ""
+    kind: str,
+    zero: int,
+    folder: str,
+    want: dict[str, Any],
+    excluded: bool | set[str],
+    fault: str = "",
+    dtype: str = "fp32",
 ) -> dict[str, Any]:
-    """Another seed's adapter, then the checkpoint's, whose canonical state is `want`."""
-    engine = make(kind, zero, 8)
+    """Another seed's adapter, then the checkpoint's, whose canonical state is `want`. `excluded`:
+    whether it lacks the frozen weights, or what is allowed to it."""
+    engine = make(kind, zero, 8, dtype)
     fresh = canonical(engine)
-    ucp.load(engine, folder, tag="tag", allow={"missing"} if excluded else set())
+    lacking = {"missing"} if excluded else set[str]()
+    ucp.load(engine, folder, tag="tag", allow=excluded if isinstance(excluded, set) else lacking)
     if fault:
         plant_fault(engine, fault)
     found = {"tag": differences(want, canonical(engine))}

@@ -16,8 +16,9 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
 from megatron_ucp.reshard.adapter import adapter_of
+from tests.engines.sources import without_manifest
 from tests.engines.test_pairs import check, check_fails
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RanksFailed
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
@@ -302,6 +303,50 @@ def test_pair(
     folder, run = saved(kind, zero, exclude)
     job = JOBS + "resume"
     check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude))
+
+
+HALF = [
+    ("llama", 2, True, 4, 1, "bf16"),
+    ("llama", 3, True, 1, 0, "bf16"),
+    ("gpt2", 0, True, 2, 3, "bf16"),
+    ("llama", 1, True, 2, 3, "fp16"),
+    ("dora", 3, True, 4, 2, "fp16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "zero", "exclude", "world", "target", "dtype"), HALF)
+def test_half_precision(
+    ranks: RankPool,
+    saved: Saved,
+    kind: str,
+    zero: int,
+    exclude: bool,
+    world: int,
+    target: int,
+    dtype: str,
+) -> None:
+    folder, run = saved(kind, zero, exclude, dtype)
+    options = {"dtype": dtype}
+    job = JOBS + "resume"
+    check(ranks.run(world, job, kind, target, str(folder), run["states"], exclude, **options))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_tied_weights_that_were_left_out(
+    ranks: RankPool, saved: Saved, tmp_path: Path, named: bool
+) -> None:
+    """DeepSpeed leaves out the embedding, and at stage 0 not the head, which is the same."""
+    folder, run = saved("gpt2", 0, True, "bf16")
+    shutil.copytree(folder / "tag", tmp_path / "tag")
+    allow = {"missing"} if named else {"missing", "extra"}
+    if not named:
+        without_manifest(tmp_path)
+        with pytest.raises(RanksFailed, match="leaves out their first names alone"):
+            ranks.run(1, JOBS + "resume", "gpt2", 0, str(tmp_path), {}, {"missing"}, dtype="bf16")
+    assert ucp.verify(tmp_path / "tag", deep=True).findings == ()
+    job = JOBS + "resume"
+    for zero in (0, 2):
+        check(ranks.run(2, job, "gpt2", zero, str(tmp_path), run["states"], allow, dtype="bf16"))
 
 
 @pytest.mark.parametrize("fault", ["one bit", "one moment", "one step"])

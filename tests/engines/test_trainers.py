@@ -16,6 +16,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.attach import options_of
 from megatron_ucp.errors import UsageError
 from tests.engines.canonical import differences
+from tests.engines.trainer_jobs import ON
 from tests.ranks import ROOT, RankPool
 from tests.reshard import twins
 from tests.scripts import start
@@ -94,6 +95,48 @@ def test_the_trainers_own_counters(
         notes = [note for note in rank["report"].notes if "trainer_state.json" in note]
         assert [f"after sample {first:,}, which {said} samples" in note for note in notes] == (
             [True] if said else []
+        )
+
+
+def autotp(size: int) -> dict[str, Any]:
+    return {**ON, **({"tensor_parallel": {"autotp_size": size}} if size > 1 else {})}
+
+
+@pytest.fixture(scope="module")
+def cut(ranks: RankPool, tmp_checkpoints: Path) -> tuple[str, dict[str, Any]]:
+    """As `trained`, of two ranks that share a model of AutoTP and each step's four samples."""
+    folder, job = tmp_checkpoints / "trainer_cut", "tests.engines.trainer_jobs:trainer"
+    run = {"zero": 1, "steps": STEPS, "save_at": SAVED_AT, "batch": 8, "config": autotp(2)}
+    found = ranks.run(2, job, str(folder), **run)
+    assert found[0]["samples"] == found[1]["samples"]
+    return str(folder / f"checkpoint-{SAVED_AT}"), found[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "batch", "said"),
+    [(1, 1, 4, ""), (4, 2, 8, ""), (2, 2, 4, "repeats 8"), (1, 1, 6, "leaves out 8")],
+)
+def test_the_trainer_under_autotp(
+    ranks: RankPool,
+    cut: tuple[str, dict[str, Any]],
+    tmp_path: Path,
+    world: int,
+    size: int,
+    batch: int,
+    said: str,
+) -> None:
+    """DeepSpeed counts the samples of a step once for each of AutoTP's ranks."""
+    checkpoint, reference = cut
+    options = {"resume": checkpoint, "seed": 5, "batch": batch, "config": autotp(size)}
+    job = "tests.engines.trainer_jobs:trainer"
+    found = ranks.run(world, job, str(tmp_path), zero=2, steps=STEPS, **options)
+    check_equal(reference["saved"], reference["begin"], found)
+    if not said:
+        check_losses(reference["losses"], found[0]["losses"])
+    for rank in found:
+        notes = [note for note in rank["report"].notes if "trainer_state.json" in note]
+        assert ["took 16 samples in 4 steps" in n and said in n for n in notes] == [True] * bool(
+            said
         )
 
 
@@ -197,6 +240,23 @@ def test_accelerate_resumes_on_another_mesh(
     check_losses(reference["losses"], found[0]["losses"])
     (state,) = Path(folder).glob("**/latest")
     exported(state.parent, tmp_path / "out", reference["saved"])
+
+
+@pytest.mark.parametrize(
+    ("source", "dp", "zero"), [(1, 4, 3), (0, 1, 1), (3, 1, 0), (2, 4, 1), (3, 2, 2)]
+)
+def test_an_adapter_under_accelerate(
+    ranks: RankPool, tmp_path: Path, source: int, dp: int, zero: int
+) -> None:
+    """Without the weights of its base, of which the head is tied."""
+    folder, job = str(tmp_path / "state"), "tests.engines.trainer_jobs:accelerator"
+    options = {"steps": STEPS, "adapter": True}
+    reference = ranks.run(2, job, folder, zero=source, save_at=SAVED_AT, **options)[0]
+    found = ranks.run(dp, job, folder, zero=zero, load=True, seed=5, **options)
+    check_equal(reference["saved"], found[0]["fresh"], found)
+    check_losses(reference["losses"], found[0]["losses"])
+    (kept,) = [note for note in found[0]["report"].notes if "not in the checkpoint" in note]
+    assert "embed_tokens" in kept
 
 
 @pytest.mark.parametrize("form", ["dict", "file with comments", "base64"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
+from tests.engines import autotp_states
 from tests.engines.canonical import canonical
 
 VOCAB, SEQUENCE, GLOBAL_BATCH, SAMPLES = 32, 8, 4, 64
@@ -59,8 +60,12 @@ def ds_config(zero: int, batch: int = GLOBAL_BATCH, **extra: Any) -> dict[str, A
 def states(engine: Any, scheduler: Any) -> dict[str, Any]:
     """The canonical state; the trainers keep the scheduler outside of the engine."""
     held, engine.lr_scheduler = engine.lr_scheduler, scheduler
+    gather: Any = canonical
+    if engine.autotp_size() > 1:
+        engine.plain_shapes = {n: p.shape for n, p in make_model(1).named_parameters()}
+        gather = autotp_states.canonical
     try:
-        return canonical(engine)
+        return gather(engine)
     finally:
         engine.lr_scheduler = held
 
@@ -174,18 +179,36 @@ def accelerator(
     save_at: int | None = None,
     load: bool = False,
     seed: int = 1,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Trains up to step `steps` under `accelerate.Accelerator`; saves before step `save_at`, or
-    loads first."""
+    loads first. Of an `adapter` of peft the frozen weights are not saved."""
     with as_in_a_new_process(installed=True):
-        return _accelerator(folder, zero, steps, save_at, load, seed)
+        return _accelerator(folder, zero, steps, save_at, load, seed, adapter)
 
 
-def _training(seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+def adapted(seed: int) -> Any:
+    """Another adapter for each seed, around one base."""
+    from peft import LoraConfig, get_peft_model
+
+    base = make_model(1)
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], bias="lora_only")
+    model = get_peft_model(base, config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            param.data.normal_(std=0.1)
+        elif "norm" in name:  # beside the adapter, in a group of its own
+            param.requires_grad_(True)
+    return model
+
+
+def _training(seed: int, adapter: bool) -> tuple[Any, torch.optim.Optimizer, Any]:
     """A model, an optimizer with two groups, and a scheduler, as they come to Accelerate."""
-    model = make_model(seed)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    model = adapted(seed) if adapter else make_model(seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    vectors = [p for p in trained if p.dim() == 1]
     groups = [
         {"params": matrices, "weight_decay": 0.1},
         {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
@@ -196,7 +219,7 @@ def _training(seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
 
 
 def _accelerator(
-    folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int
+    folder: str, zero: int, steps: int, save_at: int | None, load: bool, seed: int, adapter: bool
 ) -> dict[str, Any]:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
@@ -207,16 +230,16 @@ def _accelerator(
         step_scheduler_with_optimizer=False,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config(zero, **ON)),
     )
-    engine, wrapped, scheduler = run.prepare(*_training(seed))
+    engine, wrapped, scheduler = run.prepare(*_training(seed, adapter))
     found: dict[str, Any] = {"losses": {}}
     if load:
         found["fresh"] = states(engine, scheduler)
-        run.load_state(folder)
+        run.load_state(folder, **({"load_module_strict": False} if adapter else {}))
         found["begin"], found["report"] = states(engine, scheduler), engine.ucp_report
     data, rank, world = make_data(), run.process_index, run.num_processes
     while engine.global_steps < steps:
         if engine.global_steps == save_at:
-            run.save_state(folder)
+            run.save_state(folder, **({"exclude_frozen_parameters": True} if adapter else {}))
             found["saved"] = states(engine, scheduler)
         first = engine.global_steps * GLOBAL_BATCH
         batch = [data[n % SAMPLES]["input_ids"] for n in range(first, first + GLOBAL_BATCH)]

@@ -132,7 +132,8 @@ def _of_the_position(source: Checkpoint, engine: Any, module_only: bool) -> list
         )
     if module_only:
         return notes
-    return notes + counted_anew(Path(source.folder), source.extras.counters, engine)
+    tp, counters = source.manifest.mesh.tp, source.extras.counters
+    return notes + counted_anew(Path(source.folder), counters, engine, tp)
 
 
 def _check_scheduler(found: Any, engine: Any, source: Checkpoint) -> None:

@@ -8,16 +8,19 @@ from typing import Any
 FILE = "trainer_state.json"  # the Trainer writes it into the folder that holds the tag
 
 
-def counted_anew(folder: Path, counters: Mapping[str, int], engine: Any) -> list[str]:
+def counted_anew(folder: Path, counters: Mapping[str, int], engine: Any, tp: int) -> list[str]:
     """A note where the Trainer goes on at another sample than the run had come to.
 
-    `folder` is the tag's. The Trainer keeps its step alone, and finds its epoch and the batches to
-    skip by the number of steps that an epoch has now (transformers 5, `_init_training_state`).
+    `folder` is the tag's. Under AutoTP, where alone the Trainer has `tp` tensor-parallel ranks,
+    DeepSpeed counts the samples that they share once for each of them. The Trainer keeps its step
+    alone, and finds its epoch and the batches to skip by the number of steps that an epoch has now
+    (transformers 5, `_init_training_state`).
     """
     if not (folder.parent / FILE).is_file():
         return []
     steps, taken = counters.get("global_steps", 0), counters.get("global_samples")
-    batch = int(engine.train_batch_size())
+    batch = int(engine.train_batch_size()) // max(1, int(engine.autotp_size()))
+    taken = None if taken is None else int(taken) // tp
     if taken is None or steps * batch == taken:
         return []
     found = steps * batch

@@ -50,7 +50,10 @@ class Derived:
         params = self._params(flat, shapes, module, dtype)
         if self.of.uneven:
             self._check_shares(params)
-        values = self._values(module, {*flat, *(alias for tie in ties for alias in tie.aliases)})
+        # a save without frozen weights leaves further names of tied ones in the model file
+        told = self.of.recorded.ties if self.of.recorded else ()
+        aliases = {alias for tie in (*ties, *told) for alias in tie.aliases}
+        values = self._values(module, {*flat, *aliases})
         mesh = replace(self.of.counts.mesh, zero=self._zero_stage(found))
         run = {
             key: number(self.of.meta.get(key))
