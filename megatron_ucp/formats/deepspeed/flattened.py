@@ -56,12 +56,13 @@ def flattened(
 def _in_order(
     checkpoint: "NativeCheckpoint", tree: Any, file: str, order: Order, mp: int
 ) -> list[dict[str, Ints]]:
-    """What a file of stage 0 keeps, whose parameters the caller names."""
+    """What a file without shapes keeps, in an order that the caller told, or that the manifest or
+    the optimizer files say."""
     module = checkpoint.weights.module(mp % checkpoint.counts.tp)
     shapes = [{name: checkpoint.shape_of(module, name) for name in names} for names in order]
     if checkpoint.uneven:  # a rank without a share of a parameter does not step it
         shapes = [{n: shape for n, shape in named.items() if 0 not in shape} for named in shapes]
-    if checkpoint.recorded is not None:
+    if checkpoint.recorded is not None or checkpoint.names.optimizer:
         return shapes
     groups = tree.get("optimizer_state_dict", tree)["param_groups"]
     return as_listed(shapes, groups, checkpoint.told_shapes or {}, file)
