@@ -37,7 +37,7 @@ def set_group(
     for key, value in saved.items():
         if key in IMPLEMENTATION:
             continue
-        if key not in group and _USUAL.get(key) == value and key in _USUAL:
+        if key not in group and key in _USUAL and value == _USUAL[key]:
             continue
         if key not in group and key != "initial_lr":
             notes.append(f"group {number}: {key}={value} is not known to this optimizer")

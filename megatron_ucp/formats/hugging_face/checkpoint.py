@@ -73,12 +73,14 @@ class HuggingFaceCheckpoint:
                 shares = _as_written(shares, self._files)
             found = shares
             if found is None:
-                found = unstacked(stacks or {}, self._files) or {n: Share(n) for n in self._files}
+                stacks = stacks or {}
+                found = unstacked(stacks, self._files) or {n: Share(n) for n in self._files}
                 specs = {
-                    share.param: replace(self._spec(name), name=share.param)
+                    share.param: stacks[share.param]
+                    if share.stacked
+                    else replace(self._spec(name), name=share.param)
                     for name, share in found.items()
-                    if name in self._files
-                } | dict(stacks or {})
+                }
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
             undo.pop_all()
 
