@@ -14,6 +14,8 @@ IMPLEMENTATION = frozenset(
 )
 # What a group says of a variant of Adam that is not used: another Adam need not know the word.
 _USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
+# What torch's and megatron-core's schedules keep in the groups that they move.
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr"})
 
 
 def scalar_state(
@@ -33,7 +35,8 @@ def set_group(
     number: int, group: dict[str, Any], saved: Mapping[str, Any], notes: list[str]
 ) -> None:
     """Gives a group of an optimizer the hyper-parameters of a checkpoint; what changes by it, and
-    what the optimizer does not know, becomes a note."""
+    what the optimizer does not know, becomes a note. Not so a rate that a schedule moves: it is
+    another one at every step."""
     for key, value in saved.items():
         if key in IMPLEMENTATION:
             continue
@@ -46,7 +49,8 @@ def set_group(
         if isinstance(old, torch.Tensor):
             old.fill_(value)
             continue
-        if key in group and old != value and _listed(old) != _listed(value):
+        is_moved = key == "lr" and not _OF_SCHEDULES.isdisjoint(group)
+        if key in group and not is_moved and _listed(old) != _listed(value):
             notes.append(
                 f"group {number}: {key} {old} of the engine's configuration became {value} of the "
                 "checkpoint"

@@ -95,6 +95,8 @@ def test_the_same_mesh_goes_on_with_identical_bits(sources: Sources, source: str
     found = sources.ranks.run(ranks, RESUME, setup, folder, tags=("trained",), three=True)
     check(found, None)
     assert all(rank["after"] == [] for rank in found)
+    notes = [note for rank in found for note in rank["notes"]["trained"]]
+    assert not [note for note in notes if " lr " in note], "a schedule moves it at every step"
 
 
 UNDER = [
