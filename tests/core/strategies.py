@@ -104,9 +104,12 @@ def meshes(draw: st.DrawFn) -> Mesh:
     ep = draw(st.sampled_from([1, 2, 3]))
     dp = draw(st.sampled_from([1, 2, 3, 5, 8])) * etp * ep
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    shared = ep == etp == 1  # sequences; with experts the ranks must divide by ep and etp
     return Mesh(
         tp=tp,
         pp=pp,
+        cp=draw(st.sampled_from([1, 1, 2])) if shared else 1,
+        sp=draw(st.sampled_from([1, 1, 2])) if shared else 1,
         vpp=draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1,
         ep=ep,
         etp=etp,
