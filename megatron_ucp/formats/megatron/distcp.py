@@ -3,7 +3,6 @@ chunk of a tensor and for each other object."""
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -54,8 +53,7 @@ class DistcpFile(OpenFile):
     def record_of(self, key: str, ref: TensorRef) -> Record:
         """The bytes of a storage that an object refers to. Raises DamagedFileError."""
         archive = self._archive(self.objects[key])
-        found = archive.in_file(archive.record(ref.storage))
-        return replace(found, name=f"{key}/{ref.storage.key}")
+        return archive.in_file(archive.record(ref.storage), f"{key}/{ref.storage.key}")
 
     def record_of_chunk(self, tensor: StoredTensor, chunk: Chunk) -> Record:
         """The bytes of a chunk, row-major and nothing else. Raises DamagedFileError for an archive
@@ -82,8 +80,8 @@ class DistcpFile(OpenFile):
                     expected=f"{tensor.dtype} {chunk.shape} at byte {at}",
                     found=repr(ref)[:200],
                 )
-            found = archive.in_file(archive.record(ref.storage))
-            self._records[at] = replace(found, name=chunk_name(tensor, chunk))
+            record = archive.record(ref.storage)
+            self._records[at] = archive.in_file(record, chunk_name(tensor, chunk))
         return self._records[at]
 
     def all_records(self) -> list[tuple[Record, str]]:
@@ -97,9 +95,9 @@ class DistcpFile(OpenFile):
             refs = {ref.key: ref.dtype for ref in storages_of(self._archive(place).tree)}
             archive = self._archive(place)
             for name in archive.records:
-                found = archive.in_file(archive.records[name])
+                found = archive.in_file(archive.records[name], f"{key}/{name}")
                 dtype = refs.get(name.rpartition("/")[2], "") if "/data/" in name else ""
-                out.append((replace(found, name=f"{key}/{name}"), dtype))
+                out.append((found, dtype))
         return out
 
     def _others(self, place: ArchivePlace) -> Iterator[Record]:
@@ -107,8 +105,8 @@ class DistcpFile(OpenFile):
         archive = self._archive(place)
         for name in archive.records:
             if "/data/" not in name:
-                found = archive.in_file(archive.records[name])
-                yield replace(found, name=f"{name} at byte {place.offset_bytes}")
+                record = archive.records[name]
+                yield archive.in_file(record, f"{name} at byte {place.offset_bytes}")
 
 
 def chunk_name(tensor: StoredTensor, chunk: Chunk) -> str:
