@@ -53,9 +53,11 @@ if [ -n "$older" ]; then
     bash tests/older_env.sh "$OLDER"
     export PATH="$PWD/.cache/older/$OLDER/bin:$PATH" TORCH_EXTENSIONS_DIR="$PWD/.cache/older/$OLDER/ops"
     build_ops
-    # parameter_alignment came later; random kills take minutes and say nothing of a version
+    # parameter_alignment came later; random kills take minutes and say nothing of a version; its own
+    # hpZ can't divide a parameter that is smaller than the number of ranks
     exec python -m pytest -m "$marks" -rs --durations=10 \
         --deselect "tests/engines/test_features.py::test_carried_over_bit_for_bit[alignment and round robin]" \
+        --deselect tests/engines/test_features.py::test_a_run_with_hpz \
         --deselect tests/engines/test_saves.py::test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit \
         tests/engines/test_pairs.py tests/engines/test_features.py tests/engines/test_saves.py tests/engines/test_older.py \
         tests/test_patches.py::test_zero3_gathers_waited "$@"
