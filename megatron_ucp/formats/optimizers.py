@@ -176,10 +176,31 @@ def is_scalar(key: object) -> bool:
     return key in SCALAR
 
 
+def _short_name(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
 def name_in_table(kind: type) -> str:
     """How the table calls an optimizer's class; a subclass is the class that it is known by."""
-    names = [f"{one.__module__.partition('.')[0]}.{one.__qualname__}" for one in kind.__mro__]
+    names = [_short_name(one) for one in kind.__mro__]
     return next((name for name in names if name in _TABLE), names[0])
+
+
+def full_name(kind: type) -> str:
+    """A class with its module, for messages."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def taken_as(kind: type) -> str:
+    """A note where an optimizer's class is a subclass that is taken as one in the table, else
+    ""."""
+    name = name_in_table(kind)
+    if name == _short_name(kind):
+        return ""
+    return (
+        f"the optimizer {full_name(kind)} is taken as {name}, which it is a subclass of; if it "
+        "keeps other states, say which with ucp.register_optimizer"
+    )
 
 
 def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:

@@ -10,9 +10,11 @@ from megatron_ucp.formats.optimizers import (
     REFUSED,
     REFUSED_STATES,
     WHOLE_MATRICES,
+    full_name,
     in_table,
     name_in_table,
     refuse_step_in_group,
+    taken_as,
 )
 
 _OWN_LOAD = (
@@ -33,14 +35,8 @@ def carried_as(engine: Any) -> str:
     if wrapper.base is None:
         return ""
     kind = type(wrapper.base)
-    name, full = name_in_table(kind), f"{kind.__module__}.{kind.__qualname__}"
-    _refuse_states(wrapper, name, full)
-    if f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" == name:
-        return ""
-    return (
-        f"the optimizer {full} is taken as {name}, which it is a subclass of; if it keeps other "
-        "states, say which with ucp.register_optimizer"
-    )
+    _refuse_states(wrapper, name_in_table(kind), full_name(kind))
+    return taken_as(kind)
 
 
 def _refuse_states(wrapper: Wrapper, name: str, full: str) -> None:

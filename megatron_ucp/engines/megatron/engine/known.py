@@ -4,7 +4,7 @@ Apex' Adam, known by their names. Neither Transformer Engine nor Apex has to be 
 from typing import Any
 
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.optimizers import in_table, name_in_table
+from megatron_ucp.formats.optimizers import full_name, in_table, name_in_table
 
 _MASTERS = "masters lie in the optimizer"
 # attributes of the fused ones under which states are other numbers, or lie elsewhere
@@ -19,20 +19,15 @@ _DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _FP32 = "torch.float32"
 
 
-def full_name(optimizer: Any) -> str:
-    """The class of an optimizer, with its module."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
 def refuse_unknown(optimizer: Any) -> None:
     """Raises UnsupportedError for an optimizer whose states are not known, or that keeps them in a
     form that can't be carried bit by bit."""
-    name = name_in_table(type(optimizer))
+    name, full = name_in_table(type(optimizer)), full_name(type(optimizer))
     if not in_table(name):
         raise UnsupportedError(
             "the states of this optimizer are not known",
             expected="Adam of torch, Transformer Engine or Apex",
-            found=full_name(optimizer),
+            found=full,
             fix="train with --optimizer adam, or say what it keeps with ucp.register_optimizer "
             f'("{name}", ...) before attach_megatron',
         )
@@ -45,7 +40,7 @@ def refuse_unknown(optimizer: Any) -> None:
         raise UnsupportedError(
             f"{one} of the optimizer is not supported: {why}",
             expected=f"masters and moments in float32, {', '.join(odd)} off",
-            found=f"{full_name(optimizer)} with {one}={getattr(optimizer, one)}",
+            found=f"{full} with {one}={getattr(optimizer, one)}",
             fix="leave --use-precision-aware-optimizer and its options out",
         )
 
@@ -54,14 +49,3 @@ def decay_of(optimizer: Any) -> dict[str, bool]:
     """What torch's groups say of the kind of weight decay, and the fused ones by an attribute."""
     mode = getattr(optimizer, "adam_w_mode", None)
     return {} if mode is None else {"decoupled_weight_decay": bool(mode)}
-
-
-def taken_as(optimizer: Any) -> list[str]:
-    """A note where an optimizer's class is a subclass of one that is known."""
-    name, kind = name_in_table(type(optimizer)), type(optimizer)
-    if name == f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}":
-        return []
-    return [
-        f"the optimizer {full_name(optimizer)} is taken as {name}, which it is a subclass of; if "
-        "it keeps other states, say which with ucp.register_optimizer"
-    ]

@@ -24,12 +24,12 @@ from megatron_ucp.engines.megatron.engine.inner import (
     is_distributed,
     pieces_of,
 )
-from megatron_ucp.engines.megatron.engine.known import decay_of, taken_as
+from megatron_ucp.engines.megatron.engine.known import decay_of
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.experts import Spread, expert_name
-from megatron_ucp.formats.optimizers import name_in_table
+from megatron_ucp.formats.optimizers import name_in_table, taken_as
 
 MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters
 
@@ -209,8 +209,8 @@ class OwnPlace:
     @cached_property
     def taken_as(self) -> list[str]:
         """Notes about optimizers that are subclasses of known ones."""
-        found = [note for inner in self.inner for note in taken_as(inner.optimizer)]
-        return list(dict.fromkeys(found))
+        found = dict.fromkeys(taken_as(type(inner.optimizer)) for inner in self.inner)
+        return [note for note in found if note]
 
     # ------------------------------------------------ values
 
