@@ -6,12 +6,12 @@ same wherever it is made, and several writers may fill one file by it: each writ
 their place, and one of them, who knows the CRC-32 of a chunk, what stands around them.
 """
 
+import functools
 import json
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class TorchDistPlan:
     objects: Mapping[str, tuple[str, int, bytes]]
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    @cached_property
+    @functools.cached_property
     def by_param(self) -> Mapping[tuple[str, str], tuple[PlannedChunk, ...]]:
         """The chunks of a state of a parameter."""
         out: dict[tuple[str, str], list[PlannedChunk]] = {}
@@ -257,13 +257,14 @@ def index_bytes(plan: TorchDistPlan) -> bytes:
         MetadataIndex(key): _StorageInfo(file, offset, len(data))
         for key, (file, offset, data) in plan.objects.items()
     }
+    size_of = functools.cache(torch.Size)  # one object for all of a shape is pickled once
     for chunk in plan.chunks:
-        start = torch.Size(chunk.tensor_start)
+        start = size_of(chunk.tensor_start)
         if chunk.key not in entries:
             properties = TensorProperties(dtype=getattr(torch, chunk.archive.dtype))
-            shape = torch.Size(plan.shapes[chunk.key])
+            shape = size_of(plan.shapes[chunk.key])
             entries[chunk.key] = TensorStorageMetadata(properties, shape, [])
-        size = torch.Size(chunk.archive.shape)
+        size = size_of(chunk.archive.shape)
         entries[chunk.key].chunks.append(ChunkStorageMetadata(start, size))
         places[MetadataIndex(chunk.key, start)] = _StorageInfo(
             chunk.file, chunk.offset_bytes, chunk.archive.archive_bytes

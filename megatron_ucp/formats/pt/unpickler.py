@@ -11,7 +11,7 @@ are read, of which torch.save writes 2.
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
@@ -106,9 +106,8 @@ def _check_extent(value: object, machine: "Machine") -> None:
     it; a cycle counts once.
     """
     limit = _MAX_WRITTEN_OUT + 4 * len(machine.data)
-    found: dict[
-        int, tuple[int, int]
-    ] = {}  # container -> (values written out, levels); (0, 0) while it is open
+    # container -> (values written out, levels); (0, 0) while it is open
+    found: dict[int, tuple[int, int]] = {}
     left, level = [(value, *_parts(value))], 0
     while left and level <= MAX_DEPTH:
         item, own, parts = left[-1]
@@ -124,14 +123,13 @@ def _check_extent(value: object, machine: "Machine") -> None:
             continue
         left.pop()
         if found[id(item)] == (0, 0):  # else it is here a second time
-            below = [found[id(part)] for part in parts]
-            found[id(item)] = size, depth = (
-                own + sum(n for n, _ in below),
-                1 + max((n for _, n in below), default=0),
-            )
-            level = (
-                depth if depth > MAX_DEPTH else level - 1
-            )  # deep by a part that was seen elsewhere
+            size, depth = own, 1
+            for part in parts:
+                written, levels = found[id(part)]
+                size, depth = size + written, max(depth, 1 + levels)
+            found[id(item)] = size, depth
+            # deep by a part that was seen elsewhere
+            level = depth if depth > MAX_DEPTH else level - 1
             if size > limit:
                 machine.fail(
                     "the value shares its parts too often to be written out",
@@ -145,14 +143,12 @@ def _parts(item: object) -> tuple[int, list[object]]:
     """How many values a container holds, long texts counted as several, and which of them are
     containers."""
     if isinstance(item, Stand):
-        return 1, [item.args, item.state]
-    inside = (
-        [*item, *item.values()]
-        if isinstance(item, dict)
-        else item
-        if isinstance(item, _CONTAINERS)
-        else ()
-    )
+        return 3, [part for part in (item.args, item.state) if part]
+    inside: Collection[object] = ()
+    if isinstance(item, dict):
+        inside = [*item, *item.values()]
+    elif isinstance(item, _CONTAINERS):
+        inside = item
     own, parts = 1 + len(inside), list[object]()
     for part in inside:
         kind = type(part)
