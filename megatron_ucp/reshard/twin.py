@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import Share
@@ -38,6 +38,7 @@ _COMPUTED = (
     *("hidden_act", "activation_function", "sliding_window", "tie_word_embeddings"),
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
 )
+_PLAIN = (bool, int, float, str)
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
@@ -160,22 +161,27 @@ def check_config(folder: Path, model: Model, architecture: Architecture | None) 
         )
 
 
-def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """A note where a folder's config.json says another value than the `config` of a live model of
-    transformers, of settings that no tensor's shape shows. Versions have other keys, so that what
-    one side alone says is no difference."""
-    path = folder / CONFIG_FILE
-    said = read_json(path) if path.is_file() else {}
-    values = {key: (said.get(key), config.get(key)) for key in _COMPUTED}
-    ropes: list[Any] = [one.get("rope_parameters") for one in (said, config)]
-    if all(isinstance(rope, dict) for rope in ropes):
-        values |= {key: tuple(rope.get(key) for rope in ropes) for key in ropes[0]}
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config of transformers says of what no tensor's shape shows."""
+    rope: object = config.get("rope_parameters")
+    more = cast("Mapping[str, Any]", rope) if isinstance(rope, dict) else {}
+    found = {key: config.get(key) for key in _COMPUTED}
+    found |= {f"rope_parameters.{key}": value for key, value in more.items()}
+    return {
+        key: value for key, value in found.items() if isinstance(value, bool | int | float | str)
+    }
+
+
+def other_settings(said: Mapping[str, Any], config: Mapping[str, Any], where: str) -> list[str]:
+    """A note where the settings that `settings_of` found in the place `where` are other ones than
+    those of a live model. Versions have other keys: what one side alone says is no difference."""
+    own = settings_of(config)
     found = [
-        f"{key} {theirs} in config.json, {ours} in the model"
-        for key, (theirs, ours) in values.items()
-        if None not in (theirs, ours) and theirs != ours
+        f"{key} {value} in {where}, {own[key]} in the model"
+        for key, value in said.items()
+        if key in own and own[key] != value
     ]
-    return [f"the folder's model computes something else: {'; '.join(found)}"] if found else []
+    return [f"the model computes something else: {'; '.join(found)}"] if found else []
 
 
 def _differences(

@@ -181,10 +181,11 @@ def plain_save(zero: int, folder: str, dtype: str = "bf16") -> None:
     engine.destroy()
 
 
-def plain_load(zero: int, folder: str) -> dict[str, Any]:
-    """Loads a folder into an engine of the same model from another seed: masters and the buffer, by
-    the names of the model."""
+def plain_load(zero: int, folder: str, **settings: Any) -> dict[str, Any]:
+    """Loads a folder into an engine of the same model from another seed, whose config says other
+    `settings`: masters and the buffer, by the names of the model."""
     engine = plain_engine(zero, 9)
+    engine.module.config.update(settings)
     report = ucp.load(engine, folder, allow={"missing"})
     held = canonical(engine)
     engine.destroy()

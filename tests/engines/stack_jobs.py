@@ -63,6 +63,7 @@ class Mcore:
     listed: bool = False  # a list says which layers have experts
     fused: bool = False  # layers have their parameters as those of Transformer Engine do
     heads: int = 4  # with 2 groups; others without
+    rotary_base: float = 10000
     adam: str = "torch"  # or a stand-in of `fused_adam`
     grouped: bool = False  # the experts of a rank are one module
 
@@ -86,6 +87,7 @@ class Mcore:
             ffn=24,
             heads=self.heads,
             groups=2 if self.heads == 4 else self.heads,
+            rotary_base=self.rotary_base,
             vocab=VOCAB,
             true_vocab=VOCAB,
             positions=SEQUENCE,

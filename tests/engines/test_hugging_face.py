@@ -248,9 +248,18 @@ def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path
         ({"rms_norm_eps": 0.5, **rope}, ["rms_norm_eps 0.5 in", "rope_theta 500000.0 in"]),
     ):
         path.write_text(json.dumps({**config, **change}))
-        (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
-        found = [note for note in rank["notes"] if "computes something else" in note]
+        found = otherwise(sources, tmp_path / "out")
         assert len(found) == bool(words) and all(word in found[0] for word in words)
+    # so does a save of a model without a family
+    assert otherwise(sources, folder) == []
+    (said,) = otherwise(sources, folder, num_attention_heads=8)
+    assert said.endswith(": num_attention_heads 4 in the checkpoint, 8 in the model")
+
+
+def otherwise(sources: Sources, folder: Path, **settings: Any) -> list[str]:
+    """What a load says of settings of which no shape knows."""
+    (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(folder), timeout_s=120, **settings)
+    return [note for note in rank["notes"] if "computes something else" in note]
 
 
 def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path) -> None:

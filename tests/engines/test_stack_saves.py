@@ -16,6 +16,7 @@ from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_D
 from tests.formats.megatron_files import by_torch, split
 from tests.ranks import RanksFailed
 
+ZERO_SAVE = "tests.engines.cross_jobs:save"
 RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
 # layers with experts and without, one that sees every token, and routers' biases, which are buffers
 MIXTURE: dict[str, Any] = {"family": "mixtral", "every": 2, "shared": 8, "bias": True}
@@ -116,14 +117,32 @@ def test_pair_under_deepspeed(sources: Sources, target: Zero) -> None:
     check(found)
 
 
+JOBS: dict[type[Mcore], tuple[str, str]] = {
+    Mcore: (SAVE, RESUME),
+    Zero: (ZERO_SAVE, UNDER_DEEPSPEED),
+}
+
+
+@pytest.mark.parametrize("target", [Mcore, Zero])
 @pytest.mark.parametrize("make", [Mcore, Zero])
-def test_other_heads_are_refused(sources: Sources, make: Any) -> None:
-    """Where queries, keys and values have as many, no shape shows them."""
-    job = SAVE if make is Mcore else "tests.engines.cross_jobs:save"
+def test_what_no_shape_shows(sources: Sources, make: Any, target: Any) -> None:
+    """Other heads are refused, where queries, keys and values have as many; what a run may change
+    on purpose is said, and what is as it was is not."""
     kind = {"kind": "ours"} if make is Mcore else {}
-    folder = sources.get(1, make(heads=8, layers=1), job, more=3, **kind)
+    folder = sources.get(1, make(heads=8, layers=1), JOBS[make][0], more=3, **kind)
     with pytest.raises(RanksFailed, match=r"expected: heads=8\s*\n.*found: heads=2"):
-        sources.ranks.run(1, RESUME, Mcore(heads=2, layers=1), folder)
+        sources.ranks.run(1, JOBS[target][1], target(heads=2, layers=1), folder)
+    for base, told in ((10000, False), (5000, True)):
+        model = target(heads=8, layers=1, rotary_base=base)
+        (found,) = sources.ranks.run(
+            1, JOBS[target][1], model, folder, load_lr_scheduler_states=make is target
+        )
+        check([found], None)
+        for notes in found["notes"].values():
+            said = [note for note in notes if "computes something else" in note]
+            assert told == bool(said)
+            words = "rotary_base 10000.0 in the checkpoint, 5000.0 in the model"
+            assert all(note.endswith(f"than the run did: {words}") for note in said)
 
 
 def test_the_loss_scale_crosses_engines(sources: Sources) -> None:

@@ -11,7 +11,6 @@ from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.declared import dtype_name, flat_view
@@ -23,10 +22,10 @@ from megatron_ucp.engines.deepspeed.stage import (
     one_order,
 )
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
+from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.engines.settings import scalar_state, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.muon import MOMENTUM, is_used, other_steps, steps_matrices
@@ -37,7 +36,6 @@ from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
 from megatron_ucp.reshard.resume import How
-from megatron_ucp.reshard.twin import check_config, other_settings
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
@@ -146,12 +144,12 @@ class LiveEngine:
     # ------------------------------------------------ before the first write
 
     def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """An engine of DeepSpeed takes all that fits its parameters, and of a Hugging Face folder
-        what its config says of them."""
+        """Raises ModelMismatchError for a model of a family that computes something else, which no
+        shape shows; UnsupportedError for an optimizer that keeps its steps in its groups."""
         if optimizer:
             refuse_step_in_group(self.own.optimizer_name())
-        if source.manifest.engine == WEIGHTS and self.own.model is not None:
-            check_config(source.folder, self.own.model, architecture_of(self.engine.module))
+        if self.own.model is not None:
+            check_model(source, self.own.model, self.engine.module)
 
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
@@ -161,9 +159,7 @@ class LiveEngine:
         mesh = self.manifest.mesh
         extras = DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
         notes = other_steps(source.manifest, self.manifest) if how.optimizer else []
-        said = getattr(getattr(self.engine.module, "config", None), "to_dict", None)
-        if source.manifest.engine == WEIGHTS and self.own.model is None and said is not None:
-            notes += other_settings(source.folder, said())
+        notes += computes_otherwise(source, self.own.model, self.engine.module)
         return replace(extras, notes=(*extras.notes, *notes))
 
     # ------------------------------------------------ writing

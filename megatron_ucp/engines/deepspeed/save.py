@@ -30,6 +30,7 @@ from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
+from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import recorded
@@ -133,9 +134,9 @@ def _said(engine: Any, model: Model | None, waiting: int | None) -> dict[str, An
     """What a manifest says of the engine besides what it holds. `waiting` are micro-batches since
     the last step, where there are any."""
     said: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
-    if model is not None:
-        said[RECORDED] = recorded(model, engine.module)
-    return said
+    module = engine.module
+    model_said = recorded(model, module) if model is not None else recorded_settings(module)
+    return {**said, RECORDED: model_said} if model_said else said
 
 
 def _reported(

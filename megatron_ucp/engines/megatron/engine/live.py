@@ -1,16 +1,15 @@
 """megatron-core's stack, described for all its ranks and filled on this one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
+from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Stage, check_replicas, join
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.engines.declared import flat_view
@@ -27,17 +26,14 @@ from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
+from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.engines.settings import set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
-from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError
-from megatron_ucp.families.architecture import architecture_of
-from megatron_ucp.families.arguments import with_model
+from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How
-from megatron_ucp.reshard.twin import check_config
 
-_HEADS = ("heads", "groups", "head_dim")  # of a family's sizes
 STACK_ENGINE = "megatron"  # of a manifest: the optimizer stack of megatron-core
 
 
@@ -116,13 +112,10 @@ class LiveMegatron:
     # ------------------------------------------------ before the first write
 
     def check(self, source: Checkpoint, optimizer: bool) -> None:
-        """Raises ModelMismatchError for a Hugging Face folder of another model and for other heads,
-        which no shape shows; StateMismatchError for parameters that were stepped a different number
-        of times: megatron-core counts once."""
-        self._check_heads(source)
-        if source.manifest.engine == WEIGHTS:
-            module = bare_model(self.stack.chunks[0])
-            check_config(source.folder, self.stack.model, architecture_of(module))
+        """Raises ModelMismatchError for a model that computes something else, which no shape shows;
+        StateMismatchError for parameters that were stepped a different number of times:
+        megatron-core counts once."""
+        check_model(source, self.stack.model, bare_model(self.stack.chunks[0]))
         if not optimizer:
             return
         steps: dict[float, str] = {}
@@ -141,29 +134,15 @@ class LiveMegatron:
                 fix="load with load_optimizer_states=False",
             )
 
-    def _check_heads(self, source: Checkpoint) -> None:
-        said: Any = with_model(source.manifest).run.get(RECORDED)
-        sizes: Any = said.get("sizes") if isinstance(said, dict) else None
-        own = asdict(self.stack.model.sizes)
-        for name in _HEADS if isinstance(sizes, dict) else ():
-            if name in own and name in sizes and own[name] != sizes[name]:
-                raise ModelMismatchError(
-                    "the model has other attention heads than the run that saved the checkpoint",
-                    file=str(source.folder),
-                    expected=f"{name}={sizes[name]}",
-                    found=f"{name}={own[name]}",
-                    fix="build the model as the run did",
-                )
-
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
     ) -> MegatronExtras:
         own = groups[self.first_group : self.first_group + len(self.own.param_groups())]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
         extras = MegatronExtras.read(source, self.stack, scheduler, marks, how, self.own.rank)
-        return (
-            replace(extras, notes=(*extras.notes, *self.own.taken_as)) if how.optimizer else extras
-        )
+        notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
+        taken_as = self.own.taken_as if how.optimizer else ()
+        return replace(extras, notes=(*extras.notes, *notes, *taken_as))
 
     # ------------------------------------------------ writing
 
