@@ -142,7 +142,7 @@ def test_what_no_shape_shows(sources: Sources, make: Any, target: Any) -> None:
             said = [note for note in notes if "computes something else" in note]
             assert told == bool(said)
             words = "rotary_base 10000.0 in the checkpoint, 5000.0 in the model"
-            assert all(note.endswith(f"than the run did: {words}") for note in said)
+            assert all(note.endswith(f"something else: {words}") for note in said)
 
 
 def test_the_loss_scale_crosses_engines(sources: Sources) -> None:
