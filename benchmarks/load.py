@@ -51,6 +51,8 @@ def claims(pairs: tuple[Pair, ...]) -> list[Claim]:
             if pair.floor is not None:
                 floor, limit = f"floor {pair.target}", None if checked else pair.floor
                 out.append((f"load {pair} / floor{more}", ours, floor, "at most", limit))
+                both = f"floor and exchange {pair.target}"
+                out.append((f"load {pair} / {both}{more}", ours, both, "at most", None))
             if pair.converts:
                 what = f"stock convert + load / load, {pair}{more}"
                 out.append((what, f"stock both {pair}", ours, "at least", convert))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
+from benchmarks.load_ranks import share
 from megatron_ucp.engines.megatron import models
 from tests.engines.stack_jobs import (
     CONTENT,
@@ -74,6 +75,7 @@ def measure(folder: str, size: dict[str, Any], repetitions: int) -> dict[str, An
             "ours load of stock's": lambda: ucp.load(engine.handle, work / "stock"),
             "stock load": lambda: _stock_load(engine, work / "stock"),
             "floor": lambda: _floor(engine, work),
+            "floor and exchange": lambda: (_floor(engine, work), _exchange(engine)),
         }
         for name, call in ways.items():
             taken = _timed(call)
@@ -133,3 +135,12 @@ def _floor(engine: Engine, work: Path) -> None:
                 at += count
     if at < left:
         raise RuntimeError(f"the files hold {at} bytes, {left} are needed")
+
+
+def _exchange(engine: Engine) -> None:
+    """Every rank gets the weights that others step."""
+    for chunk in engine.stack.chunks:
+        for group in chunk.bucket_groups:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                share(bucket.param_data.tensor_split(ranks.size()), ranks)
