@@ -114,19 +114,16 @@ class Progress:
             *auxiliary.items(),
         ):
             self._draw(name, value, iteration, samples)
-        if self._json is not None:
-            entry = {
-                "iteration": iteration,
-                "consumed_samples": samples,
-                "lm_loss": loss,
-                "learning_rate": lr,
-                "grad_norm": norm,
-                "loss_scale": scale,
-                "skipped": not applied,
-                **auxiliary,
-            }
-            self._json.write(json.dumps(entry) + "\n")
-            self._json.flush()
+        self._write_json(
+            iteration=iteration,
+            consumed_samples=samples,
+            lm_loss=loss,
+            learning_rate=lr,
+            grad_norm=norm,
+            loss_scale=scale,
+            skipped=not applied,
+            **auxiliary,
+        )
         if iteration % self.args.log_interval and not self._first:
             return
         mean = sum(self._losses) / len(self._losses) if self._losses else None
@@ -149,6 +146,11 @@ class Progress:
         )
         self._first, self._losses, self._skipped, self._nans, self._count = False, [], 0, 0, 0
         self._since = time.perf_counter()
+
+    def _write_json(self, **entry: Any) -> None:
+        if self._json is not None:
+            self._json.write(json.dumps(entry) + "\n")
+            self._json.flush()
 
     def _draw(self, name: str, value: float | None, iteration: int, samples: int) -> None:
         """Two curves on TensorBoard under Megatron's names: by iteration, and by consumed

@@ -68,12 +68,10 @@ def start(
     for name in (*PATCHES, *(OF_DEEPSPEED if deepspeed else OF_MEGATRON)):
         patches.apply(name)
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if parallel_state.model_parallel_is_initialized():
-        raise UsageError(
-            "megatron-core's process groups are there already", fix="call models.stop() first"
-        )
+        there = "megatron-core's process groups are there already"
+        raise UsageError(there, fix="call models.stop() first")
     global _deepspeed, _sequence_ranks
     _deepspeed, _sequence_ranks = deepspeed, sp
     _groups.clear()
@@ -90,10 +88,14 @@ def start(
             ulysses.start(sp)
     if deepspeed and experts_are_apart():
         _tell_deepspeed()
-    seed = stage_seed(seed)
-    torch.manual_seed(
-        seed
-    )  # dropout outside of the tensor-parallel regions: alike on all tensor-parallel ranks
+    _seed_generators(stage_seed(seed))
+
+
+def _seed_generators(seed: int) -> None:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    # dropout outside of the tensor-parallel regions: alike on all tensor-parallel ranks
+    torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 

@@ -312,6 +312,20 @@ def _loss_of(transformer: "TransformerConfig") -> Any:
     return loss
 
 
+def _as_gpt_model(config: ModelConfig) -> dict[str, Any]:
+    """Attributes that a GPTModel has, from which a family reads its sizes and settings."""
+    return {
+        "vocab_size": config.vocab,
+        "ucp_true_vocab": config.true_vocab,
+        "max_sequence_length": config.positions,
+        "share_embeddings_and_output_weights": config.tied,
+        "position_embedding_type": config.builder.position_embedding_type,
+        "rotary_base": config.rotary_base,
+        "rotary_scaling": config.rope_factor > 0,
+        "rotary_pos_emb": rotary_of(config),
+    }
+
+
 def _staged_model() -> Any:
     from deepspeed.runtime.pipe.module import PipelineModule
     from megatron.core.tensor_parallel import (
@@ -338,17 +352,8 @@ def _staged_model() -> Any:
                 partition_method=method,
             )
             self.config = transformer
-            # read by engines/family
-            self.vocab_size, self.ucp_true_vocab, self.max_sequence_length = (
-                config.vocab,
-                config.true_vocab,
-                config.positions,
-            )
-            self.share_embeddings_and_output_weights = config.tied
-            self.position_embedding_type = config.builder.position_embedding_type
-            self.rotary_base, self.rotary_scaling = config.rotary_base, config.rope_factor > 0
-            # no part of the module: it is asked for what it computes
-            self.__dict__["rotary_pos_emb"] = rotary_of(config)
+            # what is no part of the module is asked for what it computes
+            self.__dict__.update(_as_gpt_model(config))
 
         def _partition_layers(self, method: Any = "uniform") -> None:
             if isinstance(method, tuple):

@@ -139,34 +139,7 @@ class _Archive:
         self.add("version", [b"3\n"])
         start = self._file.tell()
         for record in self._written:
-            large = [value for value in (record.size, record.size, record.offset) if value >= LIMIT]
-            extra = (
-                struct.pack(f"<2H{len(large)}Q", _ZIP64, 8 * len(large), *large) if large else b""
-            )
-            size, offset = min(record.size, LIMIT), min(record.offset, LIMIT)
-            self._file.write(
-                _CENTRAL.pack(
-                    b"PK\1\2",
-                    _VERSION,
-                    _VERSION,
-                    _FLAGS,
-                    0,
-                    0,
-                    _DATE,
-                    record.crc,
-                    size,
-                    size,
-                    len(record.name),
-                    len(extra),
-                    0,
-                    0,
-                    0,
-                    0,
-                    offset,
-                )
-                + record.name
-                + extra
-            )
+            self._file.write(_central(record))
         end, count = self._file.tell(), len(self._written)
         if end >= LIMIT or count > 0xFFFF:
             self._file.write(
@@ -196,6 +169,17 @@ class _Archive:
                 0,
             )
         )
+
+
+def _central(record: _Written) -> bytes:
+    """The entry of a record in the directory at the archive's end."""
+    large = [value for value in (record.size, record.size, record.offset) if value >= LIMIT]
+    extra = struct.pack(f"<2H{len(large)}Q", _ZIP64, 8 * len(large), *large) if large else b""
+    size, offset = min(record.size, LIMIT), min(record.offset, LIMIT)
+    made_by = _VERSION, _VERSION, _FLAGS, 0, 0, _DATE
+    lengths = len(record.name), len(extra), 0, 0, 0, 0
+    fixed = _CENTRAL.pack(b"PK\1\2", *made_by, record.crc, size, size, *lengths, offset)
+    return fixed + record.name + extra
 
 
 @dataclass(frozen=True, slots=True)
