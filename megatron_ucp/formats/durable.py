@@ -15,9 +15,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
@@ -206,17 +207,28 @@ def prune(save_dir: Path, keep: int) -> list[str]:
     _, named = newest_named(save_dir) or ("", "")
     mine: list[tuple[float, str]] = []
     for folder in save_dir.iterdir():
-        if (
-            folder.is_dir()
-            and not is_unfinished(folder.name)
-            and (folder / FILE_NAME).is_file()
-            and folder.name != named
-        ):
-            with contextlib.suppress(UcpError, KeyError):
-                manifest = manifest_of(folder)
-                if manifest.run["moved_latest"] and _all_there(folder, manifest.files):
-                    mine.append((float(manifest.run["saved_at"]), folder.name))
+        if folder.is_dir() and not is_unfinished(folder.name) and folder.name != named:
+            run = _run_of_whole(folder)
+            if run.get("moved_latest") and "saved_at" in run:
+                mine.append((float(run["saved_at"]), folder.name))
     return [_remove(save_dir / tag) for _, tag in sorted(mine, reverse=True)[keep - 1 :]]
+
+
+def retire(folder: Path) -> str:
+    """Removes one tag; returns a line that says so, or that it stayed. As `prune`, it leaves what
+    is not whole or not this package's, and what somebody reads."""
+    if folder.is_symlink() or not _run_of_whole(folder):
+        return f"kept {folder.name}: no whole tag that was saved here"
+    return _remove(folder)
+
+
+def _run_of_whole(folder: Path) -> Mapping[str, Any]:
+    """What the manifest of a tag says of its run; nothing where it has none, or is not whole."""
+    with contextlib.suppress(UcpError):
+        manifest = manifest_of(folder) if (folder / FILE_NAME).is_file() else None
+        if manifest is not None and _all_there(folder, manifest.files):
+            return manifest.run
+    return {}
 
 
 def _all_there(folder: Path, files: Iterable[FileEntry]) -> bool:

@@ -117,8 +117,30 @@ def save_in_all_ways(engine: Any, args: argparse.Namespace, folder: str) -> dict
     for iteration in (3, 4):
         save_checkpoint(iteration, *parts(engine), 12.5, non_persistent_ckpt=True)
     assert [p.name for p in Path(folder, "non_persistent").glob("iter*")] == ["iter_0000004"]
+    retain(engine, args, f"{folder}/retained")
     stack_jobs.close(engine)
     return want
+
+
+def retain(engine: Any, args: argparse.Namespace, folder: str) -> None:
+    """Saves as `--save-retain-interval` asks: what it divides stays, and the newest; a link and
+    another's folder do too."""
+    args.save, args.save_retain_interval = folder, 4
+    for iteration in (2, 4, 6, 8, 10, 10, 12):
+        save_checkpoint(iteration, *parts(engine), 12.5)
+        dist.barrier()
+        if iteration == 2 and dist.get_rank() == 0:
+            Path(folder, "iter_0000002").rename(f"{folder}/elsewhere")
+            Path(folder, "iter_0000002").symlink_to(f"{folder}/elsewhere")
+        if iteration == 10 and dist.get_rank() == 0:
+            Path(folder, "iter_0000010", "ucp_manifest.json").unlink()
+        dist.barrier()
+    kept = sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*"))
+    assert kept == [2, 4, 8, 10, 12] and nothing_in_the_way(folder)
+
+
+def nothing_in_the_way(folder: str) -> bool:
+    return not [path for path in Path(folder).iterdir() if path.name.startswith(".")]
 
 
 def check_weights_alone(kind: Mcore, folder: str, want: dict[str, Any]) -> None:

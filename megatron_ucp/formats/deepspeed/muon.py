@@ -75,7 +75,8 @@ def in_its_order(
                 parameter=f"{one} and {other}",
                 expected="shapes of a rank that differ, or were the same in the source too",
                 found=f"{shapes[one]}, from {source[one]} and {source[other]}",
-                fix="list the groups as the job's optimizer has them (Target(groups=...))",
+                fix="load it into an engine of the job and save there, or list the groups as its "
+                "optimizer has them (Target(groups=...))",
             )
     return tuple(out)
 

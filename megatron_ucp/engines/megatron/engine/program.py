@@ -2,6 +2,7 @@
 keeps of a run beside tensors."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ from megatron_ucp.engines.load import load
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
 from megatron_ucp.engines.megatron.engine.save import save
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
-from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.errors import UcpError, UnsupportedError, UsageError
+from megatron_ucp.formats.durable import retire
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.tags import iteration_name, nothing_there
+from megatron_ucp.formats.tags import (
+    iteration_name,
+    iteration_of_name,
+    newest_named,
+    nothing_there,
+)
 from megatron_ucp.reshard import agree
 
 _STACK = "_ucp_stack"  # of an optimizer
@@ -91,8 +98,31 @@ def save_checkpoint(
     stack.iteration, stack.consumed_samples = iteration, args.consumed_train_samples
     stack.floating_point_operations = num_floating_point_operations_so_far
     rng = not args.no_save_rng
+    before = _newest(Path(folder))
     saved = save(stack, folder, arguments=args, keep_latest=keep_latest, rng=rng)
-    _say([f"saved {saved.path} in {saved.seconds:.1f} s", *saved.notes])
+    more = [] if non_persistent_ckpt else _retired(Path(folder), before, iteration, args)
+    _say([f"saved {saved.path} in {saved.seconds:.1f} s", *saved.notes, *more])
+
+
+def _newest(folder: Path) -> int | None:
+    """The iteration that a folder names as its newest one, as rank 0 sees it."""
+    if agree.world()[0] == 0:
+        with suppress(UcpError, OSError):  # the save that follows says what is wrong with it
+            _, tag = newest_named(folder) or ("", "")
+            return iteration_of_name(tag)
+    return None
+
+
+def _retired(folder: Path, before: int | None, iteration: int, args: Any) -> list[str]:
+    """Removes the save before this one, as `--save-retain-interval` asks: the iterations that it
+    divides stay. The save is done by now: what can't be removed is said, and no error."""
+    interval: int | None = getattr(args, "save_retain_interval", None)
+    if not interval or not before or before == iteration or before % interval == 0:
+        return []
+    try:
+        return [retire(folder / iteration_name(before))]
+    except OSError as error:
+        return [f"{iteration_name(before)} could not be removed: {error}"]
 
 
 def _arguments() -> Any:
