@@ -144,7 +144,9 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    return read_twin(folder, family)[0].told if family else Told(stacks=stacks_of(like.by_name))
+    if family:
+        return read_twin(folder, family)[0].told
+    return Told(stacks=stacks_of(like.by_name), ties=like.ties)
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:

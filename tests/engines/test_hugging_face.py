@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.megatron.experts import Experts
@@ -16,6 +16,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from tests.engines.hf_twin import transformers
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources
+from tests.ranks import RanksFailed
 from tests.reshard import twins
 
 pytestmark = pytest.mark.ranks
@@ -234,6 +235,26 @@ def test_in_again_by_the_names_of_the_model(
         shaped = {name: full.view(wanted[name].shape) for name, full in masters.items()}
         assert twins.same(shaped, {name: wanted[name] for name in masters}) == []
         assert any("begin afresh" in note for note in rank["notes"])
+
+
+def test_a_tied_parameter_may_lie_there_twice(sources: Sources, tmp_path: Path) -> None:
+    """Under both its names, for a model without a family; `diff` takes it so too. Two tensors are
+    another model."""
+    folder, path = Path(sources.get(2, 1, PLAIN)), tmp_path / "out" / "model.safetensors"
+    ucp.export_hf(folder, tmp_path / "out", "float32")
+    held = load_file(path)
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, path)
+    assert ucp.diff(folder, tmp_path / "out") == []
+    (rank,) = sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
+    masters = {name: full for (name, state), full in rank["full"].items() if state == "fp32"}
+    shaped = {name: full.view(held[name].shape) for name, full in masters.items()}
+    assert twins.same(shaped, {name: held[name] for name in masters}) == []
+    assert len(masters) == 20
+    held["lm_head.weight"].view(torch.uint8)[0, 0] ^= 1
+    save_file(held, path)
+    with pytest.raises(RanksFailed, match="two in the folder"):
+        sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
 
 
 def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path) -> None:

@@ -340,6 +340,27 @@ def test_imports_that_can_not_be(folder: Path) -> None:
     assert "config.json" in not_imported(NotFoundError, folder)
 
 
+def test_the_head_of_a_tied_model_may_lie_beside_its_embedding(tmp_path: Path) -> None:
+    """In a file of its own too. One bit more is another model."""
+    source = Path(ucp.export_hf(first(twins.model("gpt"), tmp_path), tmp_path / "hf").path)
+    held, native = load_file(source / "model.safetensors"), tmp_path / "native" / "global_step0"
+    head = held["transformer.wte.weight"].clone()
+    parts = {"a.safetensors": {"lm_head.weight": head}, "b.safetensors": held}
+    index = {name: file for file, tensors in parts.items() for name in tensors}
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for file, tensors in parts.items():
+        save_file(tensors, source / file)
+    ucp.import_hf(source, native, ucp.Mesh(dp=2, zero=1))
+    assert twins.same(twins.read(Path(ucp.export_hf(native, tmp_path / "back").path)), held) == []
+    head.view(torch.uint8)[-1, -1] ^= 1
+    save_file(parts["a.safetensors"], source / "a.safetensors")
+    shutil.rmtree(native)
+    with pytest.raises(ModelMismatchError, match=r"two in the folder\n(.*\n)*.*lm_head.weight"):
+        ucp.import_hf(source, native, ucp.Mesh(dp=2, zero=1))
+    assert not native.exists()
+
+
 def test_weights_that_are_no_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Pickles beside safetensors are not looked at; alone they are named, with a way out."""
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")

@@ -85,7 +85,8 @@ class LiveEngine:
         model, order = self.own.model, self.order if self.has_optimizer else None
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            return Told(order, stacks=stacks_of(self.manifest.by_name), shapes=shapes)
+            stacks, ties = stacks_of(self.manifest.by_name), self.manifest.ties
+            return Told(order, stacks=stacks, ties=ties, shapes=shapes)
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
         return Told(order, self.manifest.by_name, model.pipe, shares=shares, shapes=shapes)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
@@ -32,7 +32,7 @@ from megatron_ucp.formats.base import (
     Told,
     Where,
 )
-from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
+from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
 from megatron_ucp.formats.hugging_face.stacked import unstacked
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
@@ -42,6 +42,7 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # peft's
 MAX_JSON_BYTES = 256 * 2**20
+HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 # masks of GPT-2, and frequencies of rotary positions
 _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
@@ -49,10 +50,10 @@ _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 class HuggingFaceCheckpoint:
     """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
     family; without them every tensor is a parameter of its own name, or one expert's slice of one
-    of the `stacks`.
+    of the `stacks`, and `ties` say which of them are one parameter.
 
     Raises a UcpError for anything that headers and the index can show: every fault of names and
-    shapes in one error. Tensor bytes are not read.
+    shapes in one error. Tensor bytes are not read, but for a head that must be a copy.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class HuggingFaceCheckpoint:
         shares: Mapping[str, Share] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
         stacks: Mapping[str, ParamSpec] | None = None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.folder = folder
         self._closing = ExitStack()
@@ -71,6 +73,9 @@ class HuggingFaceCheckpoint:
             if shares is not None:
                 self._files = _without_constants(self._files)
                 shares = _as_written(shares, self._files)
+                if HEAD not in shares:
+                    ties = (Tie(next(iter(shares)), (HEAD,)),)
+            self._leave_out_copies(ties)
             found = shares
             if found is None:
                 stacks = stacks or {}
@@ -146,6 +151,24 @@ class HuggingFaceCheckpoint:
                 found=repr(listed)[:80],
             )
         return listed
+
+    def _leave_out_copies(self, ties: Sequence[Tie]) -> None:
+        """Some programs write a tied parameter under all its names. Raises ModelMismatchError where
+        they are several tensors."""
+        for alias, name in ((alias, tie.canonical) for tie in ties for alias in tie.aliases):
+            if not {name, alias} <= {*self._files}:
+                continue
+            copy, file = self.file(self._files.pop(alias)), self.file(self._files[name])
+            if not same_tensors((copy, alias), (file, name)):
+                raise ModelMismatchError(
+                    "two parameters are one in the model, and two in the folder",
+                    file=self.folder,
+                    parameter=alias,
+                    expected=f"the bytes of {name}",
+                    found="others",
+                    fix="remove it; or, if it was trained apart, build the model untied "
+                    '("tie_word_embeddings": false in config.json, for a head)',
+                )
 
     def _spec(self, name: str) -> ParamSpec:
         entry = self.file(self._files[name]).tensors[name]
@@ -320,4 +343,4 @@ class HuggingFaceFormat:
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.stacks)
+        return HuggingFaceCheckpoint(folder, told.shares, specs, told.stacks, told.ties)

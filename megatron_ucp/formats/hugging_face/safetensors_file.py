@@ -46,6 +46,7 @@ _ORDER = (
 )
 _SIZE = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_CHUNK_BYTES = 2**20
 _METADATA = "__metadata__"
 
 
@@ -102,6 +103,21 @@ class SafetensorsFile(OpenFile):
             what = "the tensors do not fill the file"
             damaged(self.path, what, f"{first + at} bytes", f"{self.size_bytes} bytes")
         return first, found
+
+
+def same_tensors(one: tuple[SafetensorsFile, str], other: tuple[SafetensorsFile, str]) -> bool:
+    """Whether two tensors, each by its file and name, have one dtype, shape and bytes."""
+    entries = [file.tensors[name] for file, name in (one, other)]
+    if len({(entry.dtype, entry.shape) for entry in entries}) > 1:
+        return False
+    size = entries[0].size_bytes
+    for at in range(0, size, _CHUNK_BYTES):
+        read = [bytearray(min(_CHUNK_BYTES, size - at)) for _ in entries]
+        for (file, name), chunk in zip((one, other), read, strict=True):
+            file.read_into(file.record(name), at, memoryview(chunk))
+        if read[0] != read[1]:
+            return False
+    return True
 
 
 def parse_header(data: bytes, path: str) -> dict[str, Entry]:
