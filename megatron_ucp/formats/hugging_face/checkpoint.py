@@ -42,7 +42,7 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # peft's
 MAX_JSON_BYTES = 256 * 2**20
-HEAD = "lm_head.weight"  # of every model of transformers that gives logits
+_HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 # masks of GPT-2, and frequencies of rotary positions
 _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
@@ -73,8 +73,8 @@ class HuggingFaceCheckpoint:
             if shares is not None:
                 self._files = _without_constants(self._files)
                 shares = _as_written(shares, self._files)
-                if HEAD not in shares:
-                    ties = (Tie(next(iter(shares)), (HEAD,)),)
+                if _HEAD not in shares:
+                    ties = (Tie(next(iter(shares)), (_HEAD,)),)
             self._leave_out_copies(ties)
             found = shares
             if found is None:
