@@ -140,6 +140,17 @@ def counts_of(names: Iterable[str]) -> dict[str, int]:
     return {layer: len(numbers) for layer, numbers in found.items()}
 
 
+def of_every_expert(names: Iterable[str], counts: Mapping[str, int]) -> set[str]:
+    """Names, and with that of one expert those of all experts of its layer: a rank's file lists its
+    own ones alone. `counts` are those of the whole layers."""
+    out: set[str] = set()
+    for name in names:
+        part = expert_name(name)
+        count = counts.get(part.layer, 0) if part else 0
+        out |= {name, *(part.at(number) for number in range(count) if part)}
+    return out
+
+
 @dataclass(frozen=True)
 class LocalExperts:
     """The experts of an expert-parallel rank: `counts` are those that it has of each layer, `index`

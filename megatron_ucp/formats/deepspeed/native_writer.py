@@ -90,7 +90,7 @@ class NativeWriter(OptimizerTrees):
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         output.tree = {
             "module": None if self.layers and not self._staged else self._module(output, own),
-            "buffer_names": [self._named(name) for _, name in self._values(own, "buffer")],
+            "buffer_names": [self._own_name(name, own) for _, name in self._values(own, "buffer")],
             "optimizer": None if split else self._unpartitioned(output, own),
             "param_shapes": self._param_shapes(own) if split and mesh.zero else None,
             **self._frozen(output, own),
@@ -120,7 +120,7 @@ class NativeWriter(OptimizerTrees):
         """What ZeRO-2 and 3 say of frozen parameters."""
         if self.mesh.zero < 2:
             return {"frozen_param_shapes": None, "frozen_param_fragments": None}
-        frozen = self._values(own, "frozen")
+        frozen = [(b, name) for b, name in self._values(own, "frozen") if not self._apart(name)]
         shapes = OrderedDict((self._named(name), _size(self._local(name))) for _, name in frozen)
         fragments = self._fragments(output, frozen, own)
         return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}
