@@ -22,7 +22,13 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked, stored_tensors
+from megatron_ucp.formats.deepspeed.experts import (
+    Spread,
+    in_order,
+    in_own_file,
+    is_stacked,
+    stored_tensors,
+)
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
@@ -87,7 +93,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     not known."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
     _check_cuts(wanted)
-    if mesh.zero == 3 and mesh.experts_apart:
+    if mesh.zero == 3:
         _check_zero3(source, mesh, file)
     match_ties(source, True, file)
     groups = _with_experts_apart(wanted.named_groups(), mesh)
@@ -190,15 +196,19 @@ def _is_unknown(spec: ParamSpec) -> bool:
 
 
 def _check_zero3(source: Manifest, mesh: Mesh, file: str) -> None:
-    """Raises UnsupportedError for experts that DeepSpeed does not train at ZeRO-3 where other
-    ranks share them: all but AutoEP's."""
+    """Raises UnsupportedError for experts that DeepSpeed does not train at ZeRO-3: those of its own
+    layers, and where other ranks share them all but AutoEP's."""
     for spec in source.params:
-        if spec.expert and not is_stacked(spec.name):
+        if not spec.expert or is_stacked(spec.name):
+            continue
+        of_deepspeed = in_own_file(spec.name, False)
+        if of_deepspeed or mesh.experts_apart:
             raise UnsupportedError(
-                "DeepSpeed does not train these experts at ZeRO-3 on ranks of their own",
+                "DeepSpeed does not train these experts at ZeRO-3"
+                + ("" if of_deepspeed else " on ranks of their own"),
                 file=file,
                 parameter=spec.name,
-                expected=f"{EXPERT_RANK}=1, or ZeRO 0, 1 or 2",
+                expected="ZeRO 0, 1 or 2" + ("" if of_deepspeed else f", or {EXPERT_RANK}=1"),
                 found=mesh,
             )
 

@@ -92,7 +92,7 @@ def whole_names(net: torch.nn.Module, ep: int) -> dict[str, str]:
         head, found, rest = name.partition("deepspeed_experts.")
         if found:
             number, _, inner = rest.partition(".")
-            out[name] = f"{head}{int(number) + ep_rank * len(counts[head])}.{inner}"
+            out[name] = f"{head}{found}{int(number) + ep_rank * len(counts[head])}.{inner}"
     return out
 
 

@@ -70,6 +70,8 @@ def test_each_rank_trains_other_ones_of_its_experts(
     setup = Moe(2, zero, frozen=(1, 2))
     folder = sources.get(4, setup, f"{JOBS}:save", more=3)
     assert ucp.verify(Path(folder) / "trained", deep=True).findings == ()
+    params = ucp.describe(Path(folder) / "trained").params
+    assert {p.expert[0] for p in params if p.expert and p.kind == "frozen"} == {1, 2}
     for world, ep in ((4, 2), (2, 1)):
         target = replace(setup, ep=ep, zero=2 * zero, seed=5)
         (found, *_) = ranks.run(world, f"{JOBS}:resume", target, folder, more=3, timeout_s=200)

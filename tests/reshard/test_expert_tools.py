@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,32 @@ def test_stock_deepspeed_loads_a_conversion(
     out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
     found = ranks.run(4, f"{MOE}:stock_load", Moe(ep, zero), str(out), timeout_s=200)
     assert found[0] == []
+
+
+@pytest.mark.parametrize("mesh", [ucp.Mesh(dp=4, ep=2, zero=2), ucp.Mesh(dp=4, ep=1, zero=2)])
+def test_stock_deepspeed_loads_frozen_experts(
+    ranks: RankPool, sources: Sources, tmp_path: Path, mesh: ucp.Mesh
+) -> None:
+    """Of what ZeRO-2's model file says of frozen parameters it would give each rank that of the
+    first one; so the file says nothing of them."""
+    setup = Moe(2, 1, frozen=(1, 2), scaled=True)
+    out = converted(Path(sources.get(4, setup, f"{MOE}:save", more=0)), tmp_path / "out", mesh)
+    target = replace(setup, ep=mesh.ep, zero=2, seed=5)
+    assert ranks.run(4, f"{MOE}:stock_load", target, str(out), timeout_s=200)[0] == []
+    kinds = {spec.kind for spec in ucp.describe(out / "trained").params if spec.expert}
+    assert kinds == {"trainable", "frozen", "buffer"}
+    assert ucp.verify(out / "trained", deep=True).findings == ()
+
+
+@pytest.mark.parametrize("verb", ["convert", "plan"])
+def test_deepspeeds_own_experts_at_zero_3(
+    own: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which DeepSpeed does not train there, whatever the expert-parallel size."""
+    out = [str(tmp_path / "out")] if verb == "convert" else []
+    assert main([verb, str(own / "trained"), *out, "--mesh", "dp=4,zero=3"]) == 2
+    assert "DeepSpeed does not train these experts at ZeRO-3" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_universal_folder_holds_every_expert(

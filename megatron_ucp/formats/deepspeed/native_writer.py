@@ -118,7 +118,11 @@ class NativeWriter(OptimizerTrees):
 
     def _frozen(self, output: Output, own: Own) -> dict[str, Any]:
         """What ZeRO-2 and 3 say of frozen parameters."""
-        if self.mesh.zero < 2:
+        params = self.manifest.params
+        experts = any(spec.kind == "frozen" and self._apart(spec.name) for spec in params)
+        # stock's load would give every expert-parallel rank those of the first one: without any it
+        # goes by the files of the experts
+        if self.mesh.zero < 2 or (self.mesh.zero == 2 and experts):
             return {"frozen_param_shapes": None, "frozen_param_fragments": None}
         frozen = [(b, name) for b, name in self._values(own, "frozen") if not self._apart(name)]
         shapes = OrderedDict((self._named(name), _size(self._local(name))) for _, name in frozen)
