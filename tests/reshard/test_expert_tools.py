@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
@@ -165,6 +166,38 @@ def test_an_expert_that_two_files_hold(own: Path, tmp_path: Path) -> None:
     assert held.read_bytes() != other.read_bytes()
     with pytest.raises(ucp.UcpError, match="two files"):
         ucp.describe(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layer_0_expert_1_mp_rank_0_model_states.pt", "two files are for one place"),
+        ("layer_00_expert_1_mp_rank_00_model_states.pt", "two files are for one place"),
+        ("layer_0_expert_1_mp_rank_03_model_states.pt", "more model-parallel ranks"),
+        ("layer_0_expert_9_mp_rank_00_model_states.pt", "holds something else"),
+        ("layer_7_expert_0_mp_rank_00_model_states.pt", "two files"),
+    ],
+)
+def test_an_expert_file_too_many(own: Path, tmp_path: Path, name: str, words: str) -> None:
+    """With another save's bytes."""
+    folder = copy_of(own, tmp_path / "more", manifest=False)
+    number = 0 if "expert_0" in name else 1
+    shutil.copy(own / "filled" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt", folder)
+    (folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt").rename(folder / name)
+    shutil.copy(own / "trained" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt", folder)
+    with pytest.raises(ucp.UcpError, match=words):
+        ucp.describe(folder)
+
+
+def test_an_expert_of_another_size(own: Path, tmp_path: Path) -> None:
+    folder = copy_of(own, tmp_path / "other", manifest=False)
+    path = folder / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    tree = torch.load(path, weights_only=False)
+    name = next(iter(tree))
+    torch.save({**tree, name: torch.zeros(3)}, path)
+    (found,) = ucp.verify(folder).findings
+    assert "a weight has another size" in found.what and found.parameter == name
+    assert found.file.endswith(path.name)
 
 
 def test_a_size_that_does_not_divide_the_experts(mixed: Path, tmp_path: Path) -> None:

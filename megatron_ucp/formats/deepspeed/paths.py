@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError
@@ -101,15 +102,16 @@ def is_universal(folder: Path) -> bool:
     return (folder / "zero").is_dir()
 
 
-def _add_layer(
-    layers: dict[tuple[int, int], str], place: tuple[int, int], folder: Path, name: str
-) -> None:
-    if layers.setdefault(place, name) != name:
+def _add(held: dict[Any, str], place: tuple[Any, ...], folder: Path, name: str) -> None:
+    """Raises ForeignFileError where another file is for the same place: numbers may be written with
+    zeros before them."""
+    if held.setdefault(place, name) != name:
         raise ForeignFileError(
-            "two layer files are for one place of the pipeline",
+            "two files are for one place",
             file=folder / name,
-            expected=layers[place],
+            expected=held[place],
             found=name,
+            fix="put the files of one save, and no others, into the folder",
         )
 
 
@@ -142,20 +144,26 @@ def scan(folder: Path) -> TagFiles:
     experts: dict[tuple[int, int, int], str] = {}
     of_experts: dict[tuple[int, int], str] = {}
     prefixes: set[str] = set()
+    of_prefix: dict[
+        tuple[str | None, int, int], str
+    ] = {}  # two are refused where ranks are counted
     for name in sorted(p.name for p in folder.iterdir()):
         _check_known(folder, name)
         if found := MODEL.fullmatch(name):
-            model[None, int(found["mp"])] = name
+            _add(model, (None, int(found["mp"])), folder, name)
         elif found := MODEL_PARTITION.fullmatch(name):
-            model[int(found["dp"]), int(found["mp"])] = name
+            _add(model, (int(found["dp"]), int(found["mp"])), folder, name)
         elif found := EXPERT.fullmatch(name):
-            experts[int(found["layer"]), int(found["expert"]), int(found["mp"])] = name
+            place = int(found["layer"]), int(found["expert"]), int(found["mp"])
+            _add(experts, place, folder, name)
         elif found := EXPERT_OPTIMIZER.fullmatch(name):
-            of_experts[int(found["ep"]), int(found["mp"])] = name
+            _add(of_experts, (int(found["ep"]), int(found["mp"])), folder, name)
         elif found := LAYER.fullmatch(name):
-            _add_layer(layers, (int(found["layer"]), int(found["tp"] or 0)), folder, name)
+            _add(layers, (int(found["layer"]), int(found["tp"] or 0)), folder, name)
         elif found := OPTIMIZER.fullmatch(name):
-            optimizer[int(found["dp"]), int(found["mp"])] = name
+            place = int(found["dp"]), int(found["mp"])
+            _add(of_prefix, (found["pre"], *place), folder, name)
+            optimizer[place] = name
             prefixes.add(found["pre"] or "")
     if not model:
         raise _no_model(folder)
