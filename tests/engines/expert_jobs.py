@@ -390,3 +390,9 @@ def without_groups(cut: Cut) -> str:
     for param in engine.module.parameters():
         param.__dict__.pop("group_name", None)
     return refused(engine)
+
+
+def unwritten(cut: Cut) -> str:
+    """What `attach` says of an engine that trains, and whose files would lack something."""
+    model = build(cut)
+    return refused(engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0))))

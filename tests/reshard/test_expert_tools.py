@@ -66,6 +66,17 @@ def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> 
     assert found["differences"] == {"filled": [], "trained": []}
 
 
+def names_of_groups(folder: Path) -> set[str]:
+    """Under which DeepSpeed looks for the ranks that share a group."""
+    kept = "optimizer_state_dict"
+    out: set[str] = set()
+    for path in folder.glob("*_optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        base = tree["optimizer"] if "optimizer" in tree else tree[kept]["base_optimizer_state"]
+        out |= {group["name"] for group in base["param_groups"]}
+    return out
+
+
 @pytest.mark.parametrize("ep", [4, 1])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_stock_deepspeed_loads_a_conversion(
@@ -73,6 +84,7 @@ def test_stock_deepspeed_loads_a_conversion(
 ) -> None:
     """Stock goes by position: a rank's experts must come in the order of its module."""
     out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
+    assert names_of_groups(out / "trained") == {"matrices", "vectors", f"ep_size_{ep}"}
     found = ranks.run(4, f"{MOE}:stock_load", Moe(ep, zero), str(out), timeout_s=200)
     assert found[0] == []
 
@@ -198,6 +210,25 @@ def test_an_expert_of_another_size(own: Path, tmp_path: Path) -> None:
     (found,) = ucp.verify(folder).findings
     assert "a weight has another size" in found.what and found.parameter == name
     assert found.file.endswith(path.name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("dp=4,ep=2,etp=2,zero=0", "would not save all parts"),  # two ranks would write one file
+        ("dp=4,etp=2,zero=1", "would not save all parts"),
+        ("tp=4,dp=2,ep=2,etp=1,zero=1", "would not save all parts"),
+        ("pp=3,dp=2,ep=2,zero=1", "no layer with experts"),
+    ],
+)
+def test_meshes_whose_experts_deepspeed_has_no_files_for(
+    mixed: Path, tmp_path: Path, mesh: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = ["--stages", "4,1,1"] if "pp" in mesh else []
+    for verb, out in (("convert", [str(tmp_path / "out")]), ("plan", list[str]())):
+        assert main([verb, str(mixed / "trained"), *out, "--mesh", mesh, *stages]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_size_that_does_not_divide_the_experts(mixed: Path, tmp_path: Path) -> None:

@@ -306,6 +306,24 @@ def file_rank(mesh: Mesh, stage: int, ep: int, etp: int) -> int:
     return stage * mesh.tp + mesh.coord(rank).tp
 
 
+def check_files(tp: int, ep: int, etp: int, file: str | None = None) -> None:
+    """Raises UnsupportedError for a mesh of which DeepSpeed's files could not hold all of a model.
+
+    It names the file of an expert by the tensor-parallel rank that writes it: with more ranks that
+    cut an expert, several write one file. And a rank that writes no experts writes no other
+    parameters either: with fewer ranks for all experts than cut attention, parts are missing.
+    """
+    if (ep, etp) != (1, tp) and not etp <= tp <= etp * ep:
+        raise UnsupportedError(
+            "DeepSpeed would not save all parts of a model whose experts are cut like that",
+            file=file,
+            expected="expert-tensor-parallel size <= tensor-parallel size <= "
+            "expert-tensor-parallel size x expert-parallel size",
+            found=f"{etp}, {tp}, {etp} x {ep}",
+            fix=f"use an expert-tensor-parallel size of {tp}",
+        )
+
+
 def etp_of(cut: Coords) -> int | None:
     """The expert-tensor-parallel rank of a place; None where it is none of experts alone."""
     return dict(cut).get(EXPERT_CUT[0])

@@ -137,35 +137,30 @@ def _check_known(folder: Path, name: str) -> None:
 
 def scan(folder: Path) -> TagFiles:
     """The state files of a tag folder. Raises UnsupportedError for files that this version can't
-    read by name."""
-    model: dict[tuple[int | None, int], str] = {}
-    optimizer: dict[tuple[int, int], str] = {}
-    layers: dict[tuple[int, int], str] = {}
-    experts: dict[tuple[int, int, int], str] = {}
-    of_experts: dict[tuple[int, int], str] = {}
-    prefixes: set[str] = set()
-    of_prefix: dict[
-        tuple[str | None, int, int], str
-    ] = {}  # two are refused where ranks are counted
+    read by name, ForeignFileError for two of one place."""
+    kinds = MODEL, MODEL_PARTITION, EXPERT, EXPERT_OPTIMIZER, LAYER, OPTIMIZER
+    held: dict[re.Pattern[str], dict[Any, str]] = {pattern: {} for pattern in kinds}
     for name in sorted(p.name for p in folder.iterdir()):
         _check_known(folder, name)
-        if found := MODEL.fullmatch(name):
-            _add(model, (None, int(found["mp"])), folder, name)
-        elif found := MODEL_PARTITION.fullmatch(name):
-            _add(model, (int(found["dp"]), int(found["mp"])), folder, name)
-        elif found := EXPERT.fullmatch(name):
-            place = int(found["layer"]), int(found["expert"]), int(found["mp"])
-            _add(experts, place, folder, name)
-        elif found := EXPERT_OPTIMIZER.fullmatch(name):
-            _add(of_experts, (int(found["ep"]), int(found["mp"])), folder, name)
-        elif found := LAYER.fullmatch(name):
-            _add(layers, (int(found["layer"]), int(found["tp"] or 0)), folder, name)
-        elif found := OPTIMIZER.fullmatch(name):
-            place = int(found["dp"]), int(found["mp"])
-            _add(of_prefix, (found["pre"], *place), folder, name)
-            optimizer[place] = name
-            prefixes.add(found["pre"] or "")
+        for pattern, files in held.items():
+            if found := pattern.fullmatch(name):
+                _add(files, _place(found), folder, name)
+    model: dict[tuple[int | None, int], str] = {**held[MODEL_PARTITION]}
+    model |= {(None, mp): name for (mp,), name in held[MODEL].items()}
     if not model:
         raise _no_model(folder)
-    kept = tuple(sorted(prefixes))
-    return TagFiles(folder, model, optimizer, kept, layers, experts, of_experts)
+    return TagFiles(
+        folder,
+        model,
+        {(part, mp): name for (_, part, mp), name in held[OPTIMIZER].items()},
+        tuple(sorted({prefix for prefix, *_ in held[OPTIMIZER]})),
+        held[LAYER],
+        held[EXPERT],
+        held[EXPERT_OPTIMIZER],
+    )
+
+
+def _place(found: re.Match[str]) -> tuple[Any, ...]:
+    """What a name says, in the order in which it says it."""
+    said = found.groupdict()
+    return tuple(v or "" if key == "pre" else int(v or 0) for key, v in said.items())
