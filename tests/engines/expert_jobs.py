@@ -392,7 +392,15 @@ def without_groups(cut: Cut) -> str:
     return refused(engine)
 
 
-def unwritten(cut: Cut) -> str:
-    """What `attach` says of an engine that trains, and whose files would lack something."""
+def unwritten(cut: Cut, folder: str) -> str:
+    """What a save says of an engine that trains, and whose files would lack something."""
     model = build(cut)
-    return refused(engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0))))
+    engine = engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0)))
+    try:
+        ucp.attach(engine, family="mixtral").save_checkpoint(folder)
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        models.stop()
+    return ""

@@ -168,6 +168,9 @@ def test_experts_that_nothing_places_are_refused(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("cut", [Cut(2, 2, 1, zero=1), Cut(1, 1, 2, zero=0)], ids=str)
-def test_engines_whose_experts_would_not_all_be_saved(ranks: RankPool, cut: Cut) -> None:
-    for said in ranks.run(4, f"{JOBS}:unwritten", cut):
+def test_engines_whose_experts_would_not_all_be_saved(
+    ranks: RankPool, tmp_path: Path, cut: Cut
+) -> None:
+    for said in ranks.run(4, f"{JOBS}:unwritten", cut, str(tmp_path)):
         assert "would not save all parts" in said
+    assert not list(tmp_path.rglob("*.pt"))
