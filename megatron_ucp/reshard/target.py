@@ -11,22 +11,28 @@ from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
-from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of, stage_of
+from megatron_ucp.core.mesh import Coords, Mesh, stage_of
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
-    LayoutError,
     RuleError,
     StateMismatchError,
-    UnsupportedError,
     UsageError,
 )
+from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
 from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
+from megatron_ucp.reshard.expert_meshes import (
+    check_experts,
+    check_stages,
+    check_trained,
+    held_at,
+    marks_on,
+)
 from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
 from megatron_ucp.reshard.placed import placed
 
@@ -87,14 +93,13 @@ def target_manifest(wanted: Wanted) -> Manifest:
     not known."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
     _check_cuts(wanted)
-    if mesh.zero == 3 and mesh.experts_apart:
-        _check_zero3(source, mesh, file)
     match_ties(source, True, file)
-    groups = _with_experts_apart(wanted.named_groups(), mesh)
+    groups = _with_experts_apart(wanted.named_groups(), mesh, source.mesh)
     shapes = _local_shapes(wanted, mesh)
     groups = [_as_stepped(wanted, one, shapes) for one in groups]
     local = {name: math.prod(shape) for name, shape in shapes.items()}
     by_stage = placed(wanted, local)
+    check_stages(by_stage, source, mesh, file)
     stages = [
         _stage(wanted, groups, local, held_at(by_stage[stage_of(at)], source, at, mesh, file), at)
         for at in mesh.holding()
@@ -158,26 +163,12 @@ def _check_cuts(wanted: Wanted) -> None:
             found=f"{len(unknown)} such parameters",
             fix="give --rules FILE; or convert to tp=1, or load into a live engine",
         )
-    check_experts(wanted)
+    check_experts(source, mesh, file)
+    check_trained(source, mesh, file)
 
 
 def _cuts_parameters(mesh: Mesh) -> bool:
     return max(mesh.cut_of_dense, mesh.cut_of_experts) > 1
-
-
-def check_experts(wanted: Wanted) -> None:
-    """Raises UsageError for expert-parallel ranks of a model without experts, LayoutError where
-    they don't divide its experts."""
-    mesh, file = wanted.target.mesh, wanted.file
-    for spec in wanted.source.params:
-        _is_here(spec, 0, mesh, file)
-    if mesh.ep > 1 and not any(spec.expert for spec in wanted.source.params):
-        raise UsageError(
-            "this axis is not converted: the model has no experts",
-            file=file,
-            expected=f"{EXPERT_RANK}=1",
-            found=mesh,
-        )
 
 
 def _is_unknown(spec: ParamSpec) -> bool:
@@ -189,50 +180,7 @@ def _is_unknown(spec: ParamSpec) -> bool:
     return chunked and spec.on_mesh is None and len(spec.shape) > 0
 
 
-def _check_zero3(source: Manifest, mesh: Mesh, file: str) -> None:
-    """Raises UnsupportedError for experts that DeepSpeed does not train at ZeRO-3 where other
-    ranks share them: all but AutoEP's."""
-    for spec in source.params:
-        if spec.expert and not is_stacked(spec.name):
-            raise UnsupportedError(
-                "DeepSpeed does not train these experts at ZeRO-3 on ranks of their own",
-                file=file,
-                parameter=spec.name,
-                expected=f"{EXPERT_RANK}=1, or ZeRO 0, 1 or 2",
-                found=mesh,
-            )
-
-
-def held_at(
-    names: frozenset[str], source: Manifest, at: Coords, mesh: Mesh, file: str
-) -> frozenset[str]:
-    """What a place of a mesh holds of a stage's parameters: everything but other ranks' experts.
-
-    Raises LayoutError where the expert-parallel ranks don't divide the experts.
-    """
-    return frozenset(
-        name for name in names if _is_here(source.by_name[name], expert_rank_of(at), mesh, file)
-    )
-
-
-def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
-    if spec.expert is None:
-        return True
-    number, count = spec.expert
-    if count % mesh.ep:
-        works = [n for n in range(1, count + 1) if not count % n]
-        raise LayoutError(
-            "the expert-parallel size does not divide the experts of a layer",
-            file=file,
-            parameter=spec.name,
-            expected=f"a divisor of {count}",
-            found=mesh.ep,
-            fix=f"use an expert-parallel size of {', '.join(map(str, works))}",
-        )
-    return number // (count // mesh.ep) == ep_rank
-
-
-def _with_experts_apart(groups: list[NamedGroup], mesh: Mesh) -> list[NamedGroup]:
+def _with_experts_apart(groups: list[NamedGroup], mesh: Mesh, source: Mesh) -> list[NamedGroup]:
     """Groups in which no expert is among parameters that other ranks share; those of experts come
     last, as DeepSpeed's own function splits them."""
     spread = Spread.on(mesh)
@@ -242,11 +190,12 @@ def _with_experts_apart(groups: list[NamedGroup], mesh: Mesh) -> list[NamedGroup
         experts = tuple(name for name in one.names if spread.is_apart(name))
         rest = tuple(name for name in one.names if not spread.is_apart(name))
         if experts and rest:
-            marks = {**one.group.marks, "name": f"ep_size_{mesh.ep}", "moe": True}
+            marks = {**one.group.marks, "name": group_name(mesh.ep), "moe": True}
             apart.append(NamedGroup(replace(one.group, marks=marks), experts))
             others.append(replace(one, names=rest))
         else:
-            others.append(one)
+            marks = marks_on(one.group.marks, mesh, source)
+            others.append(replace(one, group=replace(one.group, marks=marks)))
     return [*others, *apart]
 
 

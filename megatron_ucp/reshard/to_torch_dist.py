@@ -37,11 +37,12 @@ from megatron_ucp.formats.megatron.writer import (
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.expert_meshes import check_experts
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.outgoing import publish, write_at
 from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all, written_aside
-from megatron_ucp.reshard.target import Wanted, check_experts
+from megatron_ucp.reshard.target import Wanted
 from megatron_ucp.reshard.windows import MOST_THREADS, WINDOW_BYTES, Memory, WindowReader
 
 _NARROW = frozenset({"narrow"})  # training copies are casts of the masters
@@ -62,7 +63,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     """Everything about the folder but its tensors. `mesh` is the one that it is for: with expert
     parallelism Megatron keeps the groups of experts apart. Raises UnsupportedError,
     StateMismatchError, and as `check_experts`."""
-    check_experts(wanted)
+    check_experts(wanted.source, wanted.target.mesh, wanted.file)
     match_ties(source.manifest, True, wanted.file)
     _check_states(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}

@@ -390,3 +390,17 @@ def without_groups(cut: Cut) -> str:
     for param in engine.module.parameters():
         param.__dict__.pop("group_name", None)
     return refused(engine)
+
+
+def unwritten(cut: Cut, folder: str) -> str:
+    """What a save says of an engine that trains, and whose files would lack something."""
+    model = build(cut)
+    engine = engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0)))
+    try:
+        ucp.attach(engine, family="mixtral").save_checkpoint(folder)
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        models.stop()
+    return ""

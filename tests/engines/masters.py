@@ -50,6 +50,16 @@ def _numbered(params: dict[str, Any], name: str) -> str:
     return f"{head}{first + int(number)}{rest}"
 
 
+def name_of_buffer(engine: Any, name: str) -> str:
+    """As `named`, of a module's buffer."""
+    params, found = dict(engine.module.named_parameters()), EXPERT.fullmatch(name)
+    if found is not None:
+        beside = next(other for other in params if other.startswith(f"{found[1]}{found[2]}."))
+        name = _numbered(params, beside).removesuffix(beside.removeprefix(found[1] + found[2]))
+        name += found[3]
+    return without_pipeline(engine, name)
+
+
 def without_pipeline(engine: Any, name: str) -> str:
     """A name in a model of one stage; a pipeline has embedding, L layers, norm and head."""
     if not hasattr(engine, "num_stages"):

@@ -15,7 +15,8 @@ WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
 @dataclass(frozen=True)
 class Moe:
     """A model with two mixtures. `experts` are those of each one (PR-MoE has different numbers);
-    `residual` adds a dense MLP beside each (residual MoE)."""
+    `residual` adds a dense MLP beside each (residual MoE). `scaled` experts have buffers; those of
+    the numbers `frozen` are not trained."""
 
     ep: int
     zero: int
@@ -23,16 +24,22 @@ class Moe:
     experts: tuple[int, int] = (4, 4)
     residual: bool = False
     seed: int = 1
+    scaled: bool = False
+    frozen: tuple[int, ...] = ()
 
 
 class Expert(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, scaled: bool = False) -> None:
         super().__init__()
         self.up = torch.nn.Linear(WIDTH, 5)
         self.down = torch.nn.Linear(5, WIDTH)
+        if scaled:
+            self.register_buffer("scale", torch.ones(5))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        y = torch.tanh(self.up(x))
+        return self.down(y * self.scale.to(y.dtype) if hasattr(self, "scale") else y)
 
 
 def mixture(setup: Moe, count: int) -> torch.nn.Module:
@@ -41,7 +48,7 @@ def mixture(setup: Moe, count: int) -> torch.nn.Module:
 
     return MoE(
         WIDTH,
-        Expert(),
+        Expert(setup.scaled),
         num_experts=count,
         ep_size=setup.ep,
         k=2,
@@ -71,21 +78,34 @@ class Net(torch.nn.Module):
         )
 
 
-def draw(net: torch.nn.Module, seed: int, ep: int) -> None:
-    """The same first values on every mesh: those of an expert follow from its number."""
+def whole_names(net: torch.nn.Module, ep: int) -> dict[str, str]:
+    """Name of a parameter or buffer -> that with the number of an expert in the whole layer."""
     ep_rank = dist.get_rank() % ep
     counts: dict[str, set[str]] = {}
-    for name in dict(net.named_parameters()):
+    held = [*dict(net.named_parameters()), *dict(net.named_buffers())]
+    for name in held:
         head, found, rest = name.partition("deepspeed_experts.")
         if found:
             counts.setdefault(head, set()).add(rest.partition(".")[0])
-    for name, param in net.named_parameters():
+    out = dict(zip(held, held, strict=True))
+    for name in held:
         head, found, rest = name.partition("deepspeed_experts.")
         if found:
             number, _, inner = rest.partition(".")
-            name = f"{head}{int(number) + ep_rank * len(counts[head])}.{inner}"
-        own = torch.Generator().manual_seed(hash_of(name) + seed)
+            out[name] = f"{head}{found}{int(number) + ep_rank * len(counts[head])}.{inner}"
+    return out
+
+
+def draw(net: torch.nn.Module, seed: int, ep: int, frozen: tuple[int, ...] = ()) -> None:
+    """The same first values on every mesh: those of an expert follow from its number."""
+    whole = whole_names(net, ep)
+    for name, param in net.named_parameters():
+        own = torch.Generator().manual_seed(hash_of(whole[name]) + seed)
         param.data.copy_(torch.randn(param.shape, generator=own) * 0.5)
+        param.requires_grad = not any(f"_experts.{number}." in whole[name] for number in frozen)
+    for name, buffer in net.named_buffers():
+        if "_experts." in name:
+            buffer.fill_(hash_of(whole[name]) % 97 + seed)
 
 
 def hash_of(name: str) -> int:
@@ -103,7 +123,7 @@ def make(setup: Moe, attach: bool = True) -> Any:
     torch.manual_seed(setup.seed)
     dist.barrier()
     net = Net(setup)
-    draw(net, setup.seed, setup.ep)
+    draw(net, setup.seed, setup.ep, setup.frozen)
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
     groups = [
         {"name": "matrices", "params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},

@@ -165,3 +165,12 @@ def test_the_pipelines_layers_follow_from_names_alone() -> None:
 def test_experts_that_nothing_places_are_refused(ranks: RankPool) -> None:
     for said in ranks.run(4, f"{JOBS}:without_groups", Cut(2, zero=1)):
         assert "nothing says which rank has which" in said and "local_experts.0" in said
+
+
+@pytest.mark.parametrize("cut", [Cut(2, 2, 1, zero=1), Cut(1, 1, 2, zero=0)], ids=str)
+def test_engines_whose_experts_would_not_all_be_saved(
+    ranks: RankPool, tmp_path: Path, cut: Cut
+) -> None:
+    for said in ranks.run(4, f"{JOBS}:unwritten", cut, str(tmp_path)):
+        assert "would not save all parts" in said
+    assert not list(tmp_path.rglob("*.pt"))

@@ -3,15 +3,17 @@ tensor-parallel and pipeline sizes, bit for bit."""
 
 import itertools
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ucp.engines.megatron.experts import Experts
 from tests.engines.pipeline_jobs import Staged
-from tests.engines.sources import Sources
+from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -103,6 +105,29 @@ OTHERS = {
 @pytest.mark.parametrize("pair", OTHERS)
 def test_pair_of_another_kind(ranks: RankPool, sources: Sources, pair: str) -> None:
     test_pair(ranks, sources, OTHERS[pair])
+
+
+BY_FILES = [
+    mixtral(2, tp=2, etp=1, zero=1),
+    mixtral(4, tp=2, etp=1, zero=0, dtype="bf16"),
+    mixtral(2, tp=2, zero=0, dtype="bf16"),
+    pytest.param(mixtral(2, tp=2, etp=1, zero=0), marks=pytest.mark.slow),
+    pytest.param(mixtral(2, tp=2, pp=2, etp=1, zero=1), marks=pytest.mark.slow),
+    pytest.param(mixtral(2, tp=2, etp=1, zero=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("source", BY_FILES, ids=str)
+def test_how_experts_are_cut_is_seen_from_files(
+    ranks: RankPool, sources: Sources, tmp_path: Path, source: Staged
+) -> None:
+    """Without a manifest: an expert has a file for each rank that cuts it."""
+    folder = tmp_path / "stock"
+    shutil.copytree(sources.get(4, source, f"{JOBS}:save", more=0), folder)
+    without_manifest(folder)
+    target = mixtral(4, zero=2, dtype=source.dtype, seed=5)
+    (found, *_) = ranks.run(4, f"{JOBS}:resume", target, str(folder), timeout_s=200)
+    assert found["differences"] == {"filled": [], "trained": []}
 
 
 def test_at_least_sixty_pairs_are_marked() -> None:

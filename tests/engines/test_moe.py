@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import megatron_ucp as ucp
 from tests.engines.moe_jobs import Moe
 from tests.engines.moe_pipe_jobs import Piped
 from tests.engines.sources import Sources, without_manifest
@@ -37,6 +38,45 @@ def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources,
     (found, *_) = ranks.run(4, f"{JOBS}:resume", Moe(ep, 2, **setup), folder, more=3, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["loss"] < 1e-5
+
+
+SCALED = {"scaled": True}
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_buffers_of_experts(ranks: RankPool, sources: Sources, tmp_path: Path, stock: bool) -> None:
+    """A rank's model file lists those of its own experts alone."""
+    folder = tmp_path / "copy"
+    shutil.copytree(sources.get(4, Moe(2, 1, **SCALED), f"{JOBS}:save", more=0), folder)
+    if stock:
+        without_manifest(folder)
+    kinds = {p.name: p.kind for p in ucp.describe(folder / "trained").params if p.expert}
+    assert sum(kind == "buffer" for kind in kinds.values()) == 2 * 2 * 4
+    assert {name for name, kind in kinds.items() if kind == "buffer"} == {
+        name for name in kinds if name.endswith((".scale", ".seen"))
+    }
+    assert ucp.verify(folder / "trained", deep=True).findings == ()
+    for world, setup in ((4, Moe(4, 2, seed=5, **SCALED)), (1, Moe(1, 0, seed=5, **SCALED))):
+        (found, *_) = ranks.run(world, f"{JOBS}:resume", setup, str(folder), timeout_s=200)
+        assert found["differences"] == {"filled": [], "trained": []}
+        assert any(".seen" in one for one in found["before"]["trained"])
+
+
+@pytest.mark.parametrize("zero", [1, 0])
+def test_each_rank_trains_other_ones_of_its_experts(
+    ranks: RankPool, sources: Sources, zero: int
+) -> None:
+    """Of 0 and 1 the first, of 2 and 3 the second: files name those of the first rank alone."""
+    setup = Moe(2, zero, frozen=(1, 2))
+    folder = sources.get(4, setup, f"{JOBS}:save", more=3)
+    assert ucp.verify(Path(folder) / "trained", deep=True).findings == ()
+    params = ucp.describe(Path(folder) / "trained").params
+    assert {p.expert[0] for p in params if p.expert and p.kind == "frozen"} == {1, 2}
+    for world, ep in ((4, 2), (2, 1)):
+        target = replace(setup, ep=ep, zero=2 * zero, seed=5)
+        (found, *_) = ranks.run(world, f"{JOBS}:resume", target, folder, more=3, timeout_s=200)
+        assert found["differences"] == {"filled": [], "trained": []}
+        assert found["loss"] < 1e-5
 
 
 FAULTS = ["two experts swapped", "a row of the router", "an expert's moment", "an expert's decay"]

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
@@ -64,6 +66,17 @@ def test_a_pipeline_is_written(ranks: RankPool, mixed: Path, tmp_path: Path) -> 
     assert found["differences"] == {"filled": [], "trained": []}
 
 
+def names_of_groups(folder: Path) -> set[str]:
+    """Under which DeepSpeed looks for the ranks that share a group."""
+    kept = "optimizer_state_dict"
+    out: set[str] = set()
+    for path in folder.glob("*_optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        base = tree["optimizer"] if "optimizer" in tree else tree[kept]["base_optimizer_state"]
+        out |= {group["name"] for group in base["param_groups"]}
+    return out
+
+
 @pytest.mark.parametrize("ep", [4, 1])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_stock_deepspeed_loads_a_conversion(
@@ -71,8 +84,35 @@ def test_stock_deepspeed_loads_a_conversion(
 ) -> None:
     """Stock goes by position: a rank's experts must come in the order of its module."""
     out = converted(own, tmp_path / "out", ucp.Mesh(dp=4, ep=ep, zero=zero))
+    assert names_of_groups(out / "trained") == {"matrices", "vectors", f"ep_size_{ep}"}
     found = ranks.run(4, f"{MOE}:stock_load", Moe(ep, zero), str(out), timeout_s=200)
     assert found[0] == []
+
+
+@pytest.mark.parametrize("mesh", [ucp.Mesh(dp=4, ep=2, zero=2), ucp.Mesh(dp=4, ep=1, zero=2)])
+def test_stock_deepspeed_loads_frozen_experts(
+    ranks: RankPool, sources: Sources, tmp_path: Path, mesh: ucp.Mesh
+) -> None:
+    """Of what ZeRO-2's model file says of frozen parameters it would give each rank that of the
+    first one; so the file says nothing of them."""
+    setup = Moe(2, 1, frozen=(1, 2), scaled=True)
+    out = converted(Path(sources.get(4, setup, f"{MOE}:save", more=0)), tmp_path / "out", mesh)
+    target = replace(setup, ep=mesh.ep, zero=2, seed=5)
+    assert ranks.run(4, f"{MOE}:stock_load", target, str(out), timeout_s=200)[0] == []
+    kinds = {spec.kind for spec in ucp.describe(out / "trained").params if spec.expert}
+    assert kinds == {"trainable", "frozen", "buffer"}
+    assert ucp.verify(out / "trained", deep=True).findings == ()
+
+
+@pytest.mark.parametrize("verb", ["convert", "plan"])
+def test_deepspeeds_own_experts_at_zero_3(
+    own: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which DeepSpeed does not train there, whatever the expert-parallel size."""
+    out = [str(tmp_path / "out")] if verb == "convert" else []
+    assert main([verb, str(own / "trained"), *out, "--mesh", "dp=4,zero=3"]) == 2
+    assert "DeepSpeed does not train these experts at ZeRO-3" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_universal_folder_holds_every_expert(
@@ -138,6 +178,57 @@ def test_an_expert_that_two_files_hold(own: Path, tmp_path: Path) -> None:
     assert held.read_bytes() != other.read_bytes()
     with pytest.raises(ucp.UcpError, match="two files"):
         ucp.describe(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layer_0_expert_1_mp_rank_0_model_states.pt", "two files are for one place"),
+        ("layer_00_expert_1_mp_rank_00_model_states.pt", "two files are for one place"),
+        ("layer_0_expert_1_mp_rank_03_model_states.pt", "more model-parallel ranks"),
+        ("layer_0_expert_9_mp_rank_00_model_states.pt", "holds something else"),
+        ("layer_7_expert_0_mp_rank_00_model_states.pt", "two files"),
+    ],
+)
+def test_an_expert_file_too_many(own: Path, tmp_path: Path, name: str, words: str) -> None:
+    """With another save's bytes."""
+    folder = copy_of(own, tmp_path / "more", manifest=False)
+    number = 0 if "expert_0" in name else 1
+    shutil.copy(own / "filled" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt", folder)
+    (folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt").rename(folder / name)
+    shutil.copy(own / "trained" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt", folder)
+    with pytest.raises(ucp.UcpError, match=words):
+        ucp.describe(folder)
+
+
+def test_an_expert_of_another_size(own: Path, tmp_path: Path) -> None:
+    folder = copy_of(own, tmp_path / "other", manifest=False)
+    path = folder / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    tree = torch.load(path, weights_only=False)
+    name = next(iter(tree))
+    torch.save({**tree, name: torch.zeros(3)}, path)
+    (found,) = ucp.verify(folder).findings
+    assert "a weight has another size" in found.what and found.parameter == name
+    assert found.file.endswith(path.name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("dp=4,ep=2,etp=2,zero=0", "would not save all parts"),  # two ranks would write one file
+        ("dp=4,etp=2,zero=1", "would not save all parts"),
+        ("tp=4,dp=2,ep=2,etp=1,zero=1", "would not save all parts"),
+        ("pp=3,dp=2,ep=2,zero=1", "no layer with experts"),
+    ],
+)
+def test_meshes_whose_experts_deepspeed_has_no_files_for(
+    mixed: Path, tmp_path: Path, mesh: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = ["--stages", "4,1,1"] if "pp" in mesh else []
+    for verb, out in (("convert", [str(tmp_path / "out")]), ("plan", list[str]())):
+        assert main([verb, str(mixed / "trained"), *out, "--mesh", mesh, *stages]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_size_that_does_not_divide_the_experts(mixed: Path, tmp_path: Path) -> None:

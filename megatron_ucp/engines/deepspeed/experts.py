@@ -6,14 +6,14 @@ from typing import Any
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.autoep import stacks_in
-from megatron_ucp.formats.deepspeed.experts import is_expert
+from megatron_ucp.formats.deepspeed.experts import check_files, is_expert
 
 
 def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     """The mesh of an engine with the axes of its experts, as the groups say with which DeepSpeed
     reduces their gradients. Experts without such groups are parameters like all others.
 
-    Raises UnsupportedError for groups that no mesh has.
+    Raises UnsupportedError for groups that no mesh has, and as `check_files`.
     """
     from deepspeed.moe.utils import is_moe_param
 
@@ -35,6 +35,7 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     _check(found, name, parallel, copies)
     if found.experts_apart:
         _check_names(engine, of_experts)
+        check_files(found.cut_of_dense, found.ep, found.cut_of_experts)
     return found
 
 

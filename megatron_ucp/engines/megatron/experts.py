@@ -19,6 +19,7 @@ from megatron_ucp.engines.megatron.groups import (
     experts_are_apart,
 )
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
+from megatron_ucp.formats.deepspeed.experts import check_files
 
 PATCHES = ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu")
 UNDER_DEEPSPEED = ("expert_clip", "expert_norm_bf16", "expert_norm_unfused")
@@ -148,23 +149,6 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
             expected="sequence_parallel",
             found=f"tensor-parallel size {tp} without it",
             fix="switch sequence parallelism on",
-        )
-
-
-def check_files(tp: int, ep: int, etp: int) -> None:
-    """Raises UnsupportedError where DeepSpeed would train the experts, but not save all of a model.
-
-    It names the file of an expert by the tensor-parallel rank that writes it: with more ranks that
-    cut an expert, several write one file. And a rank that writes no experts writes no other
-    parameters either: with fewer ranks for all experts than cut attention, parts are missing.
-    """
-    if (ep, etp) != (1, tp) and not etp <= tp <= etp * ep:
-        raise UnsupportedError(
-            "DeepSpeed would not save all parts of a model whose experts are cut like that",
-            expected="expert-tensor-parallel size <= tensor-parallel size <= "
-            "expert-tensor-parallel size x expert-parallel size",
-            found=f"{etp}, {tp}, {etp} x {ep}",
-            fix=f"use an expert-tensor-parallel size of {tp}",
         )
 
 

@@ -1,5 +1,6 @@
 """How many ranks of which kind wrote the files of a tag folder."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,7 @@ def count_ranks(
 def _of_experts(
     folder: TagFolder, meta: Mapping[str, Any], file: str, tp: int, experts: ExpertFiles
 ) -> tuple[int, int]:
-    """Expert-parallel and expert-tensor-parallel ranks. DeepSpeed's own layers have one share or
-    one copy of an expert on each tensor-parallel rank."""
+    """Expert-parallel and expert-tensor-parallel ranks."""
     if folder.recorded is not None:
         return folder.recorded.mesh.ep, folder.recorded.mesh.etp
     config: Any = meta.get("ds_config")
@@ -60,7 +60,7 @@ def _of_experts(
             fix="load it with DeepSpeed at the same sizes",
         )
     if folder.names.experts or _is_in_shards(folder, meta, experts):
-        return experts.ranks(meta, file), tp
+        return experts.ranks(meta, file), _cuts_of_experts(folder.names, tp)
     if meta.get("num_experts"):
         raise NotFoundError(
             "the expert files are missing, and without them local numbers say nothing",
@@ -70,6 +70,14 @@ def _of_experts(
             fix="restore them, or load another tag",
         )
     return 1, tp
+
+
+def _cuts_of_experts(names: TagFiles, tp: int) -> int:
+    """Ranks that cut an expert: each one has a file of it. DeepSpeed's own layers have one share or
+    one copy on each tensor-parallel rank."""
+    files = Counter((layer, number, mp // tp) for layer, number, mp in names.experts)
+    most = max(files.values(), default=tp)
+    return next(size for size in range(most, tp + 1) if tp % size == 0)
 
 
 _OTHER_ORDER = "use_data_before_expert_parallelism"

@@ -12,7 +12,7 @@ from megatron_ucp.core.mesh import Place, expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
-from megatron_ucp.formats.deepspeed.experts import number_and_count
+from megatron_ucp.formats.deepspeed.experts import number_and_count, of_every_expert
 from megatron_ucp.formats.deepspeed.flattened import names_at
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents
@@ -155,6 +155,7 @@ class Derived:
             for file in self.of.first_of_stages
             for name in self.of.tree(file).get("buffer_names") or []
         }
+        buffer_names = of_every_expert(buffer_names, self.of.expert_counts)
         # the files of experts have theirs, of all ranks
         named: Mapping[str, Any] = self.of.meta.get("frozen_param_shapes") or {}
         shapes = {n: s for n, s in named.items() if n not in self.of.experts.autoep.experts}

@@ -97,8 +97,19 @@ class ExpertFiles:
 
     def _complete(self) -> None:
         """Raises NotFoundError where the files of a mixture are not as many as the model file says,
-        or leave out a number. Where experts lie in no files at all the caller knows why."""
+        or leave out a number, ForeignFileError for one of a rank that the run did not have. Where
+        experts lie in no files at all the caller knows why."""
         names = self._folder.names
+        most = max(mp for _, mp in names.model)
+        for (_, _, mp), file in names.experts.items():
+            if mp > most:
+                raise ForeignFileError(
+                    "there is an expert file of more model-parallel ranks than the run had",
+                    file=self._folder.full_path(file),
+                    expected=f"model-parallel ranks 0 to {most}",
+                    found=f"rank {mp}",
+                    fix="put the files of one save, and no others, into the folder",
+                )
         told: list[Any] = []
         for file in names.model.values():
             said = self._folder.tree(file).get("num_experts")

@@ -140,6 +140,17 @@ def counts_of(names: Iterable[str]) -> dict[str, int]:
     return {layer: len(numbers) for layer, numbers in found.items()}
 
 
+def of_every_expert(names: Iterable[str], counts: Mapping[str, int]) -> set[str]:
+    """Names, and with that of one expert those of all experts of its layer: a rank's file lists its
+    own ones alone. `counts` are those of the whole layers."""
+    out: set[str] = set()
+    for name in names:
+        part = expert_name(name)
+        count = counts.get(part.layer, 0) if part else 0
+        out |= {name, *(part.at(number) for number in range(count) if part)}
+    return out
+
+
 @dataclass(frozen=True)
 class LocalExperts:
     """The experts of an expert-parallel rank: `counts` are those that it has of each layer, `index`
@@ -293,6 +304,24 @@ def file_rank(mesh: Mesh, stage: int, ep: int, etp: int) -> int:
     first rank that holds it, which writes them."""
     rank = mesh.rank_of(expert_place(stage, ep, etp), 0)
     return stage * mesh.tp + mesh.coord(rank).tp
+
+
+def check_files(tp: int, ep: int, etp: int, file: str | None = None) -> None:
+    """Raises UnsupportedError for a mesh of which DeepSpeed's files could not hold all of a model.
+
+    It names the file of an expert by the tensor-parallel rank that writes it: with more ranks that
+    cut an expert, several write one file. And a rank that writes no experts writes no other
+    parameters either: with fewer ranks for all experts than cut attention, parts are missing.
+    """
+    if (ep, etp) != (1, tp) and not etp <= tp <= etp * ep:
+        raise UnsupportedError(
+            "DeepSpeed would not save all parts of a model whose experts are cut like that",
+            file=file,
+            expected="expert-tensor-parallel size <= tensor-parallel size <= "
+            "expert-tensor-parallel size x expert-parallel size",
+            found=f"{etp}, {tp}, {etp} x {ep}",
+            fix=f"use an expert-tensor-parallel size of {tp}",
+        )
 
 
 def etp_of(cut: Coords) -> int | None:

@@ -28,7 +28,8 @@ def flattened(
     if checkpoint.names.optimizer and isinstance(listed, list):
         file = checkpoint.full_path(model)
         inside = (checkpoint.experts.autoep.in_slices(named, file) for named in listed)
-        return [{name_of(name): shape for name, shape in named.items()} for named in inside]
+        found = [{name_of(name): shape for name, shape in named.items()} for named in inside]
+        return _with_trained_experts(checkpoint, found, rank)
     if checkpoint.names.optimizer and "param_slice_mappings" in tree:
         # BF16_Optimizer without ZeRO, in a pipeline: what each partition owns names all, in order
         order = [
@@ -66,6 +67,26 @@ def _in_order(
         return shapes
     groups = tree.get("optimizer_state_dict", tree)["param_groups"]
     return as_listed(shapes, groups, checkpoint.told_shapes or {}, file)
+
+
+def _with_trained_experts(
+    checkpoint: "NativeCheckpoint", found: list[dict[str, Ints]], rank: int
+) -> list[dict[str, Ints]]:
+    """What a rank flattens, with its own experts. `found` is what the first expert-parallel rank
+    does, renumbered: others may train other ones of theirs, which a manifest alone says."""
+    recorded, at = checkpoint.recorded, checkpoint.places[checkpoint.place_of_rank(rank)]
+    if (
+        recorded is None
+        or not checkpoint.names.experts
+        or not checkpoint.mesh.expert_place(rank)[0]
+    ):
+        return found
+    here = [b for b in recorded.buffers if b.stepped and b.is_held_at(at)]
+    said = [[member.param for member in buffer.members] for buffer in here]
+    if [*map(set, said)] == [*map(set, found)]:  # then the files' own order is the evidence
+        return found
+    module = checkpoint.weights.module(checkpoint.mesh.coord(rank).tp)
+    return [{name: checkpoint.shape_of(module, name) for name in names} for names in said]
 
 
 def names_at(checkpoint: "NativeCheckpoint", rank: int, file: str) -> Callable[[str], str]:

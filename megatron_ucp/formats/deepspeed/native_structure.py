@@ -96,14 +96,9 @@ class Structure:
         return [(self.manifest.groups[number], places) for number, places in sorted(out.items())]
 
     def _values(self, own: Own, kind: str) -> list[tuple[int, str]]:
-        """Frozen parameters or module buffers of a rank, but for experts that have files of their
-        own: buffer number and name."""
+        """Frozen parameters or module buffers of a rank: number of the buffer, and name."""
         held = [(b, name) for (_, name), b in self._number.items() if b in own.parts]
-        return [
-            (b, name)
-            for b, name in held
-            if self.manifest.by_name[name].kind == kind and not self._apart(name)
-        ]
+        return [(b, name) for b, name in held if self.manifest.by_name[name].kind == kind]
 
     def _apart(self, name: str) -> bool:
         """Whether a parameter lies in an expert file."""

@@ -90,7 +90,7 @@ class NativeWriter(OptimizerTrees):
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         output.tree = {
             "module": None if self.layers and not self._staged else self._module(output, own),
-            "buffer_names": [self._named(name) for _, name in self._values(own, "buffer")],
+            "buffer_names": [self._own_name(name, own) for _, name in self._values(own, "buffer")],
             "optimizer": None if split else self._unpartitioned(output, own),
             "param_shapes": self._param_shapes(own) if split and mesh.zero else None,
             **self._frozen(output, own),
@@ -118,9 +118,13 @@ class NativeWriter(OptimizerTrees):
 
     def _frozen(self, output: Output, own: Own) -> dict[str, Any]:
         """What ZeRO-2 and 3 say of frozen parameters."""
-        if self.mesh.zero < 2:
+        params = self.manifest.params
+        experts = any(spec.kind == "frozen" and self._apart(spec.name) for spec in params)
+        # stock's load would give every expert-parallel rank those of the first one: without any it
+        # goes by the files of the experts
+        if self.mesh.zero < 2 or (self.mesh.zero == 2 and experts):
             return {"frozen_param_shapes": None, "frozen_param_fragments": None}
-        frozen = self._values(own, "frozen")
+        frozen = [(b, name) for b, name in self._values(own, "frozen") if not self._apart(name)]
         shapes = OrderedDict((self._named(name), _size(self._local(name))) for _, name in frozen)
         fragments = self._fragments(output, frozen, own)
         return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}

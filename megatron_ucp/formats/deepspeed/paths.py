@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_ucp.core.mesh import Coords, index_on
 from megatron_ucp.errors import ForeignFileError, NotFoundError, UnsupportedError
@@ -101,15 +102,16 @@ def is_universal(folder: Path) -> bool:
     return (folder / "zero").is_dir()
 
 
-def _add_layer(
-    layers: dict[tuple[int, int], str], place: tuple[int, int], folder: Path, name: str
-) -> None:
-    if layers.setdefault(place, name) != name:
+def _add(held: dict[Any, str], place: tuple[Any, ...], folder: Path, name: str) -> None:
+    """Raises ForeignFileError where another file is for the same place: numbers may be written with
+    zeros before them."""
+    if held.setdefault(place, name) != name:
         raise ForeignFileError(
-            "two layer files are for one place of the pipeline",
+            "two files are for one place",
             file=folder / name,
-            expected=layers[place],
+            expected=held[place],
             found=name,
+            fix="put the files of one save, and no others, into the folder",
         )
 
 
@@ -135,29 +137,30 @@ def _check_known(folder: Path, name: str) -> None:
 
 def scan(folder: Path) -> TagFiles:
     """The state files of a tag folder. Raises UnsupportedError for files that this version can't
-    read by name."""
-    model: dict[tuple[int | None, int], str] = {}
-    optimizer: dict[tuple[int, int], str] = {}
-    layers: dict[tuple[int, int], str] = {}
-    experts: dict[tuple[int, int, int], str] = {}
-    of_experts: dict[tuple[int, int], str] = {}
-    prefixes: set[str] = set()
+    read by name, ForeignFileError for two of one place."""
+    kinds = MODEL, MODEL_PARTITION, EXPERT, EXPERT_OPTIMIZER, LAYER, OPTIMIZER
+    held: dict[re.Pattern[str], dict[Any, str]] = {pattern: {} for pattern in kinds}
     for name in sorted(p.name for p in folder.iterdir()):
         _check_known(folder, name)
-        if found := MODEL.fullmatch(name):
-            model[None, int(found["mp"])] = name
-        elif found := MODEL_PARTITION.fullmatch(name):
-            model[int(found["dp"]), int(found["mp"])] = name
-        elif found := EXPERT.fullmatch(name):
-            experts[int(found["layer"]), int(found["expert"]), int(found["mp"])] = name
-        elif found := EXPERT_OPTIMIZER.fullmatch(name):
-            of_experts[int(found["ep"]), int(found["mp"])] = name
-        elif found := LAYER.fullmatch(name):
-            _add_layer(layers, (int(found["layer"]), int(found["tp"] or 0)), folder, name)
-        elif found := OPTIMIZER.fullmatch(name):
-            optimizer[int(found["dp"]), int(found["mp"])] = name
-            prefixes.add(found["pre"] or "")
+        for pattern, files in held.items():
+            if found := pattern.fullmatch(name):
+                _add(files, _place(found), folder, name)
+    model: dict[tuple[int | None, int], str] = {**held[MODEL_PARTITION]}
+    model |= {(None, mp): name for (mp,), name in held[MODEL].items()}
     if not model:
         raise _no_model(folder)
-    kept = tuple(sorted(prefixes))
-    return TagFiles(folder, model, optimizer, kept, layers, experts, of_experts)
+    return TagFiles(
+        folder,
+        model,
+        {(part, mp): name for (_, part, mp), name in held[OPTIMIZER].items()},
+        tuple(sorted({prefix for prefix, *_ in held[OPTIMIZER]})),
+        held[LAYER],
+        held[EXPERT],
+        held[EXPERT_OPTIMIZER],
+    )
+
+
+def _place(found: re.Match[str]) -> tuple[Any, ...]:
+    """What a name says, in the order in which it says it."""
+    said = found.groupdict()
+    return tuple(v or "" if key == "pre" else int(v or 0) for key, v in said.items())

@@ -128,7 +128,7 @@ class _Positions:
         if not isinstance(weight, TensorRef) or not weight.is_contiguous:
             return False
         axes = self.checkpoint.manifest.buffers[number].axes
-        cut = tuple((axis, self.tp) for axis in axes)  # stock cuts experts as all else
+        cut = tuple((axis, self.tp % self.checkpoint.mesh.size(axis)) for axis in axes)
         where = self.checkpoint.where(Slot(number, cut, 0, MASTER))
         first = where.offset_bytes // ITEMSIZE[where.dtype] + member.start
         record, dtype = where.record, where.dtype

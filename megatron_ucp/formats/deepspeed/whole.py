@@ -136,6 +136,16 @@ def _check_weights(checkpoint: "NativeCheckpoint", rank: int) -> None:
 
     for slot, fragment, name, weight, beside in _sampled(checkpoint, rank):
         where = checkpoint.where(slot)
+        size = checkpoint.manifest.buffers[slot.buffer].members[fragment.member].size
+        if weight.numel != size:
+            raise ForeignFileError(
+                "a weight has another size than its master",
+                file=checkpoint.full_path(beside),
+                parameter=name,
+                expected=f"{size} elements",
+                found=f"shape {weight.shape}",
+                fix="put the files of one save into the folder",
+            )
         middle = (fragment.high - fragment.low) // 2
         first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
         ours = _element(where.file, where.record, where.dtype, first + middle)
