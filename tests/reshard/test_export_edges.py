@@ -235,7 +235,8 @@ def test_the_output_is_new_and_elsewhere(tmp_path: Path) -> None:
     assert "plain name" in refused(UsageError, source, tmp_path / ".hidden")
     assert "inside of a checkpoint" in refused(UsageError, source, source / "hf")
     assert "no such dtype" in refused(UsageError, source, tmp_path / "x", dtype="int8")
-    assert "no size" in refused(UsageError, source, tmp_path / "x", max_shard_size="big")
+    for size in ("big", "0", "-1", "nan", "1e3", "5GiB", "9" * 400 + "GB"):
+        assert "no size" in refused(UsageError, source, tmp_path / "x", max_shard_size=size)
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
