@@ -135,17 +135,21 @@ class Outgoing:
         its dtype can't hold."""
         if not overflows:
             return
-        first = min(overflows)
-        dtype = next(one.dtype for one in self.tensors if one.name == first)
-        listed = [f"{name}: {count}" for name, count in sorted(overflows.items())]
-        raise InexactError(
-            f"values are too large for {dtype}",
-            file=file,
-            parameter=first,
-            expected=f"at most {torch.finfo(TORCH_DTYPES[dtype]).max:g}",
-            found=f"larger values in {some_of(listed, between='; ')}",
-            fix="export in bfloat16 or float32",
-        )
+        dtype = next(one.dtype for one in self.tensors if one.name == min(overflows))
+        raise too_large(overflows, dtype, file, "export")
+
+
+def too_large(overflows: Mapping[str, int], dtype: str, file: str, verb: str) -> InexactError:
+    """The error for tensors (name -> how many values) that a dtype can't hold."""
+    listed = [f"{name}: {count}" for name, count in sorted(overflows.items())]
+    return InexactError(
+        f"values are too large for {dtype}",
+        file=file,
+        parameter=min(overflows),
+        expected=f"at most {torch.finfo(TORCH_DTYPES[dtype]).max:g}",
+        found=f"larger values in {some_of(listed, between='; ')}",
+        fix=f"{verb} in bfloat16 or float32",
+    )
 
 
 def lost_values(exact: torch.Tensor, rounded: torch.Tensor) -> int:
