@@ -53,10 +53,7 @@ def import_hf(
     of it then.
     """
     started, folder = time.perf_counter(), Path(dst)
-    require_plain(folder)
-    if isinstance(allow, str) or set(allow) - NARROW:
-        raise UsageError("allow names what may happen", expected="narrow", found=" ".join(allow))
-    target = Target(target) if isinstance(target, Mesh) else target
+    target = _checked(folder, target, allow)
     twin, sizes, architecture = read_twin(Path(src), family)
     model = Model(find_family(twin.family), _padded(sizes, padded_vocab))
     model.check_cut(target.mesh.tp)
@@ -82,6 +79,14 @@ def import_hf(
         time.perf_counter() - started,
         tuple(notes),
     )
+
+
+def _checked(folder: Path, target: Target | Mesh, allow: Collection[str]) -> Target:
+    """The target. Raises UsageError for arguments of an import that can't be."""
+    require_plain(folder)
+    if isinstance(allow, str) or set(allow) - NARROW:
+        raise UsageError("allow names what may happen", expected="narrow", found=" ".join(allow))
+    return Target(target) if isinstance(target, Mesh) else target
 
 
 def _padded(sizes: Sizes, rows: int | None) -> Sizes:
