@@ -142,8 +142,10 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
 def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
-    family = with_model(like).family
-    return read_twin(folder, family)[0].told if family else Told(stacks=stacks_of(like.by_name))
+    family, known = with_model(like).family, like.by_name
+    if family:
+        return read_twin(folder, family)[0].told
+    return Told(stacks=stacks_of(known), known={*known})
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:

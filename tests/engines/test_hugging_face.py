@@ -222,10 +222,17 @@ def test_a_config_of_another_model(sources: Sources, tmp_path: Path) -> None:
 def test_in_again_by_the_names_of_the_model(
     sources: Sources, tmp_path: Path, world: int, zero: int, there: int, target: int
 ) -> None:
-    """What was exported in fp32 fills the masters of an engine on another mesh."""
-    folder = Path(sources.get(world, zero, PLAIN))
+    """What was exported in fp32 fills the masters of an engine on another mesh. What earlier
+    versions of transformers wrote besides weights is left out, and nothing else."""
+    folder, path = Path(sources.get(world, zero, PLAIN)), tmp_path / "out" / "model.safetensors"
     ucp.export_hf(folder, tmp_path / "out", "float32")
     wanted = twins.read(tmp_path / "out")
+    more = {"model.layers.0.attn.bias": torch.ones(4)}
+    save_file({**wanted, **more}, path)
+    assert [d.parameter for d in ucp.diff(folder, tmp_path / "out")] == [*more]
+    more = {"model.layers.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file({**wanted, **more, "model.rotary_emb.inv_freq": torch.ones(2)}, path)
+    assert ucp.diff(folder, tmp_path / "out") == []
     for rank in sources.ranks.run(
         there, JOBS + "plain_load", target, str(tmp_path / "out"), timeout_s=120
     ):

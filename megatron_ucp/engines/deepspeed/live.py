@@ -87,7 +87,8 @@ class LiveEngine:
         model, order = self.own.model, self.order if self.has_optimizer else None
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            return Told(order, stacks=stacks_of(self.manifest.by_name), shapes=shapes)
+            known = self.manifest.by_name
+            return Told(order, stacks=stacks_of(known), known={*known}, shapes=shapes)
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
         return Told(order, self.manifest.by_name, model.pipe, shares=shares, shapes=shapes)

@@ -49,7 +49,8 @@ _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 class HuggingFaceCheckpoint:
     """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
     family; without them every tensor is a parameter of its own name, or one expert's slice of one
-    of the `stacks`.
+    of the `stacks`. What is no weight is left out for a family, and for a model that has none of
+    that name among its `known` ones.
 
     Raises a UcpError for anything that headers and the index can show: every fault of names and
     shapes in one error. Tensor bytes are not read.
@@ -61,6 +62,7 @@ class HuggingFaceCheckpoint:
         shares: Mapping[str, Share] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
         stacks: Mapping[str, ParamSpec] | None = None,
+        known: Collection[str] | None = None,
     ) -> None:
         self.folder = folder
         self._closing = ExitStack()
@@ -68,8 +70,9 @@ class HuggingFaceCheckpoint:
         with ExitStack() as undo:
             undo.callback(self._closing.close)
             self._files = self._tensor_files()
+            if shares is not None or known is not None:
+                self._files = self._without_constants(known or ())
             if shares is not None:
-                self._files = _without_constants(self._files)
                 shares = _as_written(shares, self._files)
             found = shares
             if found is None:
@@ -130,6 +133,17 @@ class HuggingFaceCheckpoint:
                 fix="restore index and files of one save",
             )
         return out
+
+    def _without_constants(self, known: Collection[str]) -> dict[str, str]:
+        """Without what earlier versions of transformers wrote that is no weight: by its name, and
+        by a shape that no weight has."""
+        return {
+            name: file
+            for name, file in self._files.items()
+            if name in known
+            or not _CONSTANT.fullmatch(name)
+            or (name.endswith("bias") and len(self.file(file).tensors[name].shape) not in (0, 4))
+        }
 
     def _index(self) -> dict[str, str]:
         tree = read_json(self.folder / INDEX_FILE)
@@ -266,11 +280,6 @@ class HuggingFaceCheckpoint:
         return None
 
 
-def _without_constants(files: Mapping[str, str]) -> dict[str, str]:
-    """Without what earlier versions of transformers wrote that is no weight."""
-    return {name: file for name, file in files.items() if not _CONSTANT.fullmatch(name)}
-
-
 def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[str, Share]:
     """The shares under the names of a folder: that of a model without its head (GPT-2's own) lacks
     the first word."""
@@ -320,4 +329,4 @@ class HuggingFaceFormat:
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.stacks)
+        return HuggingFaceCheckpoint(folder, told.shares, specs, told.stacks, told.known)
