@@ -204,9 +204,9 @@ class Told:
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
     Hugging Face folder holds of the parameters in `specs`, or, without a family, `stacks`: those
-    that such a folder may hold expert by expert, and `known`: the names of all; `weights`: the optimizer's states are not wanted,
-    and may be damaged; `shapes`: of what the caller's first tensor-parallel rank has of each
-    parameter, where its optimizer sorted by them."""
+    that such a folder may hold expert by expert, and `known`: the names of all; `weights`: the
+    optimizer's states are not wanted, and may be damaged; `shapes`: of what the caller's first
+    tensor-parallel rank has of each parameter, where its optimizer sorted by them."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None

@@ -52,7 +52,6 @@ from megatron_ucp.formats.tags import (
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
-from megatron_ucp.reshard.outgoing import lost_values, too_large
 from megatron_ucp.reshard.output_folder import (
     begin_sync,
     in_threads,
@@ -62,6 +61,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
+from megatron_ucp.reshard.overflows import lost_values, too_large
 from megatron_ucp.reshard.placed import no_layers
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written

@@ -34,7 +34,6 @@ from megatron_ucp.reshard.outgoing import (
     Beside,
     Outgoing,
     beside_weights,
-    lost_values,
     publish,
     training_dtype,
     write_at,
@@ -47,6 +46,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
+from megatron_ucp.reshard.overflows import lost_values
 from megatron_ucp.reshard.twin import given_config, twin_of
 from megatron_ucp.reshard.windows import WIDE_WINDOW_BYTES, WINDOW_BYTES, Memory, WindowReader
 
