@@ -102,6 +102,16 @@ def given_config(
     return read_json(Path(folder) / (ADAPTER_CONFIG_FILE if adapter else CONFIG_FILE))
 
 
+def pipe_names(family: str, folder: str | Path | None) -> Mapping[str, str] | None:
+    """Names in a pipeline of the model in a folder, of which a stock checkpoint says nothing; None
+    where nobody says family and config. Raises as `given_config` and `twin_of`."""
+    if not family or folder is None:
+        return None
+    path = Path(folder) / CONFIG_FILE
+    found, _ = _family(family, str(path))
+    return Model(found, _read(found, read_json(path), str(path))[0]).pipe or None
+
+
 def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
     """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
 

@@ -2,6 +2,7 @@
 meshes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ def test_out_and_in_on_another_mesh(
     weights = sum(value.nbytes for value in twins.read(tmp_path / "hf").values())
     if (where.tp, where.ep) == (1, 1):  # each byte is read once, and by one rank
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
+
+
+@pytest.mark.parametrize("stages", [{"pp": 2}, {}])
+def test_a_family_and_a_config_name_what_stages_hold(
+    sources: Sources, tmp_path: Path, stages: dict[str, int]
+) -> None:
+    """A pipeline's own names say nothing of the model where there is no manifest."""
+    folder = exported(sources, tmp_path, 4 if stages else 2, setup("llama", tp=2, **stages))
+    shutil.copytree(folder / "filled", tmp_path / "bare")
+    (tmp_path / "bare" / "ucp_manifest.json").unlink()
+    known = {"family": "llama", "config": tmp_path / "hf"}
+    ucp.export_hf(tmp_path / "bare", tmp_path / "out", verify=True, **known)
+    assert twins.same(*map(twins.read, (tmp_path / "out", tmp_path / "hf"))) == []
 
 
 # (family, mesh of the load on two ranks, its training dtype)
