@@ -27,6 +27,7 @@ MODEL_ARGUMENTS = (
     "normalization",
     "swiglu",
     "disable_bias_linear",
+    "openai_gelu",
     "rotary_base",
     "use_rope_scaling",
     "rope_scaling_factor",

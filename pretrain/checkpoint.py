@@ -19,6 +19,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.megatron import models
 from megatron_ucp.errors import ModelMismatchError, NotFoundError, UsageError
 from megatron_ucp.families import find_family
+from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
@@ -84,7 +85,7 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
         return None
     tag = _tag_of(args)
     if Path(args.load).is_dir() and is_hugging_face(Path(args.load)):
-        return _weights(args.load, tag)
+        return _weights(args, tag)
     if tag is None and nothing_there(args.load):
         if args.exit_on_missing_checkpoint:
             raise NotFoundError(
@@ -115,11 +116,25 @@ def _peek(args: argparse.Namespace, sizes: Callable[[int], Sizes]) -> Saved | No
             passed_over,
             manifest.mesh,
             spec.extent.stored if spec.extent else spec.shape[0],
-            dict(client.get("args") or {}),
+            _said(client.get("args") or {}, with_model(manifest).family),
             int(client.get("iteration") or counters.get("global_steps") or 0),
             int(client.get("consumed_train_samples") or counters.get("global_samples") or 0),
             isinstance(schedule, dict) and "num_steps" in schedule,
         )
+
+
+def _said(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The arguments of a run; those that Megatron-LM says otherwise as this program does."""
+    said = dict(arguments)
+    if "layernorm_epsilon" not in said:
+        return said
+    said["model_family"] = family or None
+    said["norm_epsilon"] = said["layernorm_epsilon"]
+    if not said.get("group_query_attention"):
+        said["num_query_groups"] = said.get("num_attention_heads")
+    if said.get("bias_gelu_fusion") and said.get("add_bias_linear") and not said.get("swiglu"):
+        said["openai_gelu"] = True  # its kernel computes the tanh form, too
+    return said
 
 
 def _tag_of(args: argparse.Namespace) -> str | None:
@@ -131,9 +146,10 @@ def _tag_of(args: argparse.Namespace) -> str | None:
     return megatron if (Path(args.load) / megatron).is_dir() else f"global_step{args.ckpt_step}"
 
 
-def _weights(folder: str, tag: str | None) -> Saved:
+def _weights(args: argparse.Namespace, tag: str | None) -> Saved:
     """A Hugging Face folder, at whose weights training begins. Raises UsageError where a tag of it
     is asked for."""
+    folder: str = args.load
     if tag is not None:
         raise UsageError(
             "a Hugging Face folder has no tags",
@@ -143,6 +159,9 @@ def _weights(folder: str, tag: str | None) -> Saved:
             fix="leave --ckpt-step or --load-tag out",
         )
     said, rows = hugging_face.described(Path(folder))
+    if "rotary_base" in said:  # no tensor has the longest sequence: a run may have a longer one
+        longest = max(said.pop("max_position_embeddings"), args.seq_length or 0)
+        said |= {"max_position_embeddings": longest} if args.use_checkpoint_args else {}
     return Saved(folder, (), Mesh(), rows, said, 0, 0, has_schedule=False, weights_only=True)
 
 

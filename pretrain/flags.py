@@ -83,6 +83,7 @@ MODEL = (
     ),
     Flag("--norm-epsilon", float, 1e-5, aliases=("--layernorm-epsilon",)),
     Flag("--swiglu", bool, help="must be the family's"),
+    Flag("--openai-gelu", bool, False, "the tanh form of gelu, as GPT-2 has it: family gpt"),
     Flag("--disable-bias-linear", bool, help="must be the family's"),
     Flag(
         "--untie-embeddings-and-output-weights",

@@ -27,9 +27,11 @@ def _arguments(family: str, sizes: Sizes, architecture: Architecture) -> dict[st
         "kv_channels": sizes.head_dim,
         "norm_epsilon": architecture.norm_epsilon,
         "untie_embeddings_and_output_weights": not sizes.tied,
+        "max_position_embeddings": sizes.positions or architecture.positions,
+        "openai_gelu": architecture.activation == "gelu_tanh",
     }
     if sizes.positions:
-        return {**out, "max_position_embeddings": sizes.positions}
+        return out
     base = architecture.rotary_base
     out |= {
         "rotary_base": int(base) if base == int(base) else base,

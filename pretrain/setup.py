@@ -110,6 +110,7 @@ def model_config(args: argparse.Namespace, vocab: int, padded: int) -> models.Mo
         rotary_base=args.rotary_base,
         rope_factor=args.rope_scaling_factor if args.use_rope_scaling else 0.0,
         interpolation=args.rotary_seq_len_interpolation_factor or 0.0,
+        tanh_gelu=args.openai_gelu,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
         init_std=args.init_method_std,

@@ -27,6 +27,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         type=int,
         help="rows of the vocabulary with padding, which is zeros (default: as many as there are)",
     )
+    verb.add_argument(
+        "--allow", default="", help="narrow: round a folder in fp64 to the fp32 masters"
+    )
 
 
 def run(args: Any) -> int:
@@ -39,6 +42,7 @@ def run(args: Any) -> int:
         family=args.family,
         padded_vocab=args.padded_vocab_size,
         config=read_json(args.config) if args.config else None,
+        allow=frozenset(filter(None, args.allow.replace(" ", "").split(","))),
         progress=progress_bar(args, "B"),
     )
     if args.json:

@@ -44,10 +44,12 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[object, ...]] = {
     "moe_expert_capacity_factor": (None,),
     "moe_apply_probs_on_input": (False,),
     "moe_latent_size": (None,),
+    # sinkhorn alone weighs experts in another way; losses add nothing to what is computed
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
 
 
-FREQUENCY = "moe_layer_freq"
+FREQUENCY, BALANCING = "moe_layer_freq", "moe_router_load_balancing_type"
 
 
 def every_of(said: object) -> int:
@@ -65,8 +67,11 @@ def every_of(said: object) -> int:
     raise ValueError(f"{FREQUENCY} is a list that no number says")
 
 
-def as_number(name: str, value: Any) -> Any:
-    """The value of a setting, as a number where a list says the same."""
+def as_one(name: str, value: Any) -> Any:
+    """The value of a setting, as one value where a list says the same: of several ways to balance
+    megatron-core takes the losses alone."""
+    if name == BALANCING and isinstance(value, list | tuple):
+        return "none"
     try:
         return every_of(value) if name == FREQUENCY else value
     except (TypeError, ValueError):
@@ -142,7 +147,7 @@ def _activation(config: Any) -> str:
 def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = as_number(name, getattr(module, name, getattr(config, name, values[0])))
+        value = as_one(name, getattr(module, name, getattr(config, name, values[0])))
         if value not in values:
             out[name] = value if isinstance(value, bool | int | float | str) else str(value)
     kind = getattr(module, "position_embedding_type", "learned_absolute")

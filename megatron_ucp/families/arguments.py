@@ -11,7 +11,7 @@ from megatron_ucp.families.architecture import (
     NEUTRAL,
     NEUTRAL_OF_EXPERTS,
     Architecture,
-    as_number,
+    as_one,
     every_of,
 )
 from megatron_ucp.families.base import Family
@@ -26,7 +26,9 @@ def with_model(manifest: Manifest) -> Manifest:
     if manifest.family or not isinstance(said, dict):
         return manifest
     arguments = cast("Mapping[str, Any]", said)
-    family = next((one for one in families().values() if _is_built_so(one, arguments)), None)
+    built = [one for one in families().values() if _is_built_so(one, arguments)]
+    built.sort(key=lambda one: one.name != arguments.get("model_family"))  # the one that is named
+    family = next(iter(built), None)
     if family is None:
         return manifest
     try:
@@ -113,6 +115,8 @@ def _architecture(said: Mapping[str, Any]) -> Architecture:
 
 
 def _activation(said: Mapping[str, Any]) -> str:
+    if isinstance(named := said.get("activation_func"), str):
+        return named
     if said.get("swiglu"):
         return "silu"
     if said.get("squared_relu"):
@@ -126,7 +130,7 @@ def _odd(said: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     """Settings that change what is computed, as `architecture_of` finds them in a live model."""
     out: dict[str, Any] = {}
     for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = as_number(name, said.get(name, values[0]))
+        value = as_one(name, said.get(name, values[0]))
         if value not in values:
             out[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return out

@@ -235,6 +235,10 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
         {
             "rope type": (kind, ("default", "linear", "llama3")),
             "rope parameters": (fixed, (LLAMA_3,)),
+            "layer types": (
+                ", ".join(sorted({*(config.get("layer_types") or ())} - {"full_attention"})),
+                ("",),
+            ),
             "rope_scaling beside rope_parameters": (
                 "another" if ropes and ropes[0] != ropes[-1] else "the same",
                 ("the same",),

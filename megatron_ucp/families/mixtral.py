@@ -19,7 +19,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import pipe
-from megatron_ucp.families.architecture import FREQUENCY, Architecture, as_number
+from megatron_ucp.families.architecture import FREQUENCY, Architecture, as_one
 from megatron_ucp.families.base import (
     Builder,
     Declared,
@@ -159,7 +159,7 @@ def measure(module: Any) -> MixtralSizes:
             found=type(module).__qualname__,
             fix="give the family that the model was built with",
         )
-    every = as_number(FREQUENCY, config.moe_layer_freq)
+    every = as_one(FREQUENCY, config.moe_layer_freq)
     if not isinstance(every, int):
         raise UsageError(
             "which layers have experts is a list that no number says, which is not supported",

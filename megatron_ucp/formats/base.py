@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
@@ -203,19 +203,17 @@ class Told:
     """What a caller knows of a checkpoint, which may not say it by itself: how parameters are cut
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
-    Hugging Face folder holds of the parameters in `specs`, or, without a family, `stacks`: those
-    that such a folder may hold expert by expert, and `ties`: those that it may hold twice;
-    `weights`: the optimizer's states are not wanted, and may be damaged; `shapes`: of what the
-    caller's first tensor-parallel rank has of each parameter, where its optimizer sorted by them.
-    """
+    Hugging Face folder holds of the parameters in `specs`, or, without a family, `like` the model
+    that the folder is for; `weights`: the optimizer's states are not wanted, and may be damaged;
+    `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
+    optimizer sorted by them."""
 
     order: Order | None = None
     specs: Mapping[str, ParamSpec] | None = None
     names: Mapping[str, str] | None = None
     rules: RuleSet | None = None
     shares: Mapping[str, Share] | None = None
-    stacks: Mapping[str, ParamSpec] = field(default_factory=dict)
-    ties: Sequence[Tie] = ()
+    like: Manifest | None = None
     weights: bool = False
     shapes: Mapping[str, Ints] | None = None
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.manifest import FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
@@ -47,7 +49,7 @@ from megatron_ucp.formats.tags import (
     iteration_name,
     iteration_of_name,
 )
-from megatron_ucp.reshard.execute import bytes_of, tensor_at
+from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.output_folder import (
@@ -59,6 +61,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
+from megatron_ucp.reshard.overflows import lost_values, too_large
 from megatron_ucp.reshard.placed import no_layers
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
@@ -268,6 +271,8 @@ class ConversionJob:
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._weights: dict[str, Manifest] = {}
+        self._unrounded: dict[str, Manifest] = {}  # of weights that get another dtype
+        self._overflows: dict[str, int] = {}
 
     def prove(self, outputs: list[Output]) -> None:
         """Plans everything that will be written, proves it and looks every source up; raises before
@@ -281,6 +286,9 @@ class ConversionJob:
                 slots = [Slot(0, cut, 0, MASTER) for cut in one.cuts_of(one.buffers[0])]
                 wants = [(slot, self._source_state(slot)) for slot in slots]
                 self.reader.prove(one, wants, NARROW)
+                if one.params[0].dtype != self.source.manifest.by_name[payload.param].dtype:
+                    self._unrounded[payload.param] = exact = self._exact(one, wants[0][1])
+                    self.reader.prove(exact, wants)
         self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
 
     def _source_state(self, slot: Slot) -> str:
@@ -293,6 +301,11 @@ class ConversionJob:
         axes = self.manifest.first_holder(name)[0].axes
         buffer = alone(name, size, ((MASTER, spec.dtype),), axes=axes)
         return Manifest("weight", replace(mesh, zero=0), (spec,), (buffer,))
+
+    def _exact(self, copy: Manifest, state: str) -> Manifest:
+        """A target that holds one parameter's masters as they are saved."""
+        dtype = self.source.manifest.states_of(copy.params[0].name)[state]
+        return replace(copy, buffers=(replace(copy.buffers[0], states=((MASTER, dtype),)),))
 
     def _storage(self, output: Output, key: str) -> tuple[int, str]:
         """Elements and dtype of a storage."""
@@ -338,8 +351,27 @@ class ConversionJob:
         for low in range(0, elems, step):
             memory = self.memory.take(min(step, elems - low), dtype)
             self.reader.fill(target, slot, self._source_state(slot), low, memory)
+            if isinstance(payload, Weight) and payload.param in self._unrounded:
+                self._look_for_overflows(payload.param, slot, low, memory)
             self._count(memory.nbytes)
             yield bytes_of(memory)
+
+    def _look_for_overflows(self, name: str, slot: Slot, low: int, rounded: torch.Tensor) -> None:
+        """Counts finite values that a training dtype which is not the source's can't hold."""
+        if bool(torch.stack(torch.aminmax(rounded)).isfinite().all()):
+            return
+        exact = self._unrounded[name]
+        values = torch.empty(len(rounded), dtype=TORCH_DTYPES[exact.buffers[0].states[0][1]])
+        self.reader.fill(exact, slot, self._source_state(slot), low, values)
+        if lost := lost_values(values, rounded):
+            with self._lock:
+                self._overflows[name] = self._overflows.get(name, 0) + lost
+
+    def check_overflows(self) -> None:
+        """Raises InexactError that lists every parameter with values which its dtype can't hold."""
+        if self._overflows:
+            dtype = self.manifest.by_name[min(self._overflows)].dtype
+            raise too_large(self._overflows, dtype, str(self.source.folder), "train")
 
     def _stored(self, payload: Stored) -> Iterator[memoryview]:
         """A tensor that is no parameter's: of client state, of the scheduler."""
@@ -376,6 +408,7 @@ def write_tag(job: ConversionJob, outputs: list[Output], folder: Path) -> None:
         files = [partial(job.write, output, aside / output.name) for output in outputs]
         in_threads(files, job.stopped)
         job.reader.check(thorough=True)
+        job.check_overflows()
         sync_all(aside)
         entries = tuple(durable.entry_of(aside / output.name, output.name) for output in outputs)
         manifest = _signed(job.manifest, job.source, entries)

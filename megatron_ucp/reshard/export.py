@@ -34,7 +34,6 @@ from megatron_ucp.reshard.outgoing import (
     Beside,
     Outgoing,
     beside_weights,
-    lost_values,
     publish,
     training_dtype,
     write_at,
@@ -47,7 +46,8 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.twin import given_config, twin_of
+from megatron_ucp.reshard.overflows import lost_values
+from megatron_ucp.reshard.twin import given_config, pipe_names, twin_of
 from megatron_ucp.reshard.windows import WIDE_WINDOW_BYTES, WINDOW_BYTES, Memory, WindowReader
 
 _ALLOWED = frozenset({"mean", "stale", "weights"})
@@ -102,7 +102,7 @@ def export_hf(
     started, folder = time.perf_counter(), Path(dst)
     check_output(folder, dtype, allow)
     max_bytes = parse_size(max_shard_size)
-    told = Told(weights="weights" in allow)
+    told = Told(names=pipe_names(family, config), weights="weights" in allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         require_outside(folder, source.folder)

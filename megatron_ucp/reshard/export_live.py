@@ -25,8 +25,9 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.export import Exported
-from megatron_ucp.reshard.outgoing import Beside, Outgoing, lost_values, publish, write_at
+from megatron_ucp.reshard.outgoing import Beside, Outgoing, publish, write_at
 from megatron_ucp.reshard.output_folder import sync_all, written_aside
+from megatron_ucp.reshard.overflows import lost_values
 from megatron_ucp.reshard.windows import WINDOW_BYTES
 
 _Place = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition

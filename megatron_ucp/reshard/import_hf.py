@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
-from megatron_ucp.reshard.convert import ConversionJob, Converted, point_at, write_tag
+from megatron_ucp.reshard.convert import NARROW, ConversionJob, Converted, point_at, write_tag
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.output_folder import require_outside, require_plain
@@ -39,6 +39,7 @@ def import_hf(
     family: str = "",
     padded_vocab: int | None = None,
     config: Mapping[str, Any] | None = None,
+    allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
     """Writes the Hugging Face folder `src` as the new tag folder `dst`: native files for the
@@ -47,12 +48,12 @@ def import_hf(
     The model is the one of the family that the folder's config.json says. What the target does
     not say is as in the DeepSpeed config `config`, else as in the folder: the training dtype is
     that of the tensors. `padded_vocab` (default: none is padded) adds rows of zeros to the
-    vocabulary. Not needed to train: an engine loads the folder itself. Raises a UcpError, SaveError
-    where the output can't be written; nothing is left of it then.
+    vocabulary; `allow={"narrow"}` rounds a folder in fp64. Not needed to train: an engine loads the
+    folder itself. Raises a UcpError, SaveError where the output can't be written; nothing is left
+    of it then.
     """
     started, folder = time.perf_counter(), Path(dst)
-    require_plain(folder)
-    target = Target(target) if isinstance(target, Mesh) else target
+    target = _checked(folder, target, allow)
     twin, sizes, architecture = read_twin(Path(src), family)
     model = Model(find_family(twin.family), _padded(sizes, padded_vocab))
     model.check_cut(target.mesh.tp)
@@ -64,7 +65,7 @@ def import_hf(
         manifest = target_manifest(Wanted(paper, target, str(source.folder), layers))
         settings = _settings(target, config)
         outputs = list(NativeWriter(manifest, settings, layers).outputs())
-        job = ConversionJob(source, manifest, frozenset(), progress)
+        job = ConversionJob(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
         write_tag(job, outputs, folder)
     notes = [*source.notes, *_notes(sizes, padded_vocab), *point_at(folder, "native")]
@@ -78,6 +79,14 @@ def import_hf(
         time.perf_counter() - started,
         tuple(notes),
     )
+
+
+def _checked(folder: Path, target: Target | Mesh, allow: Collection[str]) -> Target:
+    """The target. Raises UsageError for arguments of an import that can't be."""
+    require_plain(folder)
+    if isinstance(allow, str) or set(allow) - NARROW:
+        raise UsageError("allow names what may happen", expected="narrow", found=" ".join(allow))
+    return Target(target) if isinstance(target, Mesh) else target
 
 
 def _padded(sizes: Sizes, rows: int | None) -> Sizes:

@@ -46,15 +46,17 @@ _MIXED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 # Ways to begin that leave the base model as it is. Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ)
 # take a part of its weights out first: added to the base as it was, that part would count twice.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva")
-# Settings that compute something else than W + scale * B A.
-_OTHERWISE = (
-    "use_dora",
-    "use_qalora",
-    "lora_bias",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-)
+# Settings with which W + scale * B A stays what is computed. Of others, also those of a later peft,
+# nobody says so: DoRA, aLoRA (behind certain tokens alone), block-diagonal factors, KaSA, ...
+_ADDED = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
+    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
+    *("loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"),
+    *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r"),
+    *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
+    "velora_config",
+}
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ def open_merge(
 def _require_plain(config: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError where an adapter is not merely added to its base."""
     start = config.get("init_lora_weights", True)
-    faults = [f"{name}: {config[name]}" for name in _OTHERWISE if config.get(name)]
+    faults = [f"{k}: {v}"[:200] for k, v in sorted(config.items()) if v and k not in _ADDED]
     if start not in _PLAIN_STARTS:
         faults.append(f"init_lora_weights: {start}, which took weights out of the base")
     if faults:

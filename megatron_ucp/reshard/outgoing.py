@@ -12,20 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.errors import InexactError, NotFoundError, some_of
+from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.diff import weight_of
-from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.output_folder import require_free
+from megatron_ucp.reshard.overflows import too_large
 from megatron_ucp.reshard.twin import Twin
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -135,22 +133,8 @@ class Outgoing:
         its dtype can't hold."""
         if not overflows:
             return
-        first = min(overflows)
-        dtype = next(one.dtype for one in self.tensors if one.name == first)
-        listed = [f"{name}: {count}" for name, count in sorted(overflows.items())]
-        raise InexactError(
-            f"values are too large for {dtype}",
-            file=file,
-            parameter=first,
-            expected=f"at most {torch.finfo(TORCH_DTYPES[dtype]).max:g}",
-            found=f"larger values in {some_of(listed, between='; ')}",
-            fix="export in bfloat16 or float32",
-        )
-
-
-def lost_values(exact: torch.Tensor, rounded: torch.Tensor) -> int:
-    """How many finite values became none."""
-    return int((exact.isfinite() & ~rounded.isfinite()).sum())
+        dtype = next(one.dtype for one in self.tensors if one.name == min(overflows))
+        raise too_large(overflows, dtype, file, "export")
 
 
 def training_dtype(manifest: Manifest) -> str:

@@ -42,6 +42,7 @@ from megatron_ucp.reshard.match import (
     require_alone,
     source_states,
 )
+from megatron_ucp.reshard.overflows import in_masters, may_overflow, too_large
 
 _NAMED = 5  # parameters that a note lists by name
 
@@ -123,6 +124,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
         filled = agree.collect(job.fill)
         sums = _checksums(filled, source)
+        job.check_overflows()
         engine.refresh()
         with agree.together():
             notes = job.finish()
@@ -194,6 +196,16 @@ class _Job:
         return execute(
             self.plan, self.source.where, self.engine.tensor, checksums=self.how.checksums
         )
+
+    def check_overflows(self) -> None:
+        """Raises InexactError on every rank, before weights become infinite. Collective, where the
+        dtype of the training is another one."""
+        if may_overflow(self.source.manifest, self.engine.manifest):
+            found: dict[str, int] = {}
+            for one in agree.collect(lambda: in_masters(self.engine, self.plan)):
+                found |= one
+            if found:
+                raise too_large(found, "float16", str(self.source.folder), "train")
 
     def finish(self) -> list[str]:
         """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""

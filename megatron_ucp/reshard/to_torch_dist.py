@@ -90,7 +90,15 @@ def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
             elems = math.prod(spec.shape)
             buffers.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
     listed = tuple(params.values())
-    return Manifest(BACKEND, Mesh(), listed, tuple(buffers), source.groups, run=source.run)
+    return Manifest(
+        BACKEND,
+        Mesh(),
+        listed,
+        tuple(buffers),
+        source.groups,
+        family=source.family,
+        run=source.run,
+    )
 
 
 def _weights(params: Mapping[str, ParamSpec]) -> Manifest:

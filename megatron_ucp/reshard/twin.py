@@ -28,7 +28,6 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     WEIGHTS_FILE,
     read_json,
 )
-from megatron_ucp.formats.hugging_face.stacked import stacks_of
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 from megatron_ucp.reshard.plain_config import check_given
 
@@ -103,6 +102,16 @@ def given_config(
     return read_json(Path(folder) / (ADAPTER_CONFIG_FILE if adapter else CONFIG_FILE))
 
 
+def pipe_names(family: str, folder: str | Path | None) -> Mapping[str, str] | None:
+    """Names in a pipeline of the model in a folder, of which a stock checkpoint says nothing; None
+    where nobody says family and config. Raises as `given_config` and `twin_of`."""
+    if not family or folder is None:
+        return None
+    path = Path(folder) / CONFIG_FILE
+    found, _ = _family(family, str(path))
+    return Model(found, _read(found, read_json(path), str(path))[0]).pipe or None
+
+
 def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
     """The twin that a Hugging Face folder's config.json says, its sizes and architecture.
 
@@ -144,9 +153,7 @@ def told_by(folder: Path, like: Manifest) -> Told:
     """What a reader of a Hugging Face folder has to know so that its parameters have the names of
     another checkpoint."""
     family = with_model(like).family
-    if family:
-        return read_twin(folder, family)[0].told
-    return Told(stacks=stacks_of(like.by_name), ties=like.ties)
+    return read_twin(folder, family)[0].told if family else Told(like=like)
 
 
 def check_config(folder: Path, model: Model, architecture: Architecture | None) -> None:

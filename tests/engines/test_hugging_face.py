@@ -2,6 +2,7 @@
 meshes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,19 @@ def test_out_and_in_on_another_mesh(
         assert sum(rank["read_bytes"] for rank in found) == weights * (1 if where.zero else there)
 
 
+@pytest.mark.parametrize("stages", [{"pp": 2}, {}])
+def test_a_family_and_a_config_name_what_stages_hold(
+    sources: Sources, tmp_path: Path, stages: dict[str, int]
+) -> None:
+    """A pipeline's own names say nothing of the model where there is no manifest."""
+    folder = exported(sources, tmp_path, 4 if stages else 2, setup("llama", tp=2, **stages))
+    shutil.copytree(folder / "filled", tmp_path / "bare")
+    (tmp_path / "bare" / "ucp_manifest.json").unlink()
+    known = {"family": "llama", "config": tmp_path / "hf"}
+    ucp.export_hf(tmp_path / "bare", tmp_path / "out", verify=True, **known)
+    assert twins.same(*map(twins.read, (tmp_path / "out", tmp_path / "hf"))) == []
+
+
 # (family, mesh of the load on two ranks, its training dtype)
 NARROW = [
     ("llama", {"tp": 2, "zero": 1}, "bf16"),
@@ -101,6 +115,26 @@ def test_masters_keep_what_the_training_dtype_can_not(
     ):
         assert not rank["error"] and rank["masters"] == [] and rank["compared"] > 10
         assert rank["states"] == ["fp32"]
+
+
+@pytest.mark.parametrize("target", [{"tp": 2, "zero": 1}, {"tp": 1, "zero": 3}])
+def test_masters_that_weights_can_not_hold(
+    sources: Sources, tmp_path: Path, target: dict[str, int]
+) -> None:
+    """Named on every rank, before weights are infinite; what is infinite itself is kept."""
+    oracle = exported(sources, tmp_path, 1, setup("llama", zero=1))
+    path = tmp_path / "hf" / "model.safetensors"
+    held = twins.read(tmp_path / "hf")
+    name, job = "model.layers.1.mlp.up_proj.weight", JOBS + "load"
+    where = setup("llama", **target, seed=9, dtype="fp16")
+    for value, known in ((7e4, True), (float("inf"), False)):
+        held[name][-1, -1] = held["model.norm.weight"][0] = value
+        save_file(held, path)
+        found = sources.ranks.run(2, job, where, str(tmp_path / "hf"), str(oracle), timeout_s=120)
+        for rank in found:
+            assert ("too large for float16" in rank["error"]) is known
+            assert ("final_layernorm.weight: 1; " in rank["error"]) is known
+            assert ("layers.1.mlp.linear_fc1.weight: 1" in rank["error"]) is known
 
 
 def test_one_changed_bit_is_seen(sources: Sources, tmp_path: Path) -> None:
@@ -223,10 +257,14 @@ def test_a_config_of_another_model(sources: Sources, tmp_path: Path) -> None:
 def test_in_again_by_the_names_of_the_model(
     sources: Sources, tmp_path: Path, world: int, zero: int, there: int, target: int
 ) -> None:
-    """What was exported in fp32 fills the masters of an engine on another mesh."""
+    """What was exported in fp32 fills the masters of an engine on another mesh. What earlier
+    versions of transformers wrote besides weights is left out."""
     folder = Path(sources.get(world, zero, PLAIN))
     ucp.export_hf(folder, tmp_path / "out", "float32")
     wanted = twins.read(tmp_path / "out")
+    more = {"model.layers.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    more["model.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file({**wanted, **more}, tmp_path / "out" / "model.safetensors")
     for rank in sources.ranks.run(
         there, JOBS + "plain_load", target, str(tmp_path / "out"), timeout_s=120
     ):
@@ -255,6 +293,17 @@ def test_a_tied_parameter_may_lie_there_twice(sources: Sources, tmp_path: Path) 
     save_file(held, path)
     with pytest.raises(RanksFailed, match="two in the folder"):
         sources.ranks.run(1, JOBS + "plain_load", 0, str(tmp_path / "out"), timeout_s=120)
+
+
+def test_what_is_no_weight_is_left_out(sources: Sources, tmp_path: Path) -> None:
+    """And nothing else: a bias of the same name has another shape."""
+    folder = Path(sources.get(2, 1, PLAIN))
+    ucp.export_hf(folder, tmp_path / "out", "float32")
+    wanted, name = twins.read(tmp_path / "out"), "model.layers.0.attn.bias"
+    for shape, found in (((1, 1, 4, 4), []), ((4,), [name])):
+        more = {name: torch.ones(shape)}
+        save_file({**wanted, **more}, tmp_path / "out" / "model.safetensors")
+        assert [d.parameter for d in ucp.diff(folder, tmp_path / "out")] == found
 
 
 def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path) -> None:

@@ -188,6 +188,9 @@ def test_what_can_not_be_merged(saved: Saved, tmp_path: Path) -> None:
     wrong = tmp_path / "config"
     for key, value, error, word in (
         ("init_lora_weights", "pissa", UnsupportedError, "took weights out"),
+        # the adapter is used behind these tokens alone
+        ("alora_invocation_tokens", [1, 2], UnsupportedError, "alora_invocation_tokens: [1, 2]"),
+        ("of_a_later_peft", True, UnsupportedError, "of_a_later_peft: True"),
         ("r", 5, ModelMismatchError, "rank 5"),
         ("peft_type", "IA3", ModelMismatchError, "IA3"),
     ):

@@ -10,7 +10,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.families.architecture import FREQUENCY, as_number, every_of
+from megatron_ucp.families.architecture import FREQUENCY, as_one, every_of
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
@@ -77,8 +77,8 @@ def test_lists_that_numbers_say() -> None:
     for odd in ([0, 1, 1], [1, 1, 0], [], "1", None):
         with pytest.raises((TypeError, ValueError)):
             every_of(odd)
-        assert as_number(FREQUENCY, odd) == odd
-    assert as_number("moe_router_topk", [1]) == [1]
+        assert as_one(FREQUENCY, odd) == odd
+    assert as_one("moe_router_topk", [1]) == [1]
 
 
 def test_a_converted_folder_has_the_keys_that_its_run_asks_for(

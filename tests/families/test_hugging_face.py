@@ -159,6 +159,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2.0}},
     ),
     "partial_rotary_factor 0.5": ("llama", {"partial_rotary_factor": 0.5}),
+    "layer types sliding_attention": (
+        "qwen2",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "sliding_window 4096": ("mixtral", {"sliding_window": 4096}),
     "rope_scaling beside rope_parameters another": (
         "llama",

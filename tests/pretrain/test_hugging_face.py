@@ -1,8 +1,10 @@
 """The training program starts from a Hugging Face folder on any mesh, and leaves one."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,9 @@ SIZES = {
 KNOWN = ["--universal-checkpoint", "--use-checkpoint-args"]
 
 
-def folder_of(family: str, tmp_path: Path) -> tuple[paper.Model, Path]:
+def folder_of(family: str, tmp_path: Path, **computed: Any) -> tuple[paper.Model, Path]:
     """A folder with fp32 weights that all differ."""
-    model = twins.model(family, SIZES[family], "float32")
+    model = twins.model(family, SIZES[family], "float32", **computed)
     source = paper.write(model, tmp_path / "source" / "tag")
     return model, Path(ucp.export_hf(source, tmp_path / "hf").path)
 
@@ -66,6 +68,31 @@ def test_out_at_the_end(ranks: RankPool, tmp_path: Path) -> None:
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert ucp.diff(saved, out) == [] and ucp.diff(folder, out) != []
+
+
+COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "as GPT-2 itself": ("gpt", {"activation": "gelu_tanh"}),
+    "as Llama 3.1": ("llama", {"rope_factor": 8.0, "norm_epsilon": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("what", COMPUTED)
+def test_what_no_tensor_shows_is_the_folders(ranks: RankPool, tmp_path: Path, what: str) -> None:
+    """The config comes out as it went in, a longest sequence among it that no step had."""
+    family, computed = COMPUTED[what]
+    _, folder = folder_of(family, tmp_path, **computed)
+    out = tmp_path / "out"
+    argv = command(RUN, KNOWN, mesh(1, 1), "--load", str(folder), "--export-hf", str(out))
+    found = ranks.run(2, JOB, argv, timeout_s=120)[-1]
+    assert "error" not in found, found
+    before, after = (json.loads((one / "config.json").read_text()) for one in (folder, out))
+    assert before == after and before["vocab_size"] == 256
+    if family == "llama":  # no table of positions ends there
+        shutil.rmtree(out)
+        found = ranks.run(2, JOB, [*argv, "--seq-length", "64"], timeout_s=120)[-1]
+        assert "error" not in found, found
+        after = json.loads((out / "config.json").read_text())
+        assert after == before | {"max_position_embeddings": 64}
 
 
 def test_what_can_not_be(ranks: RankPool, tmp_path: Path) -> None:

@@ -9,11 +9,16 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.registry import open_checkpoint
+from pretrain.checkpoint import _said
+from tests.formats.megatron_files import GOLDEN, changed_arguments, copied
+from tests.pretrain.common import BATCH, QUIET, RATES, command
 from tests.pretrain.source import ITERATIONS, JOB, SAVED, Source, check_resumed
 from tests.ranks import RankPool
 
 MEGATRON = ["--engine", "megatron"]
 SHARED = [*MEGATRON, "--use-distributed-optimizer"]
+DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"]
+STOCK = command(BATCH, RATES, QUIET, DATA, "--seq-length", "16", "--train-iters", "4")
 MESHES = {
     "tp2pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
     "layout": [
@@ -95,3 +100,33 @@ def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) 
         assert durable.prune(copy, 1) == [f"kept {tags[0]}: it is being read"]
     assert durable.prune(copy, 1) == [f"removed {tags[0]}"]
     assert (copy / tags[-1]).is_dir()
+
+
+SCHEDULE = ["--use-checkpoint-opt_param-scheduler", "--universal-checkpoint"]
+
+
+@pytest.mark.parametrize("case", ["td_full_tp2dp2", "td_full_moe_ep2"])
+@pytest.mark.parametrize("engine", [["--engine", "deepspeed"], SHARED])
+def test_the_arguments_of_megatrons_own_runs(ranks: RankPool, case: str, engine: list[str]) -> None:
+    """Which say some of them in other words than this program's flags."""
+    argv = [*STOCK, *engine, *SCHEDULE, "--load", str(GOLDEN / case), "--use-checkpoint-args"]
+    found = ranks.run(1, JOB, argv, timeout_s=120)[-1]
+    assert "error" not in found and (found["first"], found["iteration"]) == (3, 4)
+
+
+def test_flags_that_contradict_megatrons_own_run(ranks: RankPool, tmp_path: Path) -> None:
+    """What its tensors don't show."""
+    tag = copied("td_full_tp2dp2", tmp_path / "run")
+    sizes = ["--model-family", "llama", "--num-layers", "4", "--hidden-size", "32"]
+    heads = ["--num-attention-heads", "4", "--num-query-groups", "2", "--ffn-hidden-size", "64"]
+    argv = [*STOCK, *SCHEDULE, *sizes, *heads, "--load", str(tmp_path / "run")]
+    assert "error" not in ranks.run(1, JOB, argv, timeout_s=120)[-1]
+    changed_arguments(tag, layernorm_epsilon=1e-6)
+    (found,) = ranks.run(1, JOB, argv, timeout_s=120)
+    assert "contradict the checkpoint: --norm-epsilon" in found["text"]
+    said = {"layernorm_epsilon": 1e-5, "num_attention_heads": 8, "num_query_groups": 1}
+    said |= {"bias_gelu_fusion": True, "add_bias_linear": True}
+    assert _said(said, "gpt") == said | {
+        **{"norm_epsilon": 1e-5, "num_query_groups": 8, "openai_gelu": True},
+        "model_family": "gpt",
+    }

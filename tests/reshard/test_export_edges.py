@@ -28,6 +28,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
+from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import outgoing as module
 from megatron_ucp.reshard.windows import WindowReader
 from tests.reshard import paper, twins
@@ -235,7 +236,8 @@ def test_the_output_is_new_and_elsewhere(tmp_path: Path) -> None:
     assert "plain name" in refused(UsageError, source, tmp_path / ".hidden")
     assert "inside of a checkpoint" in refused(UsageError, source, source / "hf")
     assert "no such dtype" in refused(UsageError, source, tmp_path / "x", dtype="int8")
-    assert "no size" in refused(UsageError, source, tmp_path / "x", max_shard_size="big")
+    for size in ("big", "0", "-1", "nan", "1e3", "5GiB", "9" * 400 + "GB"):
+        assert "no size" in refused(UsageError, source, tmp_path / "x", max_shard_size=size)
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,6 +361,38 @@ def test_the_head_of_a_tied_model_may_lie_beside_its_embedding(tmp_path: Path) -
     with pytest.raises(ModelMismatchError, match=r"two in the folder\n(.*\n)*.*lm_head.weight"):
         ucp.import_hf(source, native, ucp.Mesh(dp=2, zero=1))
     assert not native.exists()
+
+
+def test_values_that_the_training_dtype_can_not_hold(folder: Path) -> None:
+    """All of them are listed, of a conversion too; what is infinite in the source is kept."""
+    path, fp16 = folder / "model.safetensors", Target(ucp.Mesh(tp=1, dp=2, zero=1), "float16")
+    held = load_file(path)
+    held["model.norm.weight"][3] = 7e4
+    held["model.layers.1.mlp.up_proj.weight"][2, 3] = -1e5
+    save_file({name: one.float() for name, one in held.items()}, path)
+    listed = "decoder.final_layernorm.weight: 1; decoder.layers.1.mlp.linear_fc1.weight: 1"
+    assert listed in not_imported(InexactError, folder, mesh=fp16)
+    ucp.import_hf(folder, folder.parent / "bf16" / "tag", ucp.Mesh(zero=1))
+    with pytest.raises(InexactError, match=listed):
+        ucp.convert(folder.parent / "bf16", folder.parent / "fp16" / "tag", target=fp16)
+    assert [*(folder.parent / "fp16").iterdir()] == []
+    held["model.norm.weight"][3] = held["model.layers.1.mlp.up_proj.weight"][2, 3] = float("inf")
+    save_file({name: one.float() for name, one in held.items()}, path)
+    ucp.import_hf(folder, folder.parent / "inf" / "tag", fp16)
+    ucp.convert(folder.parent / "inf", folder.parent / "fp16" / "b", target=ucp.Mesh(zero=1))
+    assert ucp.diff(folder.parent / "inf", folder.parent / "fp16") == []
+
+
+def test_a_folder_in_fp64_is_rounded_where_that_is_allowed(folder: Path) -> None:
+    path, out = folder / "model.safetensors", folder.parent / "native" / "tag"
+    held = {name: one.double() + 1e-9 for name, one in load_file(path).items()}
+    save_file(held, path)
+    assert 'allow={"narrow"}' in not_imported(InexactError, folder)
+    assert main(["import-hf", str(folder), str(out), "--mesh", "zero=1", "--allow", "narrow"]) == 0
+    ucp.export_hf(out.parent, folder.parent / "again", "float32")
+    wanted = {name: one.float() for name, one in held.items()}
+    assert twins.same(twins.read(folder.parent / "again"), wanted) == []
+    assert "narrow" in not_imported(UsageError, folder, allow={"mean"})
 
 
 def test_weights_that_are_no_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from megatron_ucp.errors import (
     LayoutError,
     RuleError,
     StateMismatchError,
+    UnsupportedError,
     UsageError,
 )
 from megatron_ucp.families import find_family
@@ -38,6 +39,7 @@ from tests.formats.megatron_files import (
     split,
     swapped_chunks,
 )
+from tests.reshard import paper, twins
 
 pytestmark = pytest.mark.long  # each writes and syncs several folders
 # one model of four layers; the others are there for their random states (test_megatron_random)
@@ -284,3 +286,65 @@ def test_without_moments_there_is_nothing_that_megatron_would_load(tmp_path: Pat
     export_hf(GOLDEN / "td_full_tp2dp2", tmp_path / "hf")
     with pytest.raises(StateMismatchError, match="holds no optimizer"):
         convert(tmp_path / "hf", tmp_path / TAG, to="torch_dist")
+
+
+# what no tensor's shape shows: family, settings
+COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "tanh": ("gpt", {"activation": "gelu_tanh"}),
+    "scaled": ("llama", {"rope_factor": 8.0}),
+    "interpolated": ("llama", {"interpolation": 2.0, "norm_epsilon": 1e-6}),
+    "mistral": ("mistral", {}),
+    "qwen3": ("qwen3", {}),
+    "experts": ("mixtral", {"topk": 3}),
+    "odd": ("llama", {"odd": {"rotary_percent": 0.5}}),
+    "another activation": ("llama", {"activation": "gelu"}),
+}
+
+
+@pytest.mark.parametrize("what", COMPUTED)
+def test_a_folder_for_megatron_says_what_the_model_computes(what: str, tmp_path: Path) -> None:
+    """An export of it is that of its source, to the byte: config, true vocabulary, refusals."""
+    family, settings = COMPUTED[what]
+    source = paper.write(twins.model(family, **settings), tmp_path / "source" / "tag")
+    convert(source, tmp_path / "megatron" / TAG, to="torch_dist")
+    found: list[object] = []
+    for number, folder in enumerate((source, tmp_path / "megatron" / TAG)):
+        out = tmp_path / f"hf{number}"
+        try:
+            export_hf(folder, out)
+        except UnsupportedError as error:
+            found.append(error.found)
+            continue
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1] and found[0]
+    assert isinstance(found[0], str) == (what in ("odd", "another activation"))
+
+
+def test_weights_of_experts_that_hugging_face_has_not(tmp_path: Path) -> None:
+    """Sinkhorn takes softmax before the choice; ways to balance by a loss compute the same."""
+    for number, (said, error) in enumerate(
+        [("sinkhorn", UnsupportedError), ("none", None), (["aux_loss", "seq_aux_loss"], None)]
+    ):
+        tag = copied(MIXTURE, tmp_path / str(number))
+        changed_arguments(tag, moe_router_load_balancing_type=said)
+        if error is None:
+            export_hf(tag, tmp_path / f"hf{number}")
+            continue
+        with pytest.raises(error, match="moe_router_load_balancing_type=sinkhorn"):
+            export_hf(tag, tmp_path / f"hf{number}")
+
+
+def test_experts_of_a_universal_folder_are_spread(tmp_path: Path) -> None:
+    """Their number is that of the names."""
+    universal = tmp_path / "universal" / "tag"
+    convert(GOLDEN / MIXTURE, universal, to="universal")
+    target = ucp.Mesh(ep=2, dp=2, zero=1)
+    for number, manifest in enumerate((True, False)):
+        if not manifest:
+            (universal / "ucp_manifest.json").unlink()
+        out = tmp_path / str(number) / "tag"
+        convert(universal, out, target=target)
+        assert diff(GOLDEN / MIXTURE, out) == []
+        assert len([*out.glob("layer_0_expert_*")]) == 4
+    with pytest.raises(LayoutError, match="does not divide the experts"):
+        convert(universal, tmp_path / "x" / "tag", target=ucp.Mesh(ep=3, dp=3, zero=1))

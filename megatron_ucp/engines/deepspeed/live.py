@@ -31,7 +31,6 @@ from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.muon import MOMENTUM, is_used, other_steps, steps_matrices
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.hugging_face.stacked import stacks_of
 from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
@@ -85,8 +84,7 @@ class LiveEngine:
         model, order = self.own.model, self.order if self.has_optimizer else None
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            stacks, ties = stacks_of(self.manifest.by_name), self.manifest.ties
-            return Told(order, stacks=stacks, ties=ties, shapes=shapes)
+            return Told(order, like=self.manifest, shapes=shapes)
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
         return Told(order, self.manifest.by_name, model.pipe, shares=shares, shapes=shapes)

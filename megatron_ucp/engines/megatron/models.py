@@ -43,7 +43,7 @@ class ModelConfig:
     `true_vocab` the tokenizer's; `ffn` the width of one half of a gated MLP; `groups` the key-value
     groups; `positions` the longest sequence; `experts` those of a family that has any;
     `rope_factor` scales rotary positions as Llama 3.1 does, `interpolation` divides them (0:
-    neither).
+    neither); `tanh_gelu` is for a family with gelu.
 
     `dtype` is what the DeepSpeed config trains in (fp32, bf16, fp16); the model itself is built in
     fp32, from which DeepSpeed takes the masters. Raises UsageError for sizes that make no model.
@@ -64,6 +64,7 @@ class ModelConfig:
     rotary_base: float = 10000
     rope_factor: float = 0.0
     interpolation: float = 0.0
+    tanh_gelu: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
@@ -83,6 +84,8 @@ class ModelConfig:
             raise UsageError(
                 "a model trains in another dtype", expected="fp32, bf16 or fp16", found=self.dtype
             )
+        if self.tanh_gelu and self.builder.gated:
+            raise UsageError("a gated MLP has no gelu", expected="silu", found="its tanh form")
         if self.heads % self.groups:
             raise UsageError(
                 "the attention heads do not divide into the key-value groups",
@@ -241,7 +244,7 @@ def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "Transfor
         add_bias_linear=builder.biases,
         add_qkv_bias=builder.qkv_biases,
         qk_layernorm=builder.qk_norms,
-        activation_func=torch.nn.functional.silu if builder.gated else torch.nn.functional.gelu,
+        activation_func=_activation(config),
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
         bf16=config.dtype == "bf16",
@@ -265,6 +268,17 @@ def transformer_config(config: ModelConfig, tp: int, **stages: Any) -> "Transfor
         **(config.experts.transformer if config.experts else {}),
         **stages,
     )
+
+
+def _activation(config: ModelConfig) -> Any:
+    if config.builder.gated:
+        return torch.nn.functional.silu
+    return gelu_tanh if config.tanh_gelu else torch.nn.functional.gelu
+
+
+def gelu_tanh(values: torch.Tensor) -> torch.Tensor:
+    """The tanh form of gelu, under the name that an `Architecture` has for it."""
+    return torch.nn.functional.gelu(values, approximate="tanh")
 
 
 def _leave(weight: torch.Tensor) -> None:

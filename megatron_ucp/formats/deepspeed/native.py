@@ -124,12 +124,9 @@ class NativeCheckpoint(TagFolder):
         self.places = self.mesh.holding(self.uneven)
         if recorded is not None:
             self._specs, self.pipe_names = recorded.by_name, recorded.names
-        elif (
-            not self.pipe_names
-            and self.pipeline
-            and self._rules is not None
-            and self._rules.pipeline
-        ):
+        elif not self.pipeline:
+            self.pipe_names = {}  # who knows them need not know what kind of run it was
+        elif not self.pipe_names and self._rules is not None and self._rules.pipeline:
             self.pipe_names = pipe_names(self, self.first_of_stages, self._rules)
         self.weights: Weights = self._weights()
         self.declared = self._layout_source()

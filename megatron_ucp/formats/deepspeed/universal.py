@@ -27,7 +27,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
-from megatron_ucp.formats.deepspeed.experts import is_stacked, number_and_count, slices_of
+from megatron_ucp.formats.deepspeed.experts import counted, is_stacked, number_and_count, slices_of
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
@@ -92,6 +92,7 @@ class UniversalCheckpoint(TagFolder):
         for path in sorted((self.folder / ATOMS).iterdir()):
             for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
                 self._atoms.setdefault(name, path.name)
+        self._experts = counted(self._atoms) | self._stacked
         self._check_listed()
         self.manifest = self._manifest(self._groups(), recorded)
         if recorded is not None:
@@ -266,15 +267,16 @@ class UniversalCheckpoint(TagFolder):
             yield spec, alone(name, value.numel, ((VALUE, dtype),), axes=())
 
     def _spec(self, name: str, shape: Ints, dtype: str, kind: str) -> ParamSpec:
+        expert = number_and_count(name, self._experts)
         if is_stacked(name):
-            expert = number_and_count(name, self._stacked)
             return ParamSpec(name, shape, dtype, kind, expert=expert)
         declared = self.declared.find(name, shape, kind)
         if (
             declared is None or declared.shape != shape
         ):  # another shape is an error of the comparison with the target
-            return ParamSpec(name, shape, dtype, kind)
-        return ParamSpec(name, shape, dtype, kind, declared.layout, declared.extent)
+            return ParamSpec(name, shape, dtype, kind, expert=expert)
+        layout, extent = declared.layout, declared.extent
+        return ParamSpec(name, shape, dtype, kind, layout, extent, expert=expert)
 
     def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
         """Element-wise states of a parameter with the masters first, and its step."""

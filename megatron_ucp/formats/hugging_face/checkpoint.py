@@ -33,7 +33,7 @@ from megatron_ucp.formats.base import (
     Where,
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
-from megatron_ucp.formats.hugging_face.stacked import unstacked
+from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
@@ -50,7 +50,9 @@ _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 class HuggingFaceCheckpoint:
     """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
     family; without them every tensor is a parameter of its own name, or one expert's slice of one
-    of the `stacks`, and `ties` say which of them are one parameter.
+    of the stacks of experts in the model that it is for (`like`), in which several names may be of
+    one parameter. What is no weight is left out for a family, and for a model that has none of that
+    name.
 
     Raises a UcpError for anything that headers and the index can show: every fault of names and
     shapes in one error. Tensor bytes are not read, but for a head that must be a copy.
@@ -61,8 +63,7 @@ class HuggingFaceCheckpoint:
         folder: Path,
         shares: Mapping[str, Share] | None = None,
         specs: Mapping[str, ParamSpec] | None = None,
-        stacks: Mapping[str, ParamSpec] | None = None,
-        ties: Sequence[Tie] = (),
+        like: Manifest | None = None,
     ) -> None:
         self.folder = folder
         self._closing = ExitStack()
@@ -71,21 +72,16 @@ class HuggingFaceCheckpoint:
             undo.callback(self._closing.close)
             self._files = self._tensor_files()
             if shares is not None:
-                self._files = _without_constants(self._files)
+                self._files = self._without_constants()
                 shares = _as_written(shares, self._files)
                 if _HEAD not in shares:
-                    ties = (Tie(next(iter(shares)), (_HEAD,)),)
-            self._leave_out_copies(ties)
+                    self._leave_out_copies([Tie(next(iter(shares)), (_HEAD,))])
+            elif like is not None:
+                self._files = self._without_constants(like.by_name)
+                self._leave_out_copies(like.ties)
             found = shares
             if found is None:
-                stacks = stacks or {}
-                found = unstacked(stacks, self._files) or {n: Share(n) for n in self._files}
-                specs = {
-                    share.param: stacks[share.param]
-                    if share.stacked
-                    else replace(self._spec(name), name=share.param)
-                    for name, share in found.items()
-                }
+                found, specs = self._own_names({} if like is None else stacks_of(like.by_name))
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
             undo.pop_all()
 
@@ -136,6 +132,17 @@ class HuggingFaceCheckpoint:
             )
         return out
 
+    def _without_constants(self, known: Collection[str] = ()) -> dict[str, str]:
+        """Without what earlier versions of transformers wrote that is no weight: by its name, and
+        by a shape that no weight has."""
+        return {
+            name: file
+            for name, file in self._files.items()
+            if name in known
+            or not _CONSTANT.fullmatch(name)
+            or (name.endswith("bias") and len(self.file(file).tensors[name].shape) not in (0, 4))
+        }
+
     def _index(self) -> dict[str, str]:
         tree = read_json(self.folder / INDEX_FILE)
         listed: Any = tree.get("weight_map")
@@ -169,6 +176,19 @@ class HuggingFaceCheckpoint:
                     fix="remove it; or, if it was trained apart, build the model untied "
                     '("tie_word_embeddings": false in config.json, for a head)',
                 )
+
+    def _own_names(
+        self, stacks: Mapping[str, ParamSpec]
+    ) -> tuple[Mapping[str, Share], Mapping[str, ParamSpec]]:
+        """Every tensor as a parameter of its own name, or as one expert's slice of a stack."""
+        found = unstacked(stacks, self._files) or {name: Share(name) for name in self._files}
+        specs = {
+            share.param: stacks[share.param]
+            if share.stacked
+            else replace(self._spec(name), name=share.param)
+            for name, share in found.items()
+        }
+        return found, specs
 
     def _spec(self, name: str) -> ParamSpec:
         entry = self.file(self._files[name]).tensors[name]
@@ -289,11 +309,6 @@ class HuggingFaceCheckpoint:
         return None
 
 
-def _without_constants(files: Mapping[str, str]) -> dict[str, str]:
-    """Without what earlier versions of transformers wrote that is no weight."""
-    return {name: file for name, file in files.items() if not _CONSTANT.fullmatch(name)}
-
-
 def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[str, Share]:
     """The shares under the names of a folder: that of a model without its head (GPT-2's own) lacks
     the first word."""
@@ -343,4 +358,4 @@ class HuggingFaceFormat:
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
         specs = told.specs if told.shares else None
-        return HuggingFaceCheckpoint(folder, told.shares, specs, told.stacks, told.ties)
+        return HuggingFaceCheckpoint(folder, told.shares, specs, told.like)

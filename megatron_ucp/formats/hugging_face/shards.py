@@ -27,7 +27,9 @@ class WeightFile:
 def parse_size(text: str | int) -> int:
     """Bytes, from a number or a text such as "5GB" (a GB is 10^9 bytes, as transformers counts
     them). Raises UsageError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?B)?", str(text).strip().upper())
+    found = re.fullmatch(
+        r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([KMGT]?B)?", str(text).strip().upper()
+    )
     if found is None or float(found[1]) <= 0:
         raise UsageError("this is no size of a file", expected="5GB, 200MB", found=text)
     return int(float(found[1]) * _UNITS[(found[2] or "").removeprefix("B")])

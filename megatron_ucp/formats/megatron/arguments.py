@@ -82,6 +82,7 @@ _OF_SIZES = {
     "add_qkv_bias": "qkv_biases",
     "qk_layernorm": "qk_norms",
     "num_experts": "experts",
+    "moe_ffn_hidden_size": "expert_ffn",
 }
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -98,6 +99,8 @@ def written_arguments(
     if isinstance(sizes, dict):
         out |= {name: sizes[key] for name, key in _OF_SIZES.items() if key in sizes}
         out |= _of_model(sizes, said.get("architecture") or {})
+        more = _not_in_shapes(manifest.family, sizes, said.get("architecture") or {})
+        out |= {name: value for name, value in more.items() if known.get(name) is None}
     if any(type(out.get(name)) is not int for name in _NEEDED):
         return {}
     embedding = manifest.by_name.get("embedding.word_embeddings.weight")
@@ -149,6 +152,26 @@ def _of_model(sizes: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict
     if not sizes.get("experts"):
         out["num_experts"] = None
     return out
+
+
+def _not_in_shapes(
+    family: str, sizes: Mapping[str, Any], architecture: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the model computes besides, by the arguments that say it; family, true vocabulary and
+    activation by names of this package's own where Megatron-LM has none: an export of the folder
+    asks for them."""
+    out: dict[str, Any] = {
+        "model_family": family,
+        "vocab_size": sizes.get("true_vocab"),
+        "moe_layer_freq": sizes.get("every"),
+        "moe_shared_expert_intermediate_size": sizes.get("shared_ffn"),
+        "activation_func": architecture.get("activation"),
+        "use_rope_scaling": bool(architecture.get("rope_factor")),
+        "rope_scaling_factor": architecture.get("rope_factor"),
+        "rotary_seq_len_interpolation_factor": architecture.get("interpolation"),
+        **architecture.get("odd", {}),
+    }
+    return {name: value for name, value in out.items() if value}
 
 
 def _sizes_of(mesh: Mesh) -> tuple[int | None, ...]:

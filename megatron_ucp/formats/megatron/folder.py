@@ -350,7 +350,8 @@ _MODEL = (
     *("experimental_attention_variant", "activation_func_clamp_value", "glu_linear_offset"),
     *("layernorm_zero_centered_gamma", "softmax_scale"),
     *("window_size", "no_rope_freq", "mtp_num_layers", "attention_output_gate"),
-    *("apply_residual_connection_post_layernorm", "seed"),
+    *("apply_residual_connection_post_layernorm", "moe_router_load_balancing_type", "seed"),
+    *("model_family", "activation_func"),  # of folders that were converted to Megatron's
 )
 
 
