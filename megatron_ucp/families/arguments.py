@@ -41,6 +41,21 @@ def with_model(manifest: Manifest) -> Manifest:
     return replace(manifest, family=family.name, run=run)
 
 
+def unknown_padding(manifest: Manifest) -> list[str]:
+    """A note, where arguments of Megatron-LM don't say how many rows of the vocabulary are tokens:
+    its tokenizers of files know, and its flags don't."""
+    said: object = manifest.run.get(ARGUMENTS)
+    if manifest.family or not isinstance(said, dict):
+        return []
+    arguments = cast("Mapping[str, Any]", said)
+    if isinstance(arguments.get("vocab_size"), int):
+        return []
+    return [
+        f"all {arguments.get('padded_vocab_size')} rows of the vocabulary were written: the "
+        "arguments of the run don't say which are padding; --config DIR does"
+    ]
+
+
 def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
     """Whether a family's builder makes the model of the arguments."""
     builder = family.builder

@@ -334,6 +334,18 @@ def test_weights_of_experts_that_hugging_face_has_not(tmp_path: Path) -> None:
             export_hf(tag, tmp_path / f"hf{number}")
 
 
+def test_a_vocabulary_of_which_the_arguments_say_the_padding_alone(tmp_path: Path) -> None:
+    """A tokenizer of files knows how many tokens there are: a note, unless a config says it."""
+    tag = copied("td_full_tp2dp2", tmp_path / "run")
+    assert export_hf(tag, tmp_path / "known").notes == ()
+    changed_arguments(tag, tokenizer_type="GPT2BPETokenizer", vocab_size=None)
+    (note,) = export_hf(tag, tmp_path / "all").notes
+    assert "all 64 rows of the vocabulary were written" in note and "--config DIR" in note
+    known = {"family": "llama", "config": tmp_path / "known"}
+    assert export_hf(tag, tmp_path / "again", **known).notes == ()
+    assert diff(tmp_path / "known", tmp_path / "again") == []
+
+
 def test_experts_of_a_universal_folder_are_spread(tmp_path: Path) -> None:
     """Their number is that of the names."""
     universal = tmp_path / "universal" / "tag"
