@@ -48,7 +48,7 @@ def unknown_padding(manifest: Manifest) -> list[str]:
     if manifest.family or not isinstance(said, dict):
         return []
     arguments = cast("Mapping[str, Any]", said)
-    if isinstance(arguments.get("vocab_size"), int):
+    if _tokens(arguments):
         return []
     return [
         f"all {arguments.get('padded_vocab_size')} rows of the vocabulary were written: the "
@@ -78,12 +78,18 @@ def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
     )
 
 
+def _tokens(said: Mapping[str, Any]) -> int:
+    """How many tokens the arguments ask for; 0 where they say no number."""
+    found = said.get("vocab_size")
+    return found if type(found) is int and found > 0 else 0
+
+
 def _sizes(family: Family, said: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes under the names of the family's class. Raises KeyError, TypeError."""
     heads, padded = int(said["num_attention_heads"]), int(said["padded_vocab_size"])
     groups = int(said["num_query_groups"]) if said.get("group_query_attention") else heads
-    true = said.get("vocab_size")
-    if isinstance(true, int):
+    true = _tokens(said)
+    if true:
         true = min(true + (said.get("tokenizer_type") in _TOKENIZERS_WITH_END), padded)
     found: dict[str, Any] = {
         "layers": int(said["num_layers"]),
