@@ -193,8 +193,8 @@ def plain_load(zero: int, folder: str) -> dict[str, Any]:
 
 
 def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any]:
-    """Loads a checkpoint, exports from memory, then where one rank's disk is full, then into a dtype
-    that can't hold it; what each rank wrote, and what the refusals say."""
+    """Loads a checkpoint, exports from memory, then where one rank's disk is full, then into a
+    dtype that can't hold it; what each rank wrote, and what the refusals say."""
     engine = pipeline_jobs.make(setup)
     ucp.load(engine, folder, tag=tag)
     found: dict[str, Any] = {

@@ -92,7 +92,7 @@ class UniversalCheckpoint(TagFolder):
         for path in sorted((self.folder / ATOMS).iterdir()):
             for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
                 self._atoms.setdefault(name, path.name)
-        self._experts = counted(self._atoms) | self._stacked
+        self._experts = {**counted(self._atoms), **self._stacked}
         self._check_listed()
         self.manifest = self._manifest(self._groups(), recorded)
         if recorded is not None:

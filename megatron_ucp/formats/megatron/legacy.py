@@ -144,15 +144,7 @@ class LegacyCheckpoint(MegatronFolder):
                 found=str(mesh),
                 fix="save it again with --ckpt-format torch_dist",
             )
-        here, wanted = sum(1 for _ in self.folder.iterdir()), mesh.pp * mesh.ep * mesh.tp
-        if wanted > here + _MOST_MISSING:  # of which no list is made
-            raise NotFoundError(
-                "files of model-parallel ranks are missing",
-                file=self.folder,
-                expected=f"{wanted} folders, those of {mesh}",
-                found=f"{here}",
-                fix="restore them, or load another tag",
-            )
+        self._require_listable()
         out: dict[RankFolder, str] = {}
         for stage in range(mesh.pp):
             for expert in range(mesh.ep):
@@ -179,6 +171,19 @@ class LegacyCheckpoint(MegatronFolder):
                 found=f"{len(odd)} such folders",
             )
         return out
+
+    def _require_listable(self) -> None:
+        """Raises NotFoundError where far more ranks are missing than a list of them could name."""
+        mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
+        wanted = mesh.pp * mesh.ep * mesh.tp
+        if wanted > here + _MOST_MISSING:
+            raise NotFoundError(
+                "files of model-parallel ranks are missing",
+                file=self.folder,
+                expected=f"{wanted} folders, those of {mesh}",
+                found=f"{here}",
+                fix="restore them, or load another tag",
+            )
 
     def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
         kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]
@@ -237,7 +242,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     @cached_property
     def _is_tied(self) -> bool:
-        return not self.arguments.get("untie_embeddings_and_output_weights", True)
+        return self.arguments.get("untie_embeddings_and_output_weights") is False
 
     def _check_layers(self) -> None:
         """Raises ForeignFileError where a part has other layers than the arguments give it: those
