@@ -79,18 +79,17 @@ def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
 
 
 def _tokens(said: Mapping[str, Any]) -> int:
-    """How many tokens the arguments ask for; 0 where they say no number."""
-    found = said.get("vocab_size")
-    return found if type(found) is int and found > 0 else 0
+    """How many rows of the vocabulary are tokens; 0 where the arguments say no number."""
+    more = {"true_vocab_size": 0, "vocab_size": said.get("tokenizer_type") in _TOKENIZERS_WITH_END}
+    found = [(said.get(name), own) for name, own in more.items()]
+    return next((n + own for n, own in found if type(n) is int and n > 0), 0)
 
 
 def _sizes(family: Family, said: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes under the names of the family's class. Raises KeyError, TypeError."""
     heads, padded = int(said["num_attention_heads"]), int(said["padded_vocab_size"])
     groups = int(said["num_query_groups"]) if said.get("group_query_attention") else heads
-    true = _tokens(said)
-    if true:
-        true = min(true + (said.get("tokenizer_type") in _TOKENIZERS_WITH_END), padded)
+    true = min(_tokens(said), padded)
     found: dict[str, Any] = {
         "layers": int(said["num_layers"]),
         "hidden": int(said["hidden_size"]),
