@@ -41,6 +41,21 @@ def with_model(manifest: Manifest) -> Manifest:
     return replace(manifest, family=family.name, run=run)
 
 
+def unknown_padding(manifest: Manifest) -> list[str]:
+    """A note, where arguments of Megatron-LM don't say how many rows of the vocabulary are tokens:
+    its tokenizers of files know, and its flags don't."""
+    said: object = manifest.run.get(ARGUMENTS)
+    if manifest.family or not isinstance(said, dict):
+        return []
+    arguments = cast("Mapping[str, Any]", said)
+    if _tokens(arguments):
+        return []
+    return [
+        f"all {arguments.get('padded_vocab_size')} rows of the vocabulary were written: the "
+        "arguments of the run don't say which are padding; --config DIR does"
+    ]
+
+
 def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
     """Whether a family's builder makes the model of the arguments."""
     builder = family.builder
@@ -63,13 +78,18 @@ def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
     )
 
 
+def _tokens(said: Mapping[str, Any]) -> int:
+    """How many rows of the vocabulary are tokens; 0 where the arguments say no number."""
+    more = {"true_vocab_size": 0, "vocab_size": said.get("tokenizer_type") in _TOKENIZERS_WITH_END}
+    found = [(said.get(name), own) for name, own in more.items()]
+    return next((n + own for n, own in found if type(n) is int and n > 0), 0)
+
+
 def _sizes(family: Family, said: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes under the names of the family's class. Raises KeyError, TypeError."""
     heads, padded = int(said["num_attention_heads"]), int(said["padded_vocab_size"])
     groups = int(said["num_query_groups"]) if said.get("group_query_attention") else heads
-    true = said.get("vocab_size")
-    if isinstance(true, int):
-        true = min(true + (said.get("tokenizer_type") in _TOKENIZERS_WITH_END), padded)
+    true = min(_tokens(said), padded)
     found: dict[str, Any] = {
         "layers": int(said["num_layers"]),
         "hidden": int(said["hidden_size"]),

@@ -20,6 +20,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import SaveError, UsageError
+from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
@@ -105,11 +106,9 @@ def export_hf(
     told = Told(names=pipe_names(family, config), weights="weights" in allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
-        require_outside(folder, source.folder)
-        for name in source.file_names:
-            source.check(name, allow)
+        _check_source(source, folder, allow)
         given = given_config(source.manifest, config, str(source.folder))
-        mesh, notes, merged = str(source.manifest.mesh), source.notes, None
+        mesh, notes, merged = str(source.manifest.mesh), _notes(source, given is None), None
         if merge is not None:
             source, merged = open_merge(opened, merge, source, given)
             given, family = read_json(source.folder / CONFIG_FILE), ""
@@ -136,6 +135,18 @@ def check_output(folder: Path, dtype: str | None, allow: Collection[str]) -> Non
             expected=" ".join(sorted(_ALLOWED)),
             found=" ".join(sorted(allow)),
         )
+
+
+def _check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
+    """Compares the files with each other; the output lies elsewhere."""
+    require_outside(folder, source.folder)
+    for name in source.file_names:
+        source.check(name, allow)
+
+
+def _notes(source: Checkpoint, alone: bool) -> list[str]:
+    """What the source has to say of an export; `alone`: no config says what its model is."""
+    return [*source.notes, *(unknown_padding(source.manifest) if alone else [])]
 
 
 class _Job:

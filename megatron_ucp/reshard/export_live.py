@@ -133,6 +133,7 @@ class _Share:
                 os.close(handle)
             self.written_bytes += memory.nbytes
         except OSError as error:
+            error.filename = error.filename or str(aside / one.file)
             self.failure = error
 
     def _gathered(self, number: int, low: int, high: int) -> torch.Tensor | None:

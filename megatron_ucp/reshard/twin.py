@@ -1,5 +1,6 @@
 """A model under the names of Hugging Face: what each tensor holds of which parameter."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def twin_of(
     found, twin = _family(name, file)
     sizes, architecture = _described(manifest, found, config, file)
     model = Model(found, sizes)
-    _check_params(manifest, model, file)
+    _check_params(manifest, model, file, padded=config is None)
     whole = twin.whole_config(sizes, architecture, dtype)
     kept = whole if config is None else _in_dtype(config, dtype)
     return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
@@ -232,6 +233,9 @@ def _described(
     Where there are both they must agree."""
     try:
         found = described(manifest.run, family.sizes)
+        if found is not None:
+            _require_sizes(found[0])
+            _require_numbers(found[1])
     except (TypeError, ValueError) as error:
         raise DamagedFileError(
             "what the manifest says of the model can't be read", file=file, found=str(error)[:200]
@@ -281,15 +285,26 @@ def _read(family: Family, config: Mapping[str, Any], file: str) -> tuple[Any, Ar
 
 def _require_sizes(sizes: Any) -> None:
     """Raises ValueError for sizes of no model, before tables of that size are made."""
-    pieces = sizes.layers * (sizes.groups + getattr(sizes, "experts", 0))
-    if wrong := [f"{n} {v}" for n, v in vars(sizes).items() if type(v) is int and v < 0]:
+    least = dict.fromkeys(("hidden", "heads", "groups", "head_dim"), 1)
+    said = vars(sizes).items()
+    if wrong := [f"{n} {v}" for n, v in said if not isinstance(v, int) or v < least.get(n, 0)]:
         raise ValueError("; ".join(wrong))
+    pieces = sizes.layers * (sizes.groups + getattr(sizes, "experts", 0))
     if pieces > _MOST_PIECES:
         raise ValueError(f"{sizes.layers} layers in {pieces} pieces, more than any model has")
 
 
-def _check_params(manifest: Manifest, model: Model, file: str) -> None:
-    """Raises ModelMismatchError that lists every parameter which is not as the model has it."""
+def _require_numbers(architecture: Architecture) -> None:
+    """Raises ValueError for numbers that no model computes with."""
+    numbers = {one.name: getattr(architecture, one.name) for one in fields(architecture)}
+    del numbers["activation"], numbers["odd"]
+    if wrong := [f"{n} {v}" for n, v in numbers.items() if not 0 <= v < math.inf]:
+        raise ValueError("; ".join(wrong))
+
+
+def _check_params(manifest: Manifest, model: Model, file: str, padded: bool) -> None:
+    """Raises ModelMismatchError that lists every parameter which is not as the model has it;
+    `padded`: the model's vocabulary is that of the files, with their padding."""
     table, faults = model.table, list[str]()
     faults += [f"{name}: missing" for name in table if name not in manifest.by_name]
     for spec in manifest.params:
@@ -298,10 +313,11 @@ def _check_params(manifest: Manifest, model: Model, file: str) -> None:
             continue
         declared = table[spec.name]
         # a config says the true rows of a vocabulary, and files hold the padded ones
-        first, rows = (1, model.sizes.true_vocab) if declared.extent else (0, 0)
-        if declared.shape[first:] != spec.shape[first:] or (first and spec.shape[0] < rows):
+        rows = model.sizes.true_vocab if declared.extent else 0
+        first = 1 if rows and not padded else 0
+        if declared.shape[first:] != spec.shape[first:] or spec.shape[:first] < (rows,)[:first]:
             faults.append(f"{spec.name}: {list(spec.shape)} instead of {list(declared.shape)}")
-        elif first and spec.extent is not None and rows < spec.extent.true:
+        elif rows and spec.extent is not None and rows < spec.extent.true:
             faults.append(f"{spec.name}: {spec.extent.true} rows of tokens, of which {rows} stay")
     if faults:
         raise ModelMismatchError(

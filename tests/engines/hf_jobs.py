@@ -1,6 +1,7 @@
 """What the ranks do with Hugging Face folders: engines of megatron-core's models load them, and
 save what is exported."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -193,8 +194,8 @@ def plain_load(zero: int, folder: str, **settings: Any) -> dict[str, Any]:
 
 
 def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any]:
-    """Loads a checkpoint, exports from memory, then into a dtype that can't hold it; what each rank
-    wrote, and what the refusals say."""
+    """Loads a checkpoint, exports from memory, then where one rank's disk is full, then into a
+    dtype that can't hold it; what each rank wrote, and what the refusals say."""
     engine = pipeline_jobs.make(setup)
     ucp.load(engine, folder, tag=tag)
     found: dict[str, Any] = {
@@ -206,6 +207,13 @@ def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any
             engine.ucp_export_hf(out, **options)
         except ucp.UcpError as error:
             errors.append(type(error).__name__)
+    full = OSError(28, "No space left on device")
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        with mock.patch("os.pwrite", side_effect=full) if is_last else nullcontext():
+            engine.ucp_export_hf(out + "_full")
+    except ucp.UcpError as error:
+        errors.append(f"{type(error).__name__}: {error}")
     for _, _, _, master, offset, _ in runs_of(engine):
         master.data.view(-1)[offset] = 1e6
     try:

@@ -390,6 +390,8 @@ def test_from_memory_as_from_files(
     assert sum(rank["written"] for rank in found) == weights
     assert all(rank["written"] > 0 for rank in found)
     for rank in found:
-        *usage, overflow = rank["errors"]
+        *usage, full, overflow = rank["errors"]
+        assert full.startswith("SaveError: ") and "memory_full.saving/model" in full
+        assert "No space left on device" in full
         assert usage == ["UsageError"] * 3 and overflow.startswith("InexactError: larger values")
     assert found[0]["left"] == ["memory"]  # rank 0 takes away what is left

@@ -19,6 +19,7 @@ from megatron_ucp.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.verify import verify
 from tests.formats.hostile_pickles import System
@@ -273,3 +274,33 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert any("checksum" in one.what for one in verify(tag, deep=True).findings)
+
+
+LEGACY_REFUSED: dict[str, tuple[dict[str, Any], type[UcpError], str]] = {
+    # each stage has two: they would get each other's numbers, or those of no layer
+    "more layers": ({"num_layers": 8}, ForeignFileError, "expected: 4 layers, from number 0 on"),
+    "no number of layers": ({"num_layers": None}, ForeignFileError, "expected: 0 layers"),
+    "another first stage": (
+        {"decoder_first_pipeline_num_layers": 1},
+        ForeignFileError,
+        "expected: 1 layers",
+    ),
+    "more ranks than are listed": (
+        {"tensor_model_parallel_size": 10**12},
+        NotFoundError,
+        "2000000000000 folders",
+    ),
+}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("what", LEGACY_REFUSED)
+def test_legacy_folders_of_which_the_arguments_say_another_model(
+    what: str, weights: bool, tmp_path: Path
+) -> None:
+    values, error, says = LEGACY_REFUSED[what]
+    tag = copied("legacy_tp2pp2", tmp_path / "run")
+    for name in sorted(path.name for path in tag.glob("mp_rank_*")):
+        changed_arguments(tag, f"{name}/model_optim_rng.pt", **values)
+    with pytest.raises(error, match=says), open_checkpoint(tag, told=Told(weights=weights)):
+        pass

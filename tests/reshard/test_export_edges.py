@@ -162,6 +162,16 @@ def test_a_manifest_that_says_nonsense_of_its_model(tmp_path: Path) -> None:
     edited(source, lambda tree: tree["run"][RECORDED]["sizes"].update(surprise=1))
     assert "can't be read" in refused(DamagedFileError, source, tmp_path / "out")
     edited(source, lambda tree: tree["run"][RECORDED]["sizes"].pop("surprise"))
+    for part, key, value in (
+        ("sizes", "layers", 10**12),  # nothing of that size is made
+        ("sizes", "heads", 0),
+        ("sizes", "hidden", "x"),
+        ("architecture", "norm_epsilon", float("nan")),
+    ):
+        said = {key: value}
+        other = first(twins.model("llama"), tmp_path / key)
+        edited(other, lambda tree, part=part, said=said: tree["run"][RECORDED][part].update(said))
+        assert str(value) in refused(DamagedFileError, other, tmp_path / "out")
     edited(source, lambda tree: tree["run"][RECORDED]["sizes"].update(hidden=20, ffn=7))
     said = refused(ModelMismatchError, source, tmp_path / "out")
     assert "instead of" in said and "and 7 more" in said

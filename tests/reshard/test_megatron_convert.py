@@ -15,6 +15,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.errors import (
     ForeignFileError,
     LayoutError,
+    ModelMismatchError,
     RuleError,
     StateMismatchError,
     UnsupportedError,
@@ -332,6 +333,24 @@ def test_weights_of_experts_that_hugging_face_has_not(tmp_path: Path) -> None:
             continue
         with pytest.raises(error, match="moe_router_load_balancing_type=sinkhorn"):
             export_hf(tag, tmp_path / f"hf{number}")
+
+
+def test_a_vocabulary_of_which_the_arguments_say_the_padding_alone(tmp_path: Path) -> None:
+    """A tokenizer of files knows how many tokens there are: a note, unless a config says it."""
+    tag = copied("td_full_tp2dp2", tmp_path / "run")
+    assert export_hf(tag, tmp_path / "known").notes == ()
+    changed_arguments(tag, tokenizer_type="GPT2BPETokenizer", vocab_size=None)
+    (note,) = export_hf(tag, tmp_path / "all").notes
+    assert "all 64 rows of the vocabulary were written" in note and "--config DIR" in note
+    for number, said in enumerate((0, True, 2.5, "many", [63])):
+        changed_arguments(tag, vocab_size=said)
+        assert export_hf(tag, tmp_path / str(number)).notes == (note,)
+    known = {"family": "llama", "config": tmp_path / "known"}
+    assert export_hf(tag, tmp_path / "again", **known).notes == ()
+    assert diff(tmp_path / "known", tmp_path / "again") == []
+    changed_arguments(tag, vocab_size=50, padded_vocab_size=60)  # no row is left out unseen
+    with pytest.raises(ModelMismatchError, match=r"\[64, 32\] instead of \[60, 32\]"):
+        export_hf(tag, tmp_path / "fewer")
 
 
 def test_experts_of_a_universal_folder_are_spread(tmp_path: Path) -> None:

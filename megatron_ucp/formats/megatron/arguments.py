@@ -162,7 +162,7 @@ def _not_in_shapes(
     asks for them."""
     out: dict[str, Any] = {
         "model_family": family,
-        "vocab_size": sizes.get("true_vocab"),
+        "true_vocab_size": sizes.get("true_vocab"),
         "moe_layer_freq": sizes.get("every"),
         "moe_shared_expert_intermediate_size": sizes.get("shared_ffn"),
         "activation_func": architecture.get("activation"),

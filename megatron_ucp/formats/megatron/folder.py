@@ -351,7 +351,11 @@ _MODEL = (
     *("layernorm_zero_centered_gamma", "softmax_scale"),
     *("window_size", "no_rope_freq", "mtp_num_layers", "attention_output_gate"),
     *("apply_residual_connection_post_layernorm", "moe_router_load_balancing_type", "seed"),
-    *("model_family", "activation_func"),  # of folders that were converted to Megatron's
+    *(
+        "model_family",
+        "activation_func",
+        "true_vocab_size",
+    ),  # of folders that were converted to Megatron's
 )
 
 

@@ -53,6 +53,8 @@ from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
+_MOST_MISSING = 10_000  # folders of ranks
 _FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 _MODEL_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANDOM = "rng_state"
@@ -93,6 +95,7 @@ class LegacyCheckpoint(MegatronFolder):
         self._compare_files()
         self.groups = self._read_groups() if self._has_optimizer else []
         self._parts = parts_of(self.arguments, self.saved_on, self.main_file)
+        self._check_layers()
         self._params = dict(self._specs())
         layout = RunLayout(
             self.arguments, self.saved_on, self._parts, self._params, self._registered
@@ -141,6 +144,7 @@ class LegacyCheckpoint(MegatronFolder):
                 found=str(mesh),
                 fix="save it again with --ckpt-format torch_dist",
             )
+        self._require_listable()
         out: dict[RankFolder, str] = {}
         for stage in range(mesh.pp):
             for expert in range(mesh.ep):
@@ -167,6 +171,19 @@ class LegacyCheckpoint(MegatronFolder):
                 found=f"{len(odd)} such folders",
             )
         return out
+
+    def _require_listable(self) -> None:
+        """Raises NotFoundError where far more ranks are missing than a list of them could name."""
+        mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
+        wanted = mesh.pp * mesh.ep * mesh.tp
+        if wanted > here + _MOST_MISSING:
+            raise NotFoundError(
+                "files of model-parallel ranks are missing",
+                file=self.folder,
+                expected=f"{wanted} folders, those of {mesh}",
+                found=f"{here}",
+                fix="restore them, or load another tag",
+            )
 
     def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
         kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]
@@ -225,7 +242,22 @@ class LegacyCheckpoint(MegatronFolder):
 
     @cached_property
     def _is_tied(self) -> bool:
-        return not self.arguments.get("untie_embeddings_and_output_weights", True)
+        return self.arguments.get("untie_embeddings_and_output_weights") is False
+
+    def _check_layers(self) -> None:
+        """Raises ForeignFileError where a part has other layers than the arguments give it: those
+        behind it would get the numbers of others. One part alone has all of them."""
+        for part in self._parts if len(self._parts) > 1 else ():
+            model = self._model(RankFolder(0, part.stage, 0), part.chunk)
+            found = {int(name[1]) for key in model if (name := _LAYER.match(key))}
+            if found != {*range(part.last - part.first)}:
+                raise ForeignFileError(
+                    "a stage has other layers than the arguments of the run say",
+                    file=self.folder / self._folders[RankFolder(0, part.stage, 0)] / _MODEL_FILE,
+                    expected=f"{part.last - part.first} layers, from number {part.first} on",
+                    found=f"{len(found)}",
+                    fix="load another tag, or save it again with --ckpt-format torch_dist",
+                )
 
     def _registered(self, part: PipelinePart, expert: int) -> Sequence[str]:
         return [n for n, _ in self._local(part, 0, expert) if not n.endswith(BUFFERS)]
