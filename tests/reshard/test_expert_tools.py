@@ -11,6 +11,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.errors import RuleError
+from tests.engines import pipeline_jobs
 from tests.engines.moe_jobs import Moe
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_mixtral import mixtral
@@ -125,6 +126,36 @@ def test_a_universal_folder_holds_every_expert(
         shutil.copy(source / "oracle.pt", out)
         (found, *_) = ranks.run(4, f"{job}:resume", setup, str(out), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
+
+
+def test_what_stock_reads_of_a_universal_folder(
+    ranks: RankPool, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it where a rank has all experts; with more ranks it takes those of each one for the
+    first ones, which the tool says."""
+    assert main(["convert", str(mixed / "trained"), str(tmp_path / "trained")]) == 0
+    assert "experts of this folder rightly at ep=1 alone" in capsys.readouterr().out
+    shutil.copy(mixed / "oracle.pt", tmp_path)
+    job = f"{MIXTRAL}:stock_universal"
+    assert ranks.run(2, job, replace(mixtral(1), seed=5), str(tmp_path))[0] == []
+    found = ranks.run(4, job, replace(mixtral(2), seed=5), str(tmp_path))[0]
+    moments = [one for one in found if one.startswith("full")]
+    assert moments and all("local_experts.2" in one or "local_experts.3" in one for one in moments)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_stock_loads_where_no_rank_has_experts_of_its_own(
+    ranks: RankPool, mixed: Path, tmp_path: Path, zero: int
+) -> None:
+    """megatron-core's experts are then among all others: the job's groups must be listed."""
+    target = replace(mixtral(1, zero=zero), seed=5)
+    groups = tuple(map(tuple, ranks.run(4, f"{MIXTRAL}:groups_of", target)[0]))
+    mesh = ucp.Mesh(dp=4, zero=zero)
+    told = ucp.convert(mixed / "trained", tmp_path / "told" / "trained", target=mesh)
+    assert any("--groups" in note for note in told.notes)
+    out = converted(mixed, tmp_path / "out", ucp.Target(mesh, groups=groups))
+    found = ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)
+    assert found[0] == []
 
 
 def test_inspect_counts_experts(mixed: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
