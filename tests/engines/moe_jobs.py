@@ -206,11 +206,11 @@ def plant_fault(engine: Any, fault: str) -> None:
         raise ValueError(fault)
 
 
-def save_reserved(setup: Moe, folder: str) -> str:
-    """What a save says of a client state under a name that DeepSpeed itself uses."""
+def save_refused(setup: Moe, folder: str, state: dict[str, Any] | None = None) -> str:
+    """What is said against a save with a client state."""
     engine = make(setup)
     try:
-        engine.save_checkpoint(folder, client_state={"universal_checkpoint_info": {}})
+        engine.save_checkpoint(folder, client_state=state or {})
     except ucp.UcpError as error:
         return str(error)
     finally:

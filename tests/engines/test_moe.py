@@ -79,6 +79,14 @@ def test_each_rank_trains_other_ones_of_its_experts(
         assert found["loss"] < 1e-5
 
 
+def test_a_rank_that_trains_none_of_its_experts(ranks: RankPool, tmp_path: Path) -> None:
+    """Stage 0 alone builds such an engine; the groups of its ranks are others."""
+    setup = Moe(4, 0, frozen=(1, 2))
+    for said in ranks.run(4, f"{JOBS}:save_refused", setup, str(tmp_path), timeout_s=100):
+        assert "other numbers of parameter groups" in said and "4 groups" in said
+    assert not list(tmp_path.rglob("*.pt"))
+
+
 FAULTS = ["two experts swapped", "a row of the router", "an expert's moment", "an expert's decay"]
 
 
@@ -95,7 +103,8 @@ def test_a_client_state_with_a_reserved_key(
     ranks: RankPool, sources: Sources, tmp_path: Path
 ) -> None:
     """L8: stock dies on one rank there, and the others wait for ever."""
-    found = ranks.run(4, f"{JOBS}:save_reserved", Moe(2, 1), str(tmp_path), timeout_s=100)
+    state = {"universal_checkpoint_info": dict[str, int]()}
+    found = ranks.run(4, f"{JOBS}:save_refused", Moe(2, 1), str(tmp_path), state, timeout_s=100)
     assert all("universal_checkpoint_info" in said for said in found)
     assert not list(tmp_path.glob("*/*.pt"))
 

@@ -137,7 +137,8 @@ def test_what_stock_reads_of_a_universal_folder(
     assert "experts of this folder rightly at ep=1 alone" in capsys.readouterr().out
     shutil.copy(mixed / "oracle.pt", tmp_path)
     job = f"{MIXTRAL}:stock_universal"
-    assert ranks.run(2, job, replace(mixtral(1), seed=5), str(tmp_path))[0] == []
+    alone = ranks.run(2, job, replace(mixtral(1), seed=5), str(tmp_path))[0]
+    assert all(one.startswith("values") for one in alone)  # buffers, which it never restores
     found = ranks.run(4, job, replace(mixtral(2), seed=5), str(tmp_path))[0]
     moments = [one for one in found if one.startswith("full")]
     assert moments and all("local_experts.2" in one or "local_experts.3" in one for one in moments)
