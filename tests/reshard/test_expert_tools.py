@@ -13,6 +13,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.errors import RuleError
 from tests.engines import pipeline_jobs
 from tests.engines.moe_jobs import Moe
+from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_mixtral import mixtral
 from tests.ranks import RankPool
@@ -142,6 +143,25 @@ def test_what_stock_reads_of_a_universal_folder(
     found = ranks.run(4, job, replace(mixtral(2), seed=5), str(tmp_path))[0]
     moments = [one for one in found if one.startswith("full")]
     assert moments and all("local_experts.2" in one or "local_experts.3" in one for one in moments)
+
+
+MORE_RANKS = [
+    (ucp.Mesh(dp=4, ep=2, zero=1), mixtral(2)),
+    (ucp.Mesh(tp=2, dp=2, ep=2, etp=1, zero=0), mixtral(2, tp=2, etp=1, zero=0)),
+    (ucp.Mesh(pp=2, dp=2, ep=2, zero=1), mixtral(2, pp=2)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "setup"), MORE_RANKS, ids=[str(mesh) for mesh, _ in MORE_RANKS])
+def test_stock_loads_experts_that_all_ranks_had(
+    ranks: RankPool, sources: Sources, tmp_path: Path, mesh: ucp.Mesh, setup: Staged
+) -> None:
+    """Among all others in the source, in groups and files of their own in the target."""
+    source = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0))
+    target = ucp.Target(mesh, stages="uniform" if mesh.pp > 1 else None)
+    out = converted(source, tmp_path / "out", target)
+    target = replace(setup, seed=5)
+    assert ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)[0] == []
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
