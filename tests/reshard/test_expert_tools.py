@@ -160,8 +160,24 @@ def test_stock_loads_experts_that_all_ranks_had(
     source = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0))
     target = ucp.Target(mesh, stages="uniform" if mesh.pp > 1 else None)
     out = converted(source, tmp_path / "out", target)
+    assert ucp.diff(source / "trained", out / "trained") == []
     target = replace(setup, seed=5)
     assert ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)[0] == []
+
+
+def test_a_rate_of_experts_is_a_difference(sources: Sources, tmp_path: Path) -> None:
+    """Also where they are among all others on one side: schedulers keep a number for each group."""
+    alone = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0)) / "trained"
+    ucp.convert(alone, tmp_path / "other", target=ucp.Mesh(dp=4, ep=2, zero=1))
+    source = without_manifest(shutil.copytree(alone, tmp_path / "changed"))
+    for path in source.glob("*_optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        base = tree["optimizer_state_dict"]["base_optimizer_state"]
+        base["param_groups"][0]["initial_lr"] *= 2
+        torch.save(tree, path)
+    found = ucp.diff(source, tmp_path / "other")
+    assert {"initial_lr" in one.what for one in found} == {True}
+    assert any("local_experts" in one.parameter for one in found)
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
