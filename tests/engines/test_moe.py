@@ -116,6 +116,14 @@ def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
         assert "does not say of which ones" in said and "parameter: stacked" in said
 
 
+def test_what_was_added_to_experts_later(ranks: RankPool, sources: Sources) -> None:
+    """DeepSpeed would average it over other experts of other ranks."""
+    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
+    for said in ranks.run(4, f"{JOBS}:adapted", Moe(2, 1), folder, timeout_s=100):
+        assert "reduced with those of other experts" in said
+        assert "deepspeed_experts.0.late" in said
+
+
 PR_MOE: dict[str, Any] = {"experts": (2, 4), "residual": True}
 
 
