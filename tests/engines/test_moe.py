@@ -79,6 +79,17 @@ def test_each_rank_trains_other_ones_of_its_experts(
         assert found["loss"] < 1e-5
 
 
+@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_save_without_frozen_weights(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    """DeepSpeed leaves them out of its model files, not of those of experts."""
+    setup = Moe(2, zero, frozen=(1, 2))
+    ranks.run(4, f"{JOBS}:save_without_frozen", setup, str(tmp_path))
+    assert ucp.verify(tmp_path, deep=True).findings == ()
+    target = replace(setup, ep=1, seed=5)
+    (found, *_) = ranks.run(2, f"{JOBS}:resume", target, str(tmp_path), tags=("trained",))
+    assert found["differences"] == {"trained": []}
+
+
 def test_a_rank_that_trains_none_of_its_experts(ranks: RankPool, tmp_path: Path) -> None:
     """Stage 0 alone builds such an engine; the groups of its ranks are others."""
     setup = Moe(4, 0, frozen=(1, 2))
