@@ -40,7 +40,7 @@ def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources,
     assert found["loss"] < 1e-5
 
 
-SCALED = {"scaled": True}
+SCALED: dict[str, Any] = {"scaled": True}
 
 
 @pytest.mark.parametrize("stock", [False, True])
