@@ -53,6 +53,7 @@ def join(stages: Sequence[Stage]) -> Joined:
         number, other = first.setdefault(without_cuts(stage.at), (len(groups), stage))
         if other is stage:
             groups += stage.groups
+        _same_number(other.groups, stage.groups)
         _same(other.groups, stage.groups, "have parameter groups")
         first_group.append(number)
     buffers = _Numbered()
@@ -127,10 +128,21 @@ def _named(buffer: FlatBuffer) -> str | None:
 def _same(one: Any, other: Any, what: str, param: str | None = None) -> None:
     if one != other:
         raise ModelMismatchError(
-            f"two ranks {what} that should be the same and is not",
+            f"two ranks {what} that must not differ",
             parameter=param,
             expected=str(one)[:_SHOWN],
             found=str(other)[:_SHOWN],
+        )
+
+
+def _same_number(ours: Sequence[ParamGroup], theirs: Sequence[ParamGroup]) -> None:
+    if len(ours) != len(theirs):
+        raise ModelMismatchError(
+            "two ranks have other numbers of parameter groups",
+            expected=f"{len(ours)} groups",
+            found=f"{len(theirs)} groups",
+            fix="give the optimizer the same groups on every rank: a rank that trains none of its "
+            "experts has none for them, so freeze those of every rank or leave each one some",
         )
 
 

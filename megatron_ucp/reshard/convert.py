@@ -50,6 +50,7 @@ from megatron_ucp.formats.tags import (
     iteration_of_name,
 )
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
+from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.output_folder import (
@@ -161,6 +162,8 @@ def _native(
     manifest = target_manifest(wanted)
     settings = origin.settings(wanted, manifest, config)
     origin.notes += muon.other_steps(wanted.source, manifest)
+    listed = wanted.target.groups is not None
+    origin.notes += notes_of_groups(wanted.source, manifest.mesh, listed)
     if engine == "zero3" and muon.is_used(manifest):
         origin.notes.append(_AT_INIT)
     manifest = _versioned(manifest, settings)
@@ -175,6 +178,7 @@ def _universal(
         raise _no_writer(wanted, "universal folders", "convert to native, which loads on any mesh")
     _refuse_muon(wanted, "universal folder, whose momentum stock DeepSpeed would cut wrongly")
     manifest = universal_manifest(wanted)
+    origin.notes += notes_of_universal(wanted.source)
     if wanted.target.mesh.pp > 1 and wanted.layers is None:
         raise no_layers(wanted.file)
     manifest = replace(manifest, names=dict(wanted.layers.names) if wanted.layers else {})

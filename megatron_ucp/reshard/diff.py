@@ -119,9 +119,10 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         if a != b:
             yield Difference("", key, repr(a), repr(b))
     a, b = one.extras.scheduler, two.extras.scheduler
-    if max(c.manifest.mesh.pp for c in (one, two)) > 1:
-        # the stages of a pipeline have groups of their own; their rates are compared with the
-        # parameters' hyper-parameters
+    staged = max(c.manifest.mesh.pp for c in (one, two)) > 1
+    if staged or len(one.manifest.groups) != len(two.manifest.groups):
+        # the stages of a pipeline, and experts that other ranks share, have groups of their own;
+        # their rates are compared with the parameters' hyper-parameters
         a, b = (
             state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
         )

@@ -89,6 +89,29 @@ def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
     return number // (count // mesh.ep) == ep_rank
 
 
+def notes_of_groups(source: Manifest, mesh: Mesh, listed: bool) -> list[str]:
+    """What to know of parameter groups: DeepSpeed's own experts have some of their own at any
+    size, others where other ranks share them alone."""
+    ordinary = any(spec.expert and not in_own_file(spec.name, False) for spec in source.params)
+    if listed or not ordinary or mesh.experts_apart or not source.mesh.experts_apart:
+        return []
+    return [
+        "the experts keep parameter groups of their own, as in the source: list the groups "
+        "(--groups) for a job that has them among all others, as megatron-core's at "
+        f"{EXPERT_RANK}=1"
+    ]
+
+
+def notes_of_universal(source: Manifest) -> list[str]:
+    """What to know of a universal folder with experts."""
+    if not any(spec.expert for spec in source.params):
+        return []
+    return [
+        f"stock DeepSpeed reads experts of this folder rightly at {EXPERT_RANK}=1 alone: it takes "
+        "those of every rank for the first ones; convert to native files for more ranks"
+    ]
+
+
 def marks_on(marks: Mapping[str, Any], mesh: Mesh, source: Mesh) -> dict[str, Any]:
     """What marks a group on a mesh: DeepSpeed calls one of experts as their expert-parallel size,
     and looks for the ranks that share them under the name."""

@@ -372,10 +372,13 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
             "the checkpoint holds no optimizer",
             file=file,
             expected="parameter groups",
-            found="weights alone" if source.engine == WEIGHTS else "none",
+            found="weights alone"
+            if source.engine == WEIGHTS
+            else "none; or states by position, as stage 0 keeps them",
             fix="an engine loads this folder as it is; import-hf writes native files of it"
             if source.engine == WEIGHTS
-            else "convert a checkpoint that was saved with its optimizer",
+            else "convert a checkpoint that was saved with its optimizer; files of stage 0 without "
+            "a manifest: load them into an engine, which knows the order of its groups, and save",
         )
     alike = len({len(groups) for groups in by_stage.values()}) == 1
     out: dict[Any, tuple[ParamGroup, dict[str, None]]] = {}

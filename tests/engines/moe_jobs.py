@@ -1,6 +1,7 @@
 """What the ranks do in the tests of DeepSpeed's own mixtures, `deepspeed.moe.layer.MoE`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 import megatron_ucp as ucp
 from tests.engines import tensor_jobs
+from tests.engines.canonical import canonical, differences
 
 WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
 
@@ -206,11 +208,22 @@ def plant_fault(engine: Any, fault: str) -> None:
         raise ValueError(fault)
 
 
-def save_reserved(setup: Moe, folder: str) -> str:
-    """What a save says of a client state under a name that DeepSpeed itself uses."""
+def save_without_frozen(setup: Any, folder: str, making: Any = make) -> None:
+    """A step, saved as the tag `trained` without frozen weights; the oracle beside it."""
+    engine = making(setup)
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True)
+    states = {"trained": canonical(engine)}
+    tensor_jobs.close(engine)
+    if dist.get_rank() == 0:
+        torch.save({"states": states, "losses": [], "steps": 1}, Path(folder) / "oracle.pt")
+
+
+def save_refused(setup: Moe, folder: str, state: dict[str, Any] | None = None) -> str:
+    """What is said against a save with a client state."""
     engine = make(setup)
     try:
-        engine.save_checkpoint(folder, client_state={"universal_checkpoint_info": {}})
+        engine.save_checkpoint(folder, client_state=state or {})
     except ucp.UcpError as error:
         return str(error)
     finally:
@@ -235,13 +248,26 @@ def unnamed(setup: Moe, folder: str) -> str:
     return ""
 
 
+def adapted(setup: Moe, folder: str) -> str:
+    """What a load says of a parameter that was added to experts later, as adapters are: DeepSpeed
+    has marked those that were there."""
+    engine = make(setup, attach=False)
+    expert = next(m for m in engine.module.modules() if isinstance(m, Expert))
+    expert.late = torch.nn.Parameter(torch.zeros(2))
+    name = next(n for n, p in engine.module.named_parameters() if p is expert.late)
+    engine.param_names[expert.late] = name
+    try:
+        ucp.load(engine, folder)
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        tensor_jobs.close(engine)
+    return ""
+
+
 def stock_load(setup: Any, folder: str, making: Any = make) -> list[str]:
     """What differs after DeepSpeed's own load of the tag `trained`. `making` is for engines of
     another kind."""
-    from pathlib import Path
-
-    from tests.engines.canonical import canonical, differences
-
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     engine = making(setup, attach=False)
     engine.load_checkpoint(folder, tag="trained")

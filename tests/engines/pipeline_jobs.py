@@ -2,6 +2,7 @@
 pipeline stages."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,6 +106,37 @@ def make(setup: Staged, attach: bool = True) -> Any:
         dist_init_required=False,
     )[0]
     return ucp.attach(made, family=setup.family) if attach else made
+
+
+def groups_of(setup: Staged) -> list[list[str]]:
+    """Names of each parameter group, in the order of the optimizer."""
+    engine = make(setup, attach=False)
+    names = {param: name for name, param in named(engine).items()}
+    listed = getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.fp16_groups
+    found = [[names[param] for param in group] for group in listed]
+    tensor_jobs.close(engine)
+    return found
+
+
+def stock_universal(setup: Staged, folder: str) -> list[str]:
+    """What differs after stock DeepSpeed's own load of a universal folder, the tag `trained`."""
+    import deepspeed
+
+    plain = deepspeed.initialize
+
+    def initialize(config: dict[str, Any], **kwargs: Any) -> Any:
+        return plain(config={**config, "checkpoint": {"load_universal": True}}, **kwargs)
+
+    deepspeed.initialize = initialize
+    try:
+        engine = make(setup, attach=False)
+    finally:
+        deepspeed.initialize = plain
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    engine.load_checkpoint(folder, tag="trained")
+    found = differences(oracle, canonical(engine))
+    tensor_jobs.close(engine)
+    return [one for one in found if not one.startswith(("counters", "scheduler"))]
 
 
 def add_extras(model: Any, seed: int) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.autoep_jobs import Auto
+import megatron_ucp as ucp
+from tests.engines.autoep_jobs import Auto, make
 from tests.engines.sources import Sources, without_manifest
 from tests.ranks import RankPool
 
@@ -43,6 +44,16 @@ def test_frozen_experts_stay(ranks: RankPool, sources: Sources, target: Auto) ->
     (found, *_) = ranks.run(4, f"{JOBS}:resume", setup, folder, more=3, timeout_s=200)
     assert found["differences"] == {"filled": [], "trained": []}
     assert found["loss"] < 1e-5
+
+
+def test_a_save_without_frozen_weights(ranks: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed's files of experts have the frozen ones all the same."""
+    setup = Auto(2, 2, frozen=True)
+    ranks.run(4, "tests.engines.moe_jobs:save_without_frozen", setup, str(tmp_path), make)
+    assert ucp.verify(tmp_path, deep=True).findings == ()
+    target = replace(setup, ep=1, seed=5)
+    (found, *_) = ranks.run(2, f"{JOBS}:resume", target, str(tmp_path), tags=("trained",))
+    assert found["differences"] == {"trained": []}
 
 
 FAULTS = [

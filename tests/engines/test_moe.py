@@ -40,7 +40,7 @@ def test_layers_with_other_numbers_of_experts(ranks: RankPool, sources: Sources,
     assert found["loss"] < 1e-5
 
 
-SCALED = {"scaled": True}
+SCALED: dict[str, Any] = {"scaled": True}
 
 
 @pytest.mark.parametrize("stock", [False, True])
@@ -79,6 +79,25 @@ def test_each_rank_trains_other_ones_of_its_experts(
         assert found["loss"] < 1e-5
 
 
+@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_save_without_frozen_weights(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    """DeepSpeed leaves them out of its model files, not of those of experts."""
+    setup = Moe(2, zero, frozen=(1, 2))
+    ranks.run(4, f"{JOBS}:save_without_frozen", setup, str(tmp_path))
+    assert ucp.verify(tmp_path, deep=True).findings == ()
+    target = replace(setup, ep=1, seed=5)
+    (found, *_) = ranks.run(2, f"{JOBS}:resume", target, str(tmp_path), tags=("trained",))
+    assert found["differences"] == {"trained": []}
+
+
+def test_a_rank_that_trains_none_of_its_experts(ranks: RankPool, tmp_path: Path) -> None:
+    """Stage 0 alone builds such an engine; the groups of its ranks are others."""
+    setup = Moe(4, 0, frozen=(1, 2))
+    for said in ranks.run(4, f"{JOBS}:save_refused", setup, str(tmp_path), timeout_s=100):
+        assert "other numbers of parameter groups" in said and "4 groups" in said
+    assert not list(tmp_path.rglob("*.pt"))
+
+
 FAULTS = ["two experts swapped", "a row of the router", "an expert's moment", "an expert's decay"]
 
 
@@ -95,7 +114,8 @@ def test_a_client_state_with_a_reserved_key(
     ranks: RankPool, sources: Sources, tmp_path: Path
 ) -> None:
     """L8: stock dies on one rank there, and the others wait for ever."""
-    found = ranks.run(4, f"{JOBS}:save_reserved", Moe(2, 1), str(tmp_path), timeout_s=100)
+    state = {"universal_checkpoint_info": dict[str, int]()}
+    found = ranks.run(4, f"{JOBS}:save_refused", Moe(2, 1), str(tmp_path), state, timeout_s=100)
     assert all("universal_checkpoint_info" in said for said in found)
     assert not list(tmp_path.glob("*/*.pt"))
 
@@ -105,6 +125,14 @@ def test_experts_without_numbers(ranks: RankPool, sources: Sources) -> None:
     folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
     for said in ranks.run(4, f"{JOBS}:unnamed", Moe(2, 1), folder, timeout_s=100):
         assert "does not say of which ones" in said and "parameter: stacked" in said
+
+
+def test_what_was_added_to_experts_later(ranks: RankPool, sources: Sources) -> None:
+    """DeepSpeed would average it over other experts of other ranks."""
+    folder = sources.get(4, Moe(2, 1), f"{JOBS}:save", more=3)
+    for said in ranks.run(4, f"{JOBS}:adapted", Moe(2, 1), folder, timeout_s=100):
+        assert "reduced with those of other experts" in said
+        assert "deepspeed_experts.0.late" in said
 
 
 PR_MOE: dict[str, Any] = {"experts": (2, 4), "residual": True}

@@ -11,7 +11,9 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.errors import RuleError
+from tests.engines import pipeline_jobs
 from tests.engines.moe_jobs import Moe
+from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
 from tests.engines.test_mixtral import mixtral
 from tests.ranks import RankPool
@@ -125,6 +127,72 @@ def test_a_universal_folder_holds_every_expert(
         shutil.copy(source / "oracle.pt", out)
         (found, *_) = ranks.run(4, f"{job}:resume", setup, str(out), timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
+
+
+def test_what_stock_reads_of_a_universal_folder(
+    ranks: RankPool, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it where a rank has all experts; with more ranks it takes those of each one for the
+    first ones, which the tool says."""
+    assert main(["convert", str(mixed / "trained"), str(tmp_path / "trained")]) == 0
+    assert "experts of this folder rightly at ep=1 alone" in capsys.readouterr().out
+    shutil.copy(mixed / "oracle.pt", tmp_path)
+    job = f"{MIXTRAL}:stock_universal"
+    alone = ranks.run(2, job, replace(mixtral(1), seed=5), str(tmp_path))[0]
+    assert all(one.startswith("values") for one in alone)  # buffers, which it never restores
+    found = ranks.run(4, job, replace(mixtral(2), seed=5), str(tmp_path))[0]
+    moments = [one for one in found if one.startswith("full")]
+    assert moments and all("local_experts.2" in one or "local_experts.3" in one for one in moments)
+
+
+MORE_RANKS = [
+    (ucp.Mesh(dp=4, ep=2, zero=1), mixtral(2)),
+    (ucp.Mesh(tp=2, dp=2, ep=2, etp=1, zero=0), mixtral(2, tp=2, etp=1, zero=0)),
+    (ucp.Mesh(pp=2, dp=2, ep=2, zero=1), mixtral(2, pp=2)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "setup"), MORE_RANKS, ids=[str(mesh) for mesh, _ in MORE_RANKS])
+def test_stock_loads_experts_that_all_ranks_had(
+    ranks: RankPool, sources: Sources, tmp_path: Path, mesh: ucp.Mesh, setup: Staged
+) -> None:
+    """Among all others in the source, in groups and files of their own in the target."""
+    source = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0))
+    target = ucp.Target(mesh, stages="uniform" if mesh.pp > 1 else None)
+    out = converted(source, tmp_path / "out", target)
+    assert ucp.diff(source / "trained", out / "trained") == []
+    target = replace(setup, seed=5)
+    assert ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)[0] == []
+
+
+def test_a_rate_of_experts_is_a_difference(sources: Sources, tmp_path: Path) -> None:
+    """Also where they are among all others on one side: schedulers keep a number for each group."""
+    alone = Path(sources.get(4, mixtral(1), f"{MIXTRAL}:save", more=0)) / "trained"
+    ucp.convert(alone, tmp_path / "other", target=ucp.Mesh(dp=4, ep=2, zero=1))
+    source = without_manifest(shutil.copytree(alone, tmp_path / "changed"))
+    for path in source.glob("*_optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        base = tree["optimizer_state_dict"]["base_optimizer_state"]
+        base["param_groups"][0]["initial_lr"] *= 2
+        torch.save(tree, path)
+    found = ucp.diff(source, tmp_path / "other")
+    assert {"initial_lr" in one.what for one in found} == {True}
+    assert any("local_experts" in one.parameter for one in found)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_stock_loads_where_no_rank_has_experts_of_its_own(
+    ranks: RankPool, mixed: Path, tmp_path: Path, zero: int
+) -> None:
+    """megatron-core's experts are then among all others: the job's groups must be listed."""
+    target = replace(mixtral(1, zero=zero), seed=5)
+    groups = tuple(map(tuple, ranks.run(4, f"{MIXTRAL}:groups_of", target)[0]))
+    mesh = ucp.Mesh(dp=4, zero=zero)
+    told = ucp.convert(mixed / "trained", tmp_path / "told" / "trained", target=mesh)
+    assert any("--groups" in note for note in told.notes)
+    out = converted(mixed, tmp_path / "out", ucp.Target(mesh, groups=groups))
+    found = ranks.run(4, f"{MOE}:stock_load", target, str(out), pipeline_jobs.make)
+    assert found[0] == []
 
 
 def test_inspect_counts_experts(mixed: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:

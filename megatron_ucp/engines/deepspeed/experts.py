@@ -1,6 +1,6 @@
 """Where a live engine's experts lie: which ranks hold other experts, and which hold copies."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
@@ -35,6 +35,7 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
     _check(found, name, parallel, copies)
     if found.experts_apart:
         _check_names(engine, of_experts)
+        _check_reduced(engine, of_experts)
         check_files(found.cut_of_dense, found.ep, found.cut_of_experts)
     return found
 
@@ -68,6 +69,21 @@ def _check_names(engine: Any, of_experts: Iterable[str]) -> None:
                 expected="a module for each expert, in local_experts or deepspeed_experts",
                 found="a parameter that DeepSpeed reduces with the experts (allreduce is False)",
                 fix="build the experts one by one",
+            )
+
+
+def _check_reduced(engine: Any, of_experts: Collection[str]) -> None:
+    """Raises UnsupportedError for a trained parameter of an expert whose gradients DeepSpeed takes
+    for those of other ranks' experts too, as of adapters that were added to them later."""
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and is_expert(name) and name not in of_experts:
+            raise UnsupportedError(
+                "a parameter of an expert is reduced with those of other experts",
+                parameter=name,
+                expected="allreduce False and the group_name of the expert's other parameters",
+                found="a parameter that DeepSpeed takes for one that all ranks have",
+                fix="set both before the optimizer's groups are made, or train it at "
+                "expert-parallel size 1",
             )
 
 

@@ -36,6 +36,7 @@ from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.experts import in_own_file
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
 from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
@@ -286,7 +287,9 @@ def _complete(
 ) -> Manifest:
     """The engine's manifest with all that identifies the save, and what else is `said` of it."""
     if exclude_frozen:
-        frozen = {spec.name for spec in manifest.params if spec.kind == "frozen"}
+        apart = manifest.mesh.experts_apart  # DeepSpeed's files of experts have the frozen ones too
+        dropped = (spec.name for spec in manifest.params if spec.kind == "frozen")
+        frozen = {name for name in dropped if not in_own_file(name, apart)}
         params = tuple(spec for spec in manifest.params if spec.name not in frozen)
         buffers = tuple(b for b in manifest.buffers if not {m.param for m in b.members} & frozen)
         manifest = dataclasses.replace(manifest, params=params, buffers=buffers)

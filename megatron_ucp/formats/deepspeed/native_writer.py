@@ -161,8 +161,9 @@ class NativeWriter(OptimizerTrees):
 
     def _stateless(self, here: Collection[str]) -> dict[str, Any]:
         """Entries that hold nothing of the modules with the parameters `here`, by the names that
-        the engine gives them."""
-        found = self.run.extras.stateless
+        the engine gives them; those of experts with files of their own DeepSpeed does not keep."""
+        kept = self.run.extras.stateless
+        found = {name: value for name, value in kept.items() if not self._apart(name)}
         if not self.layers:
             return dict(found)
         modules = {name.rpartition(".")[0]: self._named(name).rpartition(".")[0] for name in here}
