@@ -10,7 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from isal.isal_zlib import crc32, crc32_combine
 
-from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.index import read_index, tiling_fault
 from megatron_ucp.formats.megatron.writer import (
@@ -171,3 +174,23 @@ def test_tilings() -> None:
     assert "outside" in tiling_fault((4, 4), [chunk((0, 0), (4, 5))])
     assert "outside" in tiling_fault((4, 4), [chunk((0,), (4,))])
     assert tiling_fault((), [chunk((), ())]) == "" and "gap" in tiling_fault((), [])
+
+
+@pytest.mark.parametrize(
+    ("style", "initial", "words"),
+    [
+        ("cosine", 0.0, ""),
+        ("cosine", 1e-5, "init_lr 1e-05"),
+        ("WSD", 0.0, "wsd_decay_steps 8, lr_wsd_decay_style linear"),
+    ],
+)
+def test_settings_of_a_schedule_without_a_place(style: str, initial: float, words: str) -> None:
+    """Megatron's own state leaves them out: its run takes them from flags."""
+    schedule = {"max_lr": 1e-3, "min_lr": 0.0, "num_steps": 7, "lr_decay_style": style}
+    more = {"init_lr": initial, "wsd_decay_steps": 8, "lr_wsd_decay_style": "linear"}
+    extras = Extras({"global_steps": 1}, schedule | more, {}, None, {})
+    common = CommonFile(Manifest("x", Mesh(), (), (), ()), extras, Mesh())
+    written = common.output().tree["opt_param_scheduler"]
+    assert schedule.items() <= written.items() and not {*more} & {*written}
+    said = [note for note in common.notes if "schedule" in note]
+    assert len(said) == bool(words) and all(note.endswith(f": {words}") for note in said)

@@ -41,6 +41,7 @@ _TORCH_DEFAULTS = {
     "decoupled_weight_decay": True,
     "bias_correction": True,
 }
+_OF_WSD = ("wsd_decay_steps", "lr_wsd_decay_style")
 _SCHEDULE = ("max_lr", "min_lr", "num_steps", "lr_decay_style")
 
 
@@ -229,12 +230,24 @@ class CommonFile:
             "wd_incr_steps": max(1, samples),
         }
         if all(key in found for key in _SCHEDULE):
+            self._note_flags(found)
             return {key: found.get(key, value) for key, value in usual.items()}
         self._note(
             "the scheduler is none of Megatron's: a constant one stands in its place, so resume "
             "with --override-opt_param-scheduler and the flags of the run"
         )
         return usual
+
+    def _note_flags(self, found: Mapping[str, Any]) -> None:
+        """Says which settings of a schedule Megatron keeps in no file: its run takes its flags."""
+        style = found["lr_decay_style"]
+        names = ("init_lr", *(_OF_WSD if style == "WSD" else ()))
+        left = [f"{name} {found[name]}" for name in names if found.get(name)]
+        if left:
+            self._note(
+                "Megatron's files have no place for these settings of the schedule, so give their "
+                f"flags again: {', '.join(left)}"
+            )
 
     def _arguments(self) -> dict[str, Any]:
         said = self.extras.client_state.get(ARGUMENTS_KEY)
