@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from benchmarks.load_ranks import share
 from megatron_ucp.engines.megatron import models
+from megatron_ucp.engines.partitions import broadcast_each
 from tests.engines.stack_jobs import (
     CONTENT,
     Engine,
@@ -143,4 +143,4 @@ def _exchange(engine: Engine) -> None:
         for group in chunk.bucket_groups:
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
-                share(bucket.param_data.tensor_split(ranks.size()), ranks)
+                broadcast_each(bucket.param_data.tensor_split(ranks.size()), ranks)

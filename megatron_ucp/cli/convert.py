@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
+from megatron_ucp.cli.output import DONE, add_checkpoint, allowed, progress_bar
 from megatron_ucp.errors import UsageError
 
 HELP = "write native files for another mesh, a universal folder, or one for Megatron"
@@ -119,7 +119,7 @@ def run(args: Any) -> int:
     to = args.to or ("native" if args.mesh else "universal")
     if to == "native" and not args.mesh:
         raise UsageError("a native checkpoint is for one mesh", expected="--mesh", found="none")
-    allow = frozenset(filter(None, args.allow.replace(" ", "").split(",")))
+    allow = allowed(args)
     config = read_json(args.config) if args.config else None
     bar = progress_bar(args, "B")
     found = convert(

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
+from megatron_ucp.cli.output import DONE, add_checkpoint, allowed, progress_bar
 
 HELP = "write the weights as a folder of a Hugging Face model"
 
@@ -71,7 +71,7 @@ def run(args: Any) -> int:
         tokenizer=args.tokenizer,
         merge=args.merge,
         verify=args.verify,
-        allow=frozenset(filter(None, args.allow.replace(" ", "").split(","))),
+        allow=allowed(args),
         progress=progress_bar(args, "B"),
     )
     if args.json:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ucp.cli.convert import add_target, read_json, target_of
-from megatron_ucp.cli.output import DONE, progress_bar
+from megatron_ucp.cli.output import DONE, allowed, progress_bar
 
 HELP = "write native files from a folder of a Hugging Face model"
 
@@ -42,7 +42,7 @@ def run(args: Any) -> int:
         family=args.family,
         padded_vocab=args.padded_vocab_size,
         config=read_json(args.config) if args.config else None,
-        allow=frozenset(filter(None, args.allow.replace(" ", "").split(","))),
+        allow=allowed(args),
         progress=progress_bar(args, "B"),
     )
     if args.json:

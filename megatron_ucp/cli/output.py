@@ -26,6 +26,11 @@ def add_rules(verb: argparse.ArgumentParser) -> None:
     )
 
 
+def allowed(args: Any) -> frozenset[str]:
+    """The words of --allow, between commas."""
+    return frozenset(filter(None, args.allow.replace(" ", "").split(",")))
+
+
 def print_findings(found: Any) -> None:
     """Findings with their facts, then the notes."""
     for one in found.findings:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.engines.base import Engine
+from megatron_ucp.engines.same_model import config_of
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.hugging_face.shards import parse_size
@@ -58,8 +59,7 @@ def _config(module: Any, model: Model | None) -> dict[str, Any] | None:
     if isinstance(adapters, dict) and len(adapters) == 1:  # several are refused
         (adapter,) = adapters.values()
         return {name: _plain(value) for name, value in adapter.to_dict().items()}
-    said = getattr(getattr(module, "config", None), "to_dict", None)
-    return None if model is not None or said is None else dict(said())
+    return None if model is not None else dict(config_of(module)) or None
 
 
 def _plain(value: Any) -> Any:

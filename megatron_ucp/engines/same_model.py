@@ -56,19 +56,19 @@ def computes_otherwise(source: Checkpoint, model: Model | None, module: Any) -> 
 
 def recorded_settings(module: Any) -> dict[str, Any]:
     """What a manifest says of a model of transformers; nothing of another one."""
-    found = settings_of(_config_of(module))
+    found = settings_of(config_of(module))
     return {CONFIG: found} if found else {}
 
 
 def _other_settings(source: Checkpoint, module: Any) -> list[str]:
     if source.manifest.engine != WEIGHTS:
-        return other_settings(_recorded(source, CONFIG), _config_of(module), "the checkpoint")
+        return other_settings(_recorded(source, CONFIG), config_of(module), "the checkpoint")
     path = source.folder / CONFIG_FILE
     said = settings_of(read_json(path)) if path.is_file() else {}
-    return other_settings(said, _config_of(module), CONFIG_FILE)
+    return other_settings(said, config_of(module), CONFIG_FILE)
 
 
-def _config_of(module: Any) -> Mapping[str, Any]:
+def config_of(module: Any) -> Mapping[str, Any]:
     """The config of a model of transformers, also of one that peft wrapped."""
     said = getattr(getattr(module, "config", None), "to_dict", None)
     return {} if said is None else said()

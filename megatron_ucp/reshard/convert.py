@@ -62,7 +62,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.overflows import lost_values, too_large
+from megatron_ucp.reshard.overflows import Overflows, too_large
 from megatron_ucp.reshard.placed import no_layers
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
@@ -276,7 +276,7 @@ class ConversionJob:
         self._lock = threading.Lock()
         self._weights: dict[str, Manifest] = {}
         self._unrounded: dict[str, Manifest] = {}  # of weights that get another dtype
-        self._overflows: dict[str, int] = {}
+        self._overflows = Overflows()
 
     def prove(self, outputs: list[Output]) -> None:
         """Plans everything that will be written, proves it and looks every source up; raises before
@@ -356,26 +356,23 @@ class ConversionJob:
             memory = self.memory.take(min(step, elems - low), dtype)
             self.reader.fill(target, slot, self._source_state(slot), low, memory)
             if isinstance(payload, Weight) and payload.param in self._unrounded:
-                self._look_for_overflows(payload.param, slot, low, memory)
+                exact = partial(self._unrounded_values, payload.param, slot, low, len(memory))
+                self._overflows.look(payload.param, memory, exact)
             self._count(memory.nbytes)
             yield bytes_of(memory)
 
-    def _look_for_overflows(self, name: str, slot: Slot, low: int, rounded: torch.Tensor) -> None:
-        """Counts finite values that a training dtype which is not the source's can't hold."""
-        if bool(torch.stack(torch.aminmax(rounded)).isfinite().all()):
-            return
+    def _unrounded_values(self, name: str, slot: Slot, low: int, elems: int) -> torch.Tensor:
+        """Masters of a weight that gets another dtype than in the source, as they are saved."""
         exact = self._unrounded[name]
-        values = torch.empty(len(rounded), dtype=TORCH_DTYPES[exact.buffers[0].states[0][1]])
-        self.reader.fill(exact, slot, self._source_state(slot), low, values)
-        if lost := lost_values(values, rounded):
-            with self._lock:
-                self._overflows[name] = self._overflows.get(name, 0) + lost
+        out = torch.empty(elems, dtype=TORCH_DTYPES[exact.buffers[0].states[0][1]])
+        self.reader.fill(exact, slot, self._source_state(slot), low, out)
+        return out
 
     def check_overflows(self) -> None:
         """Raises InexactError that lists every parameter with values which its dtype can't hold."""
-        if self._overflows:
-            dtype = self.manifest.by_name[min(self._overflows)].dtype
-            raise too_large(self._overflows, dtype, str(self.source.folder), "train")
+        if found := self._overflows.found:
+            dtype = self.manifest.by_name[min(found)].dtype
+            raise too_large(found, dtype, str(self.source.folder), "train")
 
     def _stored(self, payload: Stored) -> Iterator[memoryview]:
         """A tensor that is no parameter's: of client state, of the scheduler."""

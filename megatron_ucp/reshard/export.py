@@ -47,7 +47,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.overflows import lost_values
+from megatron_ucp.reshard.overflows import Overflows
 from megatron_ucp.reshard.twin import given_config, pipe_names, twin_of
 from megatron_ucp.reshard.windows import WIDE_WINDOW_BYTES, WINDOW_BYTES, Memory, WindowReader
 
@@ -164,7 +164,7 @@ class _Job:
         self.reader = WindowReader(source, allow | {"narrow"})
         self.memory, self.stopped = Memory(), threading.Event()
         self.done = 0
-        self.overflows: dict[str, int] = {}
+        self.overflows = Overflows()
         self._lock = threading.Lock()
 
     def prove(self) -> None:
@@ -180,7 +180,7 @@ class _Job:
                 [partial(self._tensor, aside, one) for one in self.out.in_order], self.stopped
             )
             self._check_read()
-            self.out.check_overflows(self.overflows, str(self.source.folder))
+            self.out.check_overflows(self.overflows.found, str(self.source.folder))
             self.out.finish(aside, beside)
             if verify:
                 self._verify(aside)
@@ -215,7 +215,9 @@ class _Job:
             for low in range(0, one.elems, step):
                 memory = self.memory.take(min(step, one.elems - low), one.dtype)
                 self._fill(number, low, memory)
-                self._look_for_overflows(number, low, memory)
+                if one.is_rounded:
+                    exact = partial(self._as_saved, number, low, len(memory))
+                    self.overflows.look(one.name, memory, exact)
                 write_at(file.fileno(), bytes_of(memory), one.place + low * size)
                 self._count(memory.nbytes)
         if one.elems * size > WINDOW_BYTES:
@@ -269,19 +271,6 @@ class _Job:
                     what = f"from element {low} on"
                     out.append(Difference(one.name, what, "the merged values", "others"))
         return out
-
-    def _look_for_overflows(self, number: int, low: int, memory: torch.Tensor) -> None:
-        """Counts finite values that the dtype can't hold."""
-        one = self.out.tensors[number]
-        if not one.is_rounded or not len(memory):
-            return
-        lowest, highest = torch.aminmax(memory)
-        if bool(torch.isfinite(highest)) and bool(torch.isfinite(lowest)):
-            return
-        lost = lost_values(self._as_saved(number, low, len(memory)), memory)
-        if lost:
-            with self._lock:
-                self.overflows[one.name] = self.overflows.get(one.name, 0) + lost
 
     def _as_saved(self, number: int, low: int, elems: int) -> torch.Tensor:
         """Elements of a tensor before they were rounded."""

@@ -1,6 +1,7 @@
 """Finite values that a dtype can't hold: they would become infinite without a word."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -30,6 +31,24 @@ def too_large(found: Mapping[str, int], dtype: str, file: str, verb: str) -> Ine
         found=f"larger values in {some_of(listed, between='; ')}",
         fix=f"{verb} in bfloat16 or float32",
     )
+
+
+class Overflows:
+    """Counts the finite values of each tensor that its dtype can't hold. Several threads use one;
+    a total is `found` once they are done."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def look(self, name: str, rounded: torch.Tensor, exact: Callable[[], torch.Tensor]) -> None:
+        """Looks at a window of a tensor; `exact` reads it again, as it was before it was rounded,
+        where some of it is not finite."""
+        if not len(rounded) or bool(torch.stack(torch.aminmax(rounded)).isfinite().all()):
+            return
+        if lost := lost_values(exact(), rounded):
+            with self._lock:
+                self.found[name] = self.found.get(name, 0) + lost
 
 
 def may_overflow(source: Manifest, target: Manifest) -> bool:

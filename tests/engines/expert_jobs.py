@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import experts, models, pipeline
 from megatron_ucp.engines.megatron.experts import Experts
 from megatron_ucp.families import find_family
+from tests.engines import tensor_jobs
 from tests.engines.model_jobs import LLAMA, attempting
 from tests.ranks import allow_fp16_on_cpu
 
@@ -329,14 +331,7 @@ def grouped() -> str:
 
 def refused(engine: Any) -> str:
     """What `attach` says against an engine, which is gone then; "" where it takes it."""
-    try:
-        ucp.attach(engine, family="mixtral")
-    except ucp.UcpError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-        models.stop()
-    return ""
+    return tensor_jobs.refusal(engine, lambda: ucp.attach(engine, family="mixtral"))
 
 
 def build_plainly(cut: Cut) -> None:
@@ -396,11 +391,5 @@ def unwritten(cut: Cut, folder: str) -> str:
     """What a save says of an engine that trains, and whose files would lack something."""
     model = build(cut)
     engine = engine_of(cut, model, torch.optim.SGD(models.param_groups(model, 1.0, 0.0)))
-    try:
-        ucp.attach(engine, family="mixtral").save_checkpoint(folder)
-    except ucp.UcpError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-        models.stop()
-    return ""
+    attach = partial(ucp.attach, engine, family="mixtral")
+    return tensor_jobs.refusal(engine, lambda: attach().save_checkpoint(folder))

@@ -1,6 +1,7 @@
 """What the ranks do in the tests of DeepSpeed's own mixtures, `deepspeed.moe.layer.MoE`."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,8 @@ def save_without_frozen(setup: Any, folder: str, making: Any = make) -> None:
 def save_refused(setup: Moe, folder: str, state: dict[str, Any] | None = None) -> str:
     """What is said against a save with a client state."""
     engine = make(setup)
-    try:
-        engine.save_checkpoint(folder, client_state=state or {})
-    except ucp.UcpError as error:
-        return str(error)
-    finally:
-        tensor_jobs.close(engine)
-    return ""
+    saving = partial(engine.save_checkpoint, folder, client_state=state or {})
+    return tensor_jobs.refusal(engine, saving)
 
 
 def unnamed(setup: Moe, folder: str) -> str:
@@ -239,13 +235,7 @@ def unnamed(setup: Moe, folder: str) -> str:
     odd.allreduce, odd.group_name = False, known.group_name
     engine.module.register_parameter("stacked", odd)
     engine.param_names[odd] = "stacked"
-    try:
-        ucp.load(engine, folder)
-    except ucp.UcpError as error:
-        return str(error)
-    finally:
-        tensor_jobs.close(engine)
-    return ""
+    return tensor_jobs.refusal(engine, lambda: ucp.load(engine, folder))
 
 
 def adapted(setup: Moe, folder: str) -> str:
@@ -256,13 +246,7 @@ def adapted(setup: Moe, folder: str) -> str:
     expert.late = torch.nn.Parameter(torch.zeros(2))
     name = next(n for n, p in engine.module.named_parameters() if p is expert.late)
     engine.param_names[expert.late] = name
-    try:
-        ucp.load(engine, folder)
-    except ucp.UcpError as error:
-        return str(error)
-    finally:
-        tensor_jobs.close(engine)
-    return ""
+    return tensor_jobs.refusal(engine, lambda: ucp.load(engine, folder))
 
 
 def stock_load(setup: Any, folder: str, making: Any = make) -> list[str]:

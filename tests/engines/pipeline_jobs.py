@@ -120,18 +120,8 @@ def groups_of(setup: Staged) -> list[list[str]]:
 
 def stock_universal(setup: Staged, folder: str) -> list[str]:
     """What differs after stock DeepSpeed's own load of a universal folder, the tag `trained`."""
-    import deepspeed
-
-    plain = deepspeed.initialize
-
-    def initialize(config: dict[str, Any], **kwargs: Any) -> Any:
-        return plain(config={**config, "checkpoint": {"load_universal": True}}, **kwargs)
-
-    deepspeed.initialize = initialize
-    try:
+    with tensor_jobs.loads_universal():
         engine = make(setup, attach=False)
-    finally:
-        deepspeed.initialize = plain
     oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     engine.load_checkpoint(folder, tag="trained")
     found = differences(oracle, canonical(engine))

@@ -1,5 +1,7 @@
 """What the ranks do in the tensor-parallel tests: megatron-core models under DeepSpeed."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,17 @@ def make(setup: Mega, attach: bool = True) -> Any:
 def close(engine: Any) -> None:
     engine.destroy()
     models.stop()
+
+
+def refusal(engine: Any, call: Callable[[], object]) -> str:
+    """What a call says against an engine, which is gone then; "" where it says nothing."""
+    try:
+        call()
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        close(engine)
+    return ""
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
@@ -231,12 +244,11 @@ def attempt(setup: Mega, folder: str, change: str = "", **options: Any) -> dict[
     return out
 
 
-def stock_universal(setup: Mega, folder: str) -> list[str]:
-    """Loads a universal folder with stock DeepSpeed alone and compares with the canonical state of
-    the run."""
+@contextmanager
+def loads_universal() -> Iterator[None]:
+    """Inside, engines of stock DeepSpeed load universal folders."""
     import deepspeed
 
-    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
     plain = deepspeed.initialize
 
     def initialize(config: dict[str, Any], **kwargs: Any) -> Any:
@@ -244,9 +256,17 @@ def stock_universal(setup: Mega, folder: str) -> list[str]:
 
     deepspeed.initialize = initialize
     try:
-        engine = make(setup, attach=False)
+        yield
     finally:
         deepspeed.initialize = plain
+
+
+def stock_universal(setup: Mega, folder: str) -> list[str]:
+    """Loads a universal folder with stock DeepSpeed alone and compares with the canonical state of
+    the run."""
+    oracle = torch.load(Path(folder) / "oracle.pt", weights_only=False)["states"]["trained"]
+    with loads_universal():
+        engine = make(setup, attach=False)
     engine.load_checkpoint(folder + "/universal", tag="trained_universal")
     found = [
         d

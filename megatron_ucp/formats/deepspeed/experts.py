@@ -277,15 +277,6 @@ def number_and_count(name: str, counts: Mapping[str, int]) -> tuple[int, int] | 
     return (part.number, counts[part.layer]) if part else None
 
 
-def counted(names: Iterable[str]) -> dict[str, int]:
-    """How many experts each layer has, where `names` are those of the whole model."""
-    out: dict[str, int] = {}
-    for name in names:
-        if (part := expert_name(name)) is not None:
-            out[part.layer] = max(out.get(part.layer, 0), part.number + 1)
-    return out
-
-
 def by_layer(names: Iterable[str]) -> list[dict[int, list[str]]]:
     """For each mixture of experts: number -> the names of the expert's parameters."""
     out: dict[str, dict[int, list[str]]] = {}

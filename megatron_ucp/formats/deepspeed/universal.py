@@ -27,7 +27,12 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
-from megatron_ucp.formats.deepspeed.experts import counted, is_stacked, number_and_count, slices_of
+from megatron_ucp.formats.deepspeed.experts import (
+    counts_of,
+    is_stacked,
+    number_and_count,
+    slices_of,
+)
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
@@ -92,8 +97,8 @@ class UniversalCheckpoint(TagFolder):
         for path in sorted((self.folder / ATOMS).iterdir()):
             for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
                 self._atoms.setdefault(name, path.name)
-        self._experts = {**counted(self._atoms), **self._stacked}
         self._check_listed()
+        self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)
         if recorded is not None:
             self._compare(recorded)
