@@ -102,12 +102,33 @@ class Extras:
     patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class Checkpoint(Protocol):
+class Source(Protocol):
+    """Where tensors can be read from."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What there is."""
+        ...
+
+    def where(self, slot: Slot) -> Where:
+        """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
+        ...
+
+    def opened(self, path: str) -> ByteFile:
+        """The open file of a path that `where` gave."""
+        ...
+
+    def check_read(self) -> None:
+        """Compares the tensors that `place_of` gave, and scalar states, with their CRC-32. Raises
+        DamagedFileError."""
+        ...
+
+
+class Checkpoint(Source, Protocol):
     """An opened checkpoint; a context manager. Nothing of it is executed: only directories and
     pickles were read."""
 
     folder: Path
-    manifest: Manifest
 
     def __enter__(self) -> Self: ...
 
@@ -150,17 +171,9 @@ class Checkpoint(Protocol):
         ForeignFileError."""
         ...
 
-    def where(self, slot: Slot) -> Where:
-        """Place of a slot of the manifest. Raises DamagedFileError or ForeignFileError."""
-        ...
-
     def file(self, name: str) -> ByteFile:
         """A file of the folder, open. Raises ForeignFileError where it is not the one that the
         manifest lists, DamagedFileError."""
-        ...
-
-    def opened(self, path: str) -> ByteFile:
-        """The open file of a path that `where` gave."""
         ...
 
     def records(self, name: str) -> list[tuple[Record, str]]:
@@ -170,11 +183,6 @@ class Checkpoint(Protocol):
     def place_of(self, ref: TensorRef) -> Where:
         """Place of a tensor that `extras` refer to: as many elements from there on as its strides
         span. Raises DamagedFileError."""
-        ...
-
-    def check_read(self) -> None:
-        """Compares the tensors that `place_of` gave, and scalar states, with their CRC-32. Raises
-        DamagedFileError."""
         ...
 
     def beside(self, name: str) -> bytes | None:
@@ -195,6 +203,12 @@ class Checkpoint(Protocol):
 
     def layers(self) -> Layers | None:
         """The layers of the pipeline that wrote it, as its files show them; None without one."""
+        ...
+
+    def copies(self) -> Source | None:
+        """The weights that the model computed with, in the dtype of training: each is its master,
+        rounded, of which `check` makes sure by samples. None where the files do not have them
+        beside the masters."""
         ...
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import weights_manifest
+from megatron_ucp.core.shares import state_in, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.families.arguments import unknown_padding
-from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.base import Checkpoint, Source, Told
+from megatron_ucp.formats.durable import write_at
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -37,7 +38,6 @@ from megatron_ucp.reshard.outgoing import (
     beside_weights,
     publish,
     training_dtype,
-    write_at,
 )
 from megatron_ucp.reshard.output_folder import (
     begin_sync,
@@ -149,6 +149,17 @@ def _notes(source: Checkpoint, alone: bool) -> list[str]:
     return [*source.notes, *(unknown_padding(source.manifest) if alone else [])]
 
 
+def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Source:
+    """What an export reads: the masters, or where these would be rounded to the dtype of training
+    the weights that the model computed with, which were rounded so already."""
+    rounded = {
+        source.manifest.by_name[one.share.param].dtype for one in out.tensors if one.is_rounded
+    }
+    if rounded != {out.dtype} or "stale" in allow:
+        return source
+    return source.copies() or source
+
+
 class _Job:
     """One export: plans, windows and counts. Tensors are written by several threads."""
 
@@ -161,7 +172,7 @@ class _Job:
         merged: Merge | None = None,
     ) -> None:
         self.source, self.out, self.progress, self.merged = source, out, progress, merged
-        self.reader = WindowReader(source, allow | {"narrow"})
+        self.reader = WindowReader(_readable(source, out, allow), allow | {"narrow"})
         self.memory, self.stopped = Memory(), threading.Event()
         self.done = 0
         self.overflows = Overflows()
@@ -169,7 +180,11 @@ class _Job:
 
     def prove(self) -> None:
         """Plans everything that will be written, proves it and looks every source up."""
-        slots = [(self.out.slot(number), one.state) for number, one in enumerate(self.out.tensors)]
+        held = self.reader.source.manifest
+        slots = [
+            (self.out.slot(number), state_in(held, one.state))
+            for number, one in enumerate(self.out.tensors)
+        ]
         self.reader.prove(self.out.target, slots)
 
     def write(self, folder: Path, beside: Beside, verify: bool) -> None:
@@ -227,7 +242,8 @@ class _Job:
         """Elements from `low` of a tensor, rounded to the dtype of the output."""
         one = self.out.tensors[number]
         if self.merged is None:
-            self.reader.fill(self.out.target, self.out.slot(number), one.state, low, memory)
+            state = state_in(self.reader.source.manifest, one.state)
+            self.reader.fill(self.out.target, self.out.slot(number), state, low, memory)
         else:
             memory.copy_(self.merged.elements(one.name, low, len(memory)))
 

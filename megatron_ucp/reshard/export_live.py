@@ -25,7 +25,7 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.export import Exported
-from megatron_ucp.reshard.outgoing import Beside, Outgoing, publish, write_at
+from megatron_ucp.reshard.outgoing import Beside, Outgoing, publish
 from megatron_ucp.reshard.output_folder import sync_all, written_aside
 from megatron_ucp.reshard.overflows import lost_values
 from megatron_ucp.reshard.windows import WINDOW_BYTES
@@ -128,7 +128,7 @@ class _Share:
         try:
             handle = os.open(aside / one.file, os.O_WRONLY)
             try:
-                write_at(handle, bytes_of(memory), one.place + low * memory.element_size())
+                durable.write_at(handle, bytes_of(memory), one.place + low * memory.element_size())
             finally:
                 os.close(handle)
             self.written_bytes += memory.nbytes

@@ -173,13 +173,6 @@ def _json(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
 
 
-def write_at(handle: int, data: memoryview, place: int) -> None:
-    """All of the bytes from byte `place` of a file on. Raises OSError."""
-    done = 0
-    while done < len(data):  # one call moves at most 2 GiB
-        done += os.pwrite(handle, data[done:], place + done)
-
-
 def publish(aside: Path, folder: Path) -> None:
     """Gives a folder that is on disk its name. Raises OSError, UsageError."""
     require_free(folder)

@@ -20,6 +20,7 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.durable import write_at
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
 from megatron_ucp.formats.megatron.torch_dist import BACKEND
@@ -40,7 +41,7 @@ from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.expert_meshes import check_experts
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.match import match_ties
-from megatron_ucp.reshard.outgoing import publish, write_at
+from megatron_ucp.reshard.outgoing import publish
 from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all, written_aside
 from megatron_ucp.reshard.target import Wanted
 from megatron_ucp.reshard.windows import MOST_THREADS, WINDOW_BYTES, Memory, WindowReader

@@ -13,7 +13,7 @@ import torch
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Want, Windows, make_plan
 from megatron_ucp.core.proof import one_state, prove
-from megatron_ucp.formats.base import Checkpoint, Record, Where
+from megatron_ucp.formats.base import Record, Source, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
@@ -71,7 +71,7 @@ class WindowReader:
     """One source. What is read was planned and proved as a whole before; what was read can be
     checked afterwards."""
 
-    def __init__(self, source: Checkpoint, allow: frozenset[str] = frozenset()) -> None:
+    def __init__(self, source: Source, allow: frozenset[str] = frozenset()) -> None:
         self.source, self.allow, self.read_bytes = source, allow, 0
         self._lock, self._local = threading.Lock(), threading.local()
         self._targets: dict[int, tuple[Manifest, frozenset[str]]] = {}

@@ -63,7 +63,7 @@ class Derived:
             found.engine,
             mesh,
             (*params, *(spec for spec, _ in values)),
-            (*found.buffers, *(share for spec, one in values for share in self._shares(spec, one))),
+            (*found.buffers, *(share for spec, one in values for share in self.shares(spec, one))),
             found.groups,
             ties,
             names=self.of.pipe_names if self.of.pipeline else {},
@@ -129,7 +129,7 @@ class Derived:
             expected=f"{want} of {spec.shape} at tp={self.of.counts.tp}",
         )
 
-    def _shares(self, spec: ParamSpec, buffer: FlatBuffer) -> Iterator[FlatBuffer]:
+    def shares(self, spec: ParamSpec, buffer: FlatBuffer) -> Iterator[FlatBuffer]:
         """The buffer of a value: of one that ranks have different shares of, those of all ranks."""
         cuts = self.of.mesh.everywhere(buffer.axes) if self.of.uneven else []
         local = [

@@ -9,7 +9,7 @@ from typing import Any, Self
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Where
+from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Source, Where
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -145,6 +145,10 @@ class TagFolder:
     def random_states(self, here: Mesh, rank: int) -> str:
         """DeepSpeed saves none."""
         return NO_RANDOM_STATES
+
+    def copies(self) -> Source | None:
+        """None but in DeepSpeed's own files."""
+        return None
 
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""

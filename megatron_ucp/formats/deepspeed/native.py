@@ -29,6 +29,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Order, Told, Where
 from megatron_ucp.formats.deepspeed.autotp import is_uneven
+from megatron_ucp.formats.deepspeed.copies import Copies, copies_of
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared, pipe_names
 from megatron_ucp.formats.deepspeed.derived import Derived
@@ -411,6 +412,9 @@ class NativeCheckpoint(TagFolder):
 
     def layers(self) -> Layers | None:
         return layers_of(self) if self.pipeline else None
+
+    def copies(self) -> Copies | None:
+        return copies_of(self)
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         # before any comparison of this rank's files: the cause, not what follows from it

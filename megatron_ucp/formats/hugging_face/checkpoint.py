@@ -308,6 +308,9 @@ class HuggingFaceCheckpoint:
     def layers(self) -> Layers | None:
         return None
 
+    def copies(self) -> None:
+        """There are no masters beside the weights."""
+
 
 def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[str, Share]:
     """The shares under the names of a folder: that of a model without its head (GPT-2's own) lacks

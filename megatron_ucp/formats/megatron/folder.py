@@ -201,6 +201,9 @@ class MegatronFolder:
     def layers(self) -> Layers | None:
         return None
 
+    def copies(self) -> None:
+        """The masters are what an export reads."""
+
     def check_read(self) -> None:
         """Compares the tensors of the extras that were read with their CRC-32."""
         for (path, _), record in self._read_apart.items():

@@ -8,7 +8,6 @@ their place, and one of them, who knows the CRC-32 of a chunk, what stands aroun
 
 import functools
 import json
-import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.states import MASTER
+from megatron_ucp.formats.durable import write_at
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
@@ -218,9 +218,7 @@ def write_around(folder: Path, chunk: PlannedChunk, crc: int) -> None:
 
 def _write_at(path: Path, data: bytes, offset: int) -> None:
     with open(path, "r+b", buffering=0) as file:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(file.fileno(), data[done:], offset + done)
+        write_at(file.fileno(), data, offset)
 
 
 def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:

@@ -36,7 +36,7 @@ from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.errors import EngineUnusableError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of
+from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of, write_at
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.index import INDEX_FILE
@@ -54,7 +54,6 @@ from megatron_ucp.formats.megatron.writer import (
 from megatron_ucp.formats.tags import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.outgoing import write_at
 from megatron_ucp.reshard.output_folder import begin_sync
 
 _WINDOW_BYTES = 8 << 20
