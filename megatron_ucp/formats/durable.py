@@ -27,9 +27,6 @@ from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.tags import is_unfinished, newest_named
 
 _OURS = re.compile(r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt")
-# of one call. Where a hypervisor takes pages back that its guest has freed it takes blocks of
-# several MiB, which large writes ask for: they took seven times as long as these, there.
-_WRITE_BYTES = 64 * 2**10
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 
@@ -130,8 +127,8 @@ class Syncs:
 def write_at(handle: int, data: bytes | memoryview, place: int) -> None:
     """All of the bytes from byte `place` of a file on. Raises OSError."""
     done = 0
-    while done < len(data):
-        done += os.pwrite(handle, data[done : done + _WRITE_BYTES], place + done)
+    while done < len(data):  # one call moves at most 2 GiB
+        done += os.pwrite(handle, data[done:], place + done)
 
 
 def replace_text(path: Path, text: str, sync: Syncs) -> None:

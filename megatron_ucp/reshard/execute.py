@@ -120,7 +120,8 @@ def execute(
             elif way == "rows":
                 _read_rows(where, op.source, op.shape, _rows_of(op, tensor), counts)
             else:
-                blocks += _blocks_of(op.source, op.shape, where, out, over_gaps)
+                most = staging.size_bytes
+                blocks += _blocks_of(op.source, op.shape, where, out, most, over_gaps)
         if blocks:
             _read_blocks(blocks, _copy, staging, checksums, counts)
     fill_padding(plan.fills, target)
@@ -256,9 +257,10 @@ def read_run(
 
 
 class Staging:
-    """One reused byte buffer."""
+    """One reused byte buffer, of which a block may take `size_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int = STAGING_BYTES) -> None:
+        self.size_bytes = size_bytes
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size_bytes: int) -> torch.Tensor:
@@ -281,16 +283,17 @@ class _Block:
 
 
 def _blocks_of(
-    side: Side, shape: Ints, where: Where, out: torch.Tensor, over_gaps: int = 1
+    side: Side, shape: Ints, where: Where, out: torch.Tensor, most: int, over_gaps: int = 1
 ) -> Iterator[_Block]:
-    """A region of the source, block by block. The dims are in the order in which the source stores
-    them, so that each block is a run of the file that is as short as can be."""
+    """A region of the source in blocks of up to half of `most` bytes. The dims are in the order in
+    which the source stores them, so that each block is a run of the file that is as short as can
+    be."""
     itemsize = ITEMSIZE[where.dtype]
     by_rows = _has_gaps(side, shape, where, over_gaps)
     order = sorted(range(len(shape)), key=lambda dim: -side.strides[dim])
     shape, steps = tuple(shape[d] for d in order), tuple(side.strides[d] for d in order)
     held = strides(shape) if by_rows else steps
-    for index in _blocks(shape, held, STAGING_BYTES // (2 * itemsize)):
+    for index in _blocks(shape, held, most // (2 * itemsize)):
         part = out.permute(order)[index]
         first = side.offset + sum(one.start * s for one, s in zip(index, steps, strict=True))
         start = where.offset_bytes + first * itemsize
@@ -325,7 +328,7 @@ def _read_blocks(
     counts: Counts,
 ) -> None:
     """Reads blocks of one record, and puts the values of each one into its view of the target."""
-    for together in _together(blocks):
+    for together in _together(blocks, staging.size_bytes):
         where, start = together[0].where, together[0].start
         dtype, itemsize = TORCH_DTYPES[where.dtype], ITEMSIZE[where.dtype]
         if together[0].by_rows:
@@ -345,14 +348,14 @@ def _read_blocks(
             put(block.out, memory.view(dtype).as_strided(block.out.shape, block.side.strides, at))
 
 
-def _together(blocks: list[_Block]) -> Iterator[list[_Block]]:
-    """Blocks whose bytes interleave, so that one reading serves them all: the heads of a fused
-    tensor that is stored transposed take turns in each of its rows."""
+def _together(blocks: list[_Block], most: int) -> Iterator[list[_Block]]:
+    """Blocks whose bytes interleave, so that one reading of up to `most` bytes serves them all: the
+    heads of a fused tensor that is stored transposed take turns in each of its rows."""
     held: list[_Block] = []
     stop = 0
     for block in sorted(blocks, key=lambda block: block.start):
         reach = max(stop, block.stop)
-        apart = block.start >= stop or reach - held[0].start > STAGING_BYTES
+        apart = block.start >= stop or reach - held[0].start > most
         if held and (apart or block.by_rows or held[0].by_rows):
             yield held
             held, reach = [], block.stop
@@ -380,7 +383,7 @@ def _mean(
         )
     total = torch.zeros(op.shape, dtype=torch.float64)
     for side in op.sources:
-        blocks = [*_blocks_of(side, op.shape, places[side.slot], total)]
+        blocks = [*_blocks_of(side, op.shape, places[side.slot], total, staging.size_bytes)]
         _read_blocks(blocks, torch.Tensor.add_, staging, False, counts)
     out.copy_(total / len(op.sources))
 

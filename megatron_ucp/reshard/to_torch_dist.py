@@ -2,7 +2,6 @@
 written window by window."""
 
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.outgoing import publish
 from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all, written_aside
 from megatron_ucp.reshard.target import Wanted
-from megatron_ucp.reshard.windows import MOST_THREADS, WINDOW_BYTES, Memory, WindowReader
+from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, Memory, WindowReader
 
 _NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
@@ -73,7 +72,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     said = extras.client_state.get(ARGUMENTS_KEY)
     apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
     wishes = list(_wishes(params, states))
-    plan = plan_torch_dist(wanted.params, wishes, _files(), apart=apart)
+    plan = plan_torch_dist(wanted.params, wishes, THREADS, apart=apart)
     common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
     out = Written(states, _weights(params), plan, common.output())
     notes += common.notes
@@ -110,10 +109,6 @@ def _weights(params: Mapping[str, ParamSpec]) -> Manifest:
         states = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
         buffers.append(alone(spec.name, math.prod(spec.shape), states, axes=(), chunk=0))
     return Manifest(WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
-
-
-def _files() -> int:
-    return min(os.cpu_count() or 1, MOST_THREADS)
 
 
 def _chunked(spec: ParamSpec) -> ParamSpec:

@@ -27,12 +27,13 @@ from megatron_ucp.reshard.execute import (
 )
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
-# What is stored transposed is written in larger windows, so that its columns are read in long runs.
-WIDE_WINDOW_BYTES = 8 * WINDOW_BYTES
 # The next window of a transposed tensor reads the bytes between the rows of this one: reading them
 # twice costs less than a system call for each row.
 MOST_OVER_GAPS = 4
-MOST_THREADS = 8  # each has windows of its own: the memory must not grow with the machine either
+THREADS = min(os.cpu_count() or 1, 8)  # each has windows of its own
+# What is stored transposed is written in larger windows: one that is not a whole tensor reads the
+# bytes between its columns too. They share this memory, which must not grow with the machine.
+WIDE_WINDOW_BYTES = 52 * 2**20 // THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class WindowReader:
                     self._places.__getitem__,
                     lambda _: memory,
                     over_gaps=MOST_OVER_GAPS,
-                    staging=self._local.__dict__.setdefault("staging", Staging()),
+                    staging=self._local.__dict__.setdefault("staging", Staging(WINDOW_BYTES)),
                 ),
                 {*plan.sources},
             )
@@ -206,9 +207,7 @@ class WindowReader:
 def pool() -> ThreadPoolExecutor:
     """A thread for each core: reading, summing and copying let go of the interpreter. torch's own
     threads would be too many."""
-    return ThreadPoolExecutor(
-        min(os.cpu_count() or 1, MOST_THREADS), initializer=torch.set_num_threads, initargs=(1,)
-    )
+    return ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Memory(threading.local):

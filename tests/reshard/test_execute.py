@@ -107,14 +107,12 @@ def test_three_dims(file: Path, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("staging_bytes", [256, 2**20])
-def test_a_cast_goes_through_staging(
-    file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
-) -> None:
-    monkeypatch.setattr(execute, "STAGING_BYTES", staging_bytes)
+def test_a_cast_goes_through_staging(file: Path, tensor: torch.Tensor, staging_bytes: int) -> None:
+    staging = execute.Staging(staging_bytes)
     out = torch.zeros(ROWS * 256, dtype=torch.float64)
     with PtFile(file) as opened:
         plan = plan_of((ROWS, 256), (128, (COLUMNS, 1)), (0, (256, 1)), Cast)
-        execute.execute(plan, lambda _: where_of(opened), lambda _: out)
+        execute.execute(plan, lambda _: where_of(opened), lambda _: out, staging=staging)
     assert torch.equal(out.view(ROWS, 256), tensor[:, 128:384].double())
 
 
@@ -186,7 +184,7 @@ def test_blocks_that_take_turns_in_each_row(
     dtype: torch.dtype,
 ) -> None:
     """They are read together: each byte once, in memory that is bounded, and its sum compared."""
-    monkeypatch.setattr(execute, "STAGING_BYTES", staging_bytes)
+    staging, plan = execute.Staging(staging_bytes), interleaved(8)
     most: list[int] = []
     take = execute.Staging.take
     monkeypatch.setattr(
@@ -194,7 +192,7 @@ def test_blocks_that_take_turns_in_each_row(
     )
     out = torch.zeros(ROWS * COLUMNS, dtype=dtype)
     with PtFile(file) as opened:
-        counts = execute.execute(interleaved(8), lambda _: where_of(opened), lambda _: out)
+        counts = execute.execute(plan, lambda _: where_of(opened), lambda _: out, staging=staging)
     assert torch.equal(out.view(8, 64, ROWS).flip(0).view(COLUMNS, ROWS), tensor.t().to(dtype))
     assert max(most) <= max(staging_bytes, 64 * 4)
     if staging_bytes > 64:
