@@ -4,15 +4,18 @@ and memory.
     python -m benchmarks.export_hf                  # 124M and 1B parameters of two families
     python -m benchmarks.export_hf --sizes tiny     # to see that it runs
 
-Every ratio is of medians of one run, the repetitions interleaved. Each measurement is a process of
-its own, its imports apart, for stock's script too; the copy is `cp` of what was written, and
-`sync`, as an export syncs. Memory is the peak of RssAnon in /proc, read from outside, over that of
-a bare interpreter. Sources are written by this package's writer (bf16, ZeRO-1, two ranks). Writes
-benchmarks/results/export_hf.json.
+Every ratio is of medians of one run, the repetitions interleaved, the first one not counted. Each
+measurement is a process of its own, its imports apart, for stock's script too; the copy is `cp` of
+what was written, and `sync`, as an export syncs. As many bytes as will be written are written and
+removed before each one: memory that a virtual machine has given back to its host takes a second for
+each gigabyte when it is next used, whoever does it. Memory is the peak of RssAnon in /proc, read
+from outside, over that of a bare interpreter. Sources are written by this package's writer (bf16,
+ZeRO-1, two ranks). Writes benchmarks/results/export_hf.json.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -44,8 +47,18 @@ SIZES = {
 MOST_MIB, MOST_GROWTH_MIB = 256.0, 16.0
 
 
-def child(what: str, source: str, output: str) -> None:
-    """One measurement; prints its seconds."""
+def supply(folder: Path, size_bytes: int) -> None:
+    """Has the system's memory there for a file of that size."""
+    piece, path = bytes(2 * 2**20), folder / "supply"
+    with path.open("wb", buffering=0) as file:
+        for _ in range(0, size_bytes, len(piece)):
+            file.write(piece)
+    path.unlink()
+
+
+def child(what: str, source: str, output: str, size_bytes: str) -> None:
+    """One measurement, of an export that writes so many bytes; prints its seconds, and those with a
+    sync behind it."""
     import megatron_ucp as ucp
     from megatron_ucp.reshard import export  # imports apart
 
@@ -53,14 +66,18 @@ def child(what: str, source: str, output: str) -> None:
     if what == "stock":
         from deepspeed.utils import zero_to_fp32
 
+        supply(Path(output).parent, int(size_bytes))
         started = time.perf_counter()
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
             str(Path(source).parent), output, safe_serialization=True, tag=Path(source).name
         )
     else:
+        supply(Path(output).parent, int(size_bytes))
         started = time.perf_counter()
         ucp.export_hf(source, output, what)
-    print(time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    os.sync()
+    print(seconds, time.perf_counter() - started)
 
 
 class Bench:
@@ -76,15 +93,18 @@ class Bench:
         """One measured process; `what` is the dtype, or "stock"."""
         shutil.rmtree(self.out, ignore_errors=True)
         subprocess.run(["sync"], check=True)
+        size_bytes = self.bytes.get("float32" if what == "stock" else what, 0)
         command = [sys.executable, "-m", "benchmarks.export_hf", "--child", what]
-        line, anon, _ = watched([*command, str(self.source), str(self.out)])
-        self.seconds.setdefault(what, []).append(float(line))
+        line, anon, _ = watched([*command, str(self.source), str(self.out), str(size_bytes)])
+        for name, seconds in zip((what, f"{what} and sync"), line.split(), strict=True):
+            self.seconds.setdefault(name, []).append(float(seconds))
         self.anon[what] = max(self.anon.get(what, 0), anon)
 
     def copy(self, what: str) -> None:
         """Copies what the last export has written."""
         subprocess.run(["sync"], check=True)
         other = self.out.with_name("copy")
+        supply(other.parent, self.bytes.get(what, 0))
         started = time.perf_counter()
         subprocess.run(["sh", "-c", f"cp -r {self.out} {other} && sync"], check=True)
         self.seconds.setdefault(f"copy of {what}", []).append(time.perf_counter() - started)
@@ -124,8 +144,10 @@ def measure(size: str, family: str, repetitions: int, folder: Path) -> dict[str,
     place = folder / family
     place.mkdir()
     bench = Bench(written(place, SIZES[size][family], family), place)
+    bench.once(stock=False)
+    bench.seconds.clear()
     for repetition in range(repetitions):
-        bench.once(stock=size != "1B" or repetition == 0)
+        bench.once(stock=size != "1B" or repetition == repetitions - 1)
         print(f"{size} {family}: repetition {repetition + 1} of {repetitions}", flush=True)
     bare = watched([sys.executable, "-c", "import time; time.sleep(0.3); print(0)"])[1]
     shutil.rmtree(place)
@@ -160,7 +182,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        child(*sys.argv[2:5])
+        child(*sys.argv[2:6])
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

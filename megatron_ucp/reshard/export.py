@@ -192,7 +192,7 @@ class _Job:
         with written_aside(folder) as aside:
             self.out.begin(aside)
             in_threads(
-                [partial(self._tensor, aside, one) for one in self.out.in_order], self.stopped
+                [partial(self._tensor, aside, one) for one in self.out.largest_first], self.stopped
             )
             self._check_read()
             self.out.check_overflows(self.overflows.found, str(self.source.folder))
@@ -270,7 +270,7 @@ class _Job:
             else:
                 differences = self._merged_differences(found)
         if differences:
-            raise _not_as_written(written, differences)
+            raise _not_as_written(written, differences, self.reader.source is not self.source)
 
     def _merged_differences(self, found: Checkpoint) -> list[Difference]:
         """Where a folder does not hold what was merged."""
@@ -309,13 +309,16 @@ class _Job:
                 self.progress(self.done, self.out.total_bytes)
 
 
-def _not_as_written(written: Path, differences: Sequence[Difference]) -> SaveError:
-    first = differences[0]
+def _not_as_written(written: Path, differences: Sequence[Difference], copies: bool) -> SaveError:
+    """`copies`: not the masters were written, with which the comparison is."""
+    first, fix = differences[0], "check the disk and the memory of this machine, then try again"
+    if copies:
+        fix += '; if the masters were changed on purpose, export them with allow={"stale"}'
     return SaveError(
         "what was read back is not what the checkpoint holds; nothing is left of it",
         file=written,
         parameter=first.parameter,
         expected=first.a,
         found=f"{first.what}: {first.b}; {len(differences)} differences",
-        fix="check the disk and the memory of this machine, then try again",
+        fix=fix,
     )

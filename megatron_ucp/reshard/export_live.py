@@ -76,7 +76,7 @@ def _writers(out: Outgoing, world: int) -> list[int]:
     """The rank that writes each tensor: each as many bytes as the others, if it can be."""
     held = [0] * world
     writers = [0] * len(out.tensors)
-    for number in sorted(out.in_order, key=lambda n: -out.tensors[n].elems):
+    for number in out.largest_first:
         writers[number] = min(range(world), key=held.__getitem__)
         held[writers[number]] += out.tensors[number].elems
     return writers

@@ -99,6 +99,12 @@ class Outgoing:
         return sorted(numbers, key=lambda n: (at[self.tensors[n].file], self.tensors[n].place))
 
     @property
+    def largest_first(self) -> list[int]:
+        """The order in which threads, or ranks, share them: the last ones hardly wait for each
+        other."""
+        return sorted(self.in_order, key=lambda number: -self.tensors[number].elems)
+
+    @property
     def notes(self) -> list[str]:
         """What the folder lacks."""
         if self.twin.config is not None:

@@ -1,0 +1,116 @@
+"""Exports in the dtype of training, which read the weights that the model computed with: half of
+the masters' bytes."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from megatron_ucp.errors import ForeignFileError, InexactError, SaveError
+from megatron_ucp.formats.deepspeed.target import Target
+from tests.reshard import paper, twins
+from tests.reshard.plain import SHAPES, edited
+
+# (tp, pp, ep, etp, dp, ZeRO): stages at which model files hold the weights
+MESHES = {
+    "gpt": [(1, 1, 1, 1, 2, 1), (2, 1, 1, 2, 3, 2), (2, 2, 1, 2, 1, 1)],
+    "mixtral": [(1, 1, 2, 1, 2, 1), (2, 1, 2, 1, 1, 2), (2, 1, 2, 2, 2, 1)],
+}
+
+
+def native(tmp_path: Path, family: str, mesh: tuple[int, ...], dtype: str = "bfloat16") -> Path:
+    source = paper.write(twins.model(family, dtype=dtype), tmp_path / "source" / "step7")
+    tp, pp, ep, etp, dp, zero = mesh
+    to = ucp.Mesh(tp=tp, pp=pp, ep=ep, etp=etp, dp=dp, zero=zero)
+    folder = tmp_path / "native" / "tag"
+    ucp.convert(source, folder, target=Target(to, stages="uniform" if pp > 1 else None))
+    return folder
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
+)
+def test_the_copies_give_the_bytes_that_the_masters_give(
+    tmp_path: Path, family: str, mesh: tuple[int, ...], dtype: str
+) -> None:
+    source = native(tmp_path, family, mesh, dtype)
+    copies = ucp.export_hf(source, tmp_path / "copies", verify=True)
+    masters = ucp.export_hf(source, tmp_path / "masters", allow={"stale"}, verify=True)
+    assert digest(tmp_path / "copies") == digest(tmp_path / "masters")
+    assert copies.dtype == masters.dtype == dtype
+    # what was read is more by the padding of the vocabulary, and by what checksums cover
+    assert copies.written_bytes <= copies.read_bytes < 1.2 * copies.written_bytes
+    assert masters.read_bytes >= 2 * masters.written_bytes
+
+
+@pytest.mark.parametrize(
+    ("zero", "trained", "dtype"),
+    [(3, "bfloat16", "bfloat16"), (1, "bfloat16", "float16"), (1, "bfloat16", "float32")],
+)
+def test_the_masters_are_read_where_the_files_have_no_such_copies(
+    tmp_path: Path, zero: int, trained: str, dtype: str
+) -> None:
+    source = native(tmp_path, "llama", (1, 1, 1, 1, 2, zero), trained)
+    done = ucp.export_hf(source, tmp_path / "out", dtype)
+    masters = done.written_bytes * (1 if dtype == "float32" else 2)
+    assert masters <= done.read_bytes < 1.2 * masters
+
+
+# ------------------------------------------------ weights that are not the masters
+
+NAME = "embed.weight"
+
+
+def changed(tmp_path: Path, change: Callable[[torch.Tensor], object]) -> Path:
+    """A checkpoint whose model file has other weights, as a program that does not know of the
+    masters would leave it."""
+
+    def in_model_file(name: str, tree: dict[str, Any]) -> None:
+        if "module" in tree:
+            change(tree["module"][NAME].view(-1))
+
+    model = paper.plain_model(SHAPES, "bfloat16")
+    return edited(paper.write(model, tmp_path / "source" / "step7"), in_model_file)
+
+
+def test_verify_compares_the_copies_with_the_masters(tmp_path: Path) -> None:
+    source = changed(tmp_path, lambda weights: weights[1].add_(1))
+    with pytest.raises(SaveError, match=r"(?s)1 of .*stale") as raised:
+        ucp.export_hf(source, tmp_path / "out", verify=True)
+    assert raised.value.parameter == NAME and not (tmp_path / "out").exists()
+    ucp.export_hf(source, tmp_path / "copies")
+    ucp.export_hf(source, tmp_path / "masters", allow={"stale"}, verify=True)
+    copies, masters = (twins.read(tmp_path / which) for which in ("copies", "masters"))
+    assert [name for name in masters if not torch.equal(copies[name], masters[name])] == [NAME]
+    assert (copies[NAME] != masters[NAME]).sum() == 1
+
+
+def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:
+    source = changed(tmp_path, torch.Tensor.neg_)
+    with pytest.raises(ForeignFileError, match="not those of the model file"):
+        ucp.export_hf(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_that_is_infinite_is_no_value_of_its_master(tmp_path: Path) -> None:
+    class Large(paper.Model):
+        def truth(self, name: str, state: str = "fp32") -> torch.Tensor:
+            found = super().truth(name, state).clone()
+            if (name, state) == ("decoder.layers.1.mlp.linear_fc1.weight", "fp32"):
+                found.view(-1)[1] = 7e4  # as a weight in fp16 it is infinite
+            return found
+
+    model = Large(**vars(twins.model("llama", dtype="float16")))
+    source = paper.write(model, tmp_path / "source" / "step7")
+    with pytest.raises(InexactError, match=r"layers\.1\.mlp.*: 1"):
+        ucp.export_hf(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
