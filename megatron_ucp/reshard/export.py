@@ -18,7 +18,7 @@ import torch
 
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import state_in, weights_manifest
-from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats.base import Checkpoint, Source, Told
@@ -152,10 +152,9 @@ def _notes(source: Checkpoint, alone: bool) -> list[str]:
 def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Source:
     """What an export reads: the masters, or where these would be rounded to the dtype of training
     the weights that the model computed with, which were rounded so already."""
-    rounded = {
-        source.manifest.by_name[one.share.param].dtype for one in out.tensors if one.is_rounded
-    }
-    if rounded != {out.dtype} or "stale" in allow:
+    trained = [one for one in out.tensors if one.state == MASTER and one.is_rounded]
+    dtypes = {source.manifest.by_name[one.share.param].dtype for one in trained}
+    if dtypes != {out.dtype} or "stale" in allow:
         return source
     return source.copies() or source
 

@@ -114,3 +114,14 @@ def test_a_copy_that_is_infinite_is_no_value_of_its_master(tmp_path: Path) -> No
     with pytest.raises(InexactError, match=r"layers\.1\.mlp.*: 1"):
         ucp.export_hf(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_buffer_in_another_dtype_is_rounded_beside_the_copies(tmp_path: Path) -> None:
+    shapes = {**SHAPES, "scale": (6,)}
+    model = paper.plain_model(shapes, "bfloat16", {"scale": "buffer"}, {"scale": "float32"})
+    source = paper.write(model, tmp_path / "source" / "step7")
+    done = ucp.export_hf(source, tmp_path / "out", verify=True)
+    want = {name: model.truth(name).bfloat16() for name in shapes}
+    assert twins.same(twins.read(tmp_path / "out"), want) == []
+    read = sum(tensor.nbytes for tensor in want.values()) + 6 * 2  # of the buffer four bytes each
+    assert read <= done.read_bytes < read + 40  # scalars that checksums cover
