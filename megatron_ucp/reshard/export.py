@@ -151,9 +151,12 @@ def _notes(source: Checkpoint, alone: bool) -> list[str]:
 
 def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Source:
     """What an export reads: the masters, or where these would be rounded to the dtype of training
-    the weights that the model computed with, which were rounded so already."""
+    the weights that the model computed with, which were rounded so already. What has no masters is
+    read and rounded alike."""
     rounded = {
-        source.manifest.by_name[one.share.param].dtype for one in out.tensors if one.is_rounded
+        source.manifest.by_name[one.share.param].dtype
+        for one in out.tensors
+        if one.is_rounded and one.state != VALUE
     }
     if rounded != {out.dtype} or "stale" in allow:
         return source
