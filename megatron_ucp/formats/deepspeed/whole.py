@@ -7,7 +7,7 @@ from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError
-from megatron_ucp.formats.base import ByteFile, Order, Record
+from megatron_ucp.formats.base import ByteFile, Order, Record, Where
 from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.experts import expert_place, file_rank
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 COMPARED = ("zero12", "bf16")  # the optimizers that keep masters beside weights
+# slot of the masters, fragment, name, weight, file of the weight
+_Sample = tuple[Slot, Fragment, str, TensorRef, str]
 
 
 def check_file(
@@ -135,48 +137,60 @@ def check_weights(
 ) -> None:
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run. Of at most that many parameters, evenly chosen, a run in the middle is compared."""
+    for sample in _sampled(checkpoint, rank, most):
+        _check_run(checkpoint, sample, run_elems)
+
+
+def _check_run(checkpoint: "NativeCheckpoint", sample: _Sample, most_elems: int) -> None:
+    """Raises ForeignFileError where a master, rounded, is not the weight."""
     import torch  # inspecting a checkpoint must not need it
 
-    for slot, fragment, name, weight, beside in _sampled(checkpoint, rank, most):
-        where = checkpoint.where(slot)
-        size = checkpoint.manifest.buffers[slot.buffer].members[fragment.member].size
-        if weight.numel != size:
-            raise ForeignFileError(
-                "a weight has another size than its master",
-                file=checkpoint.full_path(beside),
-                parameter=name,
-                expected=f"{size} elements",
-                found=f"shape {weight.shape}",
-                fix="put the files of one save into the folder",
-            )
-        count = min(fragment.high - fragment.low, run_elems)
-        skipped = (fragment.high - fragment.low - count + 1) // 2
-        first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + skipped
-        ours = _elements(where.file, where.record, where.dtype, first, count)
-        model = checkpoint.file(beside)
-        at = weight.offset_elems + fragment.low + skipped
-        dtype = weight.storage.dtype
-        theirs = _elements(model, model.record(weight.storage), dtype, at, count)
-        bits = [one.view(torch.uint8).view(count, -1) for one in (ours.to(theirs.dtype), theirs)]
-        unequal = (bits[0] != bits[1]).any(1)
-        if bool(unequal.any()):
-            index = int(unequal.nonzero()[0])
-            raise ForeignFileError(
-                "the master weights are not those of the model file",
-                file=where.file.path,
-                parameter=name,
-                expected=f"{theirs[index].item()} as in {beside}",
-                found=f"{ours[index].item()}",
-                fix="put the files of one save into the folder; if masters were changed on "
-                'purpose, load with allow={"stale"}',
-            )
+    slot, fragment, name, weight, beside = sample
+    where = checkpoint.where(slot)
+    size = checkpoint.manifest.buffers[slot.buffer].members[fragment.member].size
+    if weight.numel != size:
+        raise ForeignFileError(
+            "a weight has another size than its master",
+            file=checkpoint.full_path(beside),
+            parameter=name,
+            expected=f"{size} elements",
+            found=f"shape {weight.shape}",
+            fix="put the files of one save into the folder",
+        )
+    ours, theirs = _runs(checkpoint, sample, where, most_elems)
+    bits = [one.view(torch.uint8).view(len(one), -1) for one in (ours.to(theirs.dtype), theirs)]
+    unequal = (bits[0] != bits[1]).any(1)
+    if bool(unequal.any()):
+        index = int(unequal.nonzero()[0])
+        raise ForeignFileError(
+            "the master weights are not those of the model file",
+            file=where.file.path,
+            parameter=name,
+            expected=f"{theirs[index].item()} as in {beside}",
+            found=f"{ours[index].item()}",
+            fix="put the files of one save into the folder; if masters were changed on "
+            'purpose, load with allow={"stale"}',
+        )
 
 
-def _sampled(
-    checkpoint: "NativeCheckpoint", rank: int, most: int
-) -> Iterator[tuple[Slot, Fragment, str, TensorRef, str]]:
-    """Some fragments of a rank's partitions whose weights are in a file beside them: slot of the
-    masters, fragment, name, weight, file of the weight."""
+def _runs(
+    checkpoint: "NativeCheckpoint", sample: _Sample, where: Where, most_elems: int
+) -> tuple[Any, Any]:
+    """Masters and weights in the middle of a fragment."""
+    _, fragment, _, weight, beside = sample
+    count = min(fragment.high - fragment.low, most_elems)
+    skipped = (fragment.high - fragment.low - count + 1) // 2
+    first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + skipped
+    model, at = checkpoint.file(beside), weight.offset_elems + fragment.low + skipped
+    record, dtype = model.record(weight.storage), weight.storage.dtype
+    return (
+        _elements(where.file, where.record, where.dtype, first, count),
+        _elements(model, record, dtype, at, count),
+    )
+
+
+def _sampled(checkpoint: "NativeCheckpoint", rank: int, most: int) -> Iterator[_Sample]:
+    """Some fragments of a rank's partitions whose weights are in a file beside them."""
     manifest = checkpoint.manifest
     for index, cut, part in manifest.parts_of(rank):
         buffer = manifest.buffers[index]
