@@ -207,8 +207,8 @@ class Checkpoint(Source, Protocol):
 
     def copies(self) -> Source | None:
         """The weights that the model computed with, in the dtype of training: each is its master,
-        rounded, of which `check` makes sure by samples. None where the files do not have them
-        beside the masters."""
+        rounded, of which a run of each makes sure. None where the files do not have them beside
+        the masters. Raises ForeignFileError for other ones."""
         ...
 
 

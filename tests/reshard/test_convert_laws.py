@@ -17,7 +17,9 @@ import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import convert as module
+from megatron_ucp.reshard.diff import weight_differences
 from tests.reshard import paper
 
 # the seeds are alike: each is another model on other meshes
@@ -57,6 +59,10 @@ def converted(model: paper.Model, source: Path, target: Target, folder: Path) ->
     assert digest(source) == before
     assert paper.problems(paper.read(folder), model, target) == []
     assert ucp.verify(folder, deep=True).findings == ()
+    with open_checkpoint(folder) as found:
+        copies: Any = found.copies()
+        assert (copies is not None) or target.mesh.zero not in (1, 2)
+        assert copies is None or weight_differences(found, copies) == []
 
 
 @pytest.mark.parametrize("seed", CASES)

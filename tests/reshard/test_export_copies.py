@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.errors import ForeignFileError, InexactError, SaveError
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, InexactError, SaveError
 from megatron_ucp.formats.deepspeed.target import Target
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES, edited
@@ -65,20 +65,39 @@ def test_the_masters_are_read_where_the_files_have_no_such_copies(
     assert masters <= done.read_bytes < 1.2 * masters
 
 
+def test_what_has_no_masters_is_rounded_beside_the_copies(tmp_path: Path) -> None:
+    shapes = SHAPES | {"mask": (3, 2)}
+    model = paper.plain_model(shapes, "bfloat16", {"mask": "buffer"}, {"mask": "float32"})
+    source = paper.write(model, tmp_path / "source" / "step7")
+    done = ucp.export_hf(source, tmp_path / "out", verify=True)
+    ucp.export_hf(source, tmp_path / "masters", allow={"stale"})
+    assert digest(tmp_path / "out") == digest(tmp_path / "masters")
+    wanted = {name: model.truth(name).to(torch.bfloat16) for name in shapes}
+    assert twins.same(twins.read(tmp_path / "out"), wanted) == []
+    assert done.read_bytes == done.written_bytes + 2 * model.truth("mask").numel()
+
+
 # ------------------------------------------------ weights that are not the masters
 
 NAME = "embed.weight"
+LARGE = SHAPES | {NAME: (600, 4)}  # a run in the middle of it is compared
+MANY = {f"{number}.weight": (2, 3) for number in range(40)}  # every second one is sampled
 
 
-def changed(tmp_path: Path, change: Callable[[torch.Tensor], object]) -> Path:
+def changed(
+    tmp_path: Path,
+    change: Callable[[torch.Tensor], object],
+    shapes: dict[str, tuple[int, ...]] = LARGE,
+    name: str = NAME,
+) -> Path:
     """A checkpoint whose model file has other weights, as a program that does not know of the
-    masters would leave it."""
+    masters would leave it, or a file of another step."""
 
-    def in_model_file(name: str, tree: dict[str, Any]) -> None:
+    def in_model_file(_: str, tree: dict[str, Any]) -> None:
         if "module" in tree:
-            change(tree["module"][NAME].view(-1))
+            change(tree["module"][name].view(-1))
 
-    model = paper.plain_model(SHAPES, "bfloat16")
+    model = paper.plain_model(shapes, "bfloat16")
     return edited(paper.write(model, tmp_path / "source" / "step7"), in_model_file)
 
 
@@ -92,6 +111,36 @@ def test_verify_compares_the_copies_with_the_masters(tmp_path: Path) -> None:
     copies, masters = (twins.read(tmp_path / which) for which in ("copies", "masters"))
     assert [name for name in masters if not torch.equal(copies[name], masters[name])] == [NAME]
     assert (copies[NAME] != masters[NAME]).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("shapes", "name", "element"), [(MANY, "1.weight", 0), (LARGE, NAME, 1100)]
+)
+def test_a_copy_that_no_sample_of_a_load_sees_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], name: str, element: int
+) -> None:
+    """The file of a layer, or of an expert, may be of another step than all others."""
+    source = changed(tmp_path, lambda weights: weights[element].add_(1), shapes, name)
+    assert ucp.verify(source).findings == ()
+    with pytest.raises(ForeignFileError, match="not those of the model file") as raised:
+        ucp.export_hf(source, tmp_path / "out")
+    assert raised.value.parameter == name and not (tmp_path / "out").exists()
+    ucp.export_hf(source, tmp_path / "masters", allow={"stale"})
+    model = paper.plain_model(shapes, "bfloat16")
+    wanted = {name: model.truth(name).to(torch.bfloat16) for name in shapes}
+    assert twins.same(twins.read(tmp_path / "masters"), wanted) == []
+
+
+def test_a_damaged_copy(tmp_path: Path) -> None:
+    source = changed(tmp_path, torch.Tensor.clone)
+    path = next(source.glob("*model_states.pt"))
+    weights = paper.plain_model(LARGE).truth(NAME).to(torch.bfloat16)
+    data = bytearray(path.read_bytes())
+    data[data.index(weights.view(torch.uint8).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError):
+        ucp.export_hf(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:
@@ -116,12 +165,33 @@ def test_a_copy_that_is_infinite_is_no_value_of_its_master(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_a_buffer_in_another_dtype_is_rounded_beside_the_copies(tmp_path: Path) -> None:
-    shapes = {**SHAPES, "scale": (6,)}
-    model = paper.plain_model(shapes, "bfloat16", {"scale": "buffer"}, {"scale": "float32"})
-    source = paper.write(model, tmp_path / "source" / "step7")
-    done = ucp.export_hf(source, tmp_path / "out", verify=True)
-    want = {name: model.truth(name).bfloat16() for name in shapes}
-    assert twins.same(twins.read(tmp_path / "out"), want) == []
-    read = sum(tensor.nbytes for tensor in want.values()) + 6 * 2  # of the buffer four bytes each
-    assert read <= done.read_bytes < read + 40  # scalars that checksums cover
+# ------------------------------------------------ copies that are averaged
+
+RULES = """format = 1
+[[rule]]
+pattern = 'gain'
+layout = "Partial"
+axis = "tp"
+"""
+
+
+def test_a_mean_is_rounded_once(tmp_path: Path) -> None:
+    """It is not the mean of what was rounded before."""
+    own = torch.tensor([1 + 2**-9, 1 + 2**-7 + 2**-9])  # rounded they are 1 and 1 + 2**-7
+    rules, folder = tmp_path / "rules.toml", tmp_path / "native" / "tag"
+    rules.write_text(RULES)
+    source = paper.write(paper.plain_model({"gain": (1,)}, "bfloat16"), tmp_path / "first" / "tag")
+    ucp.convert(source, folder, target=Target(ucp.Mesh(tp=2, zero=1)), rules=rules)
+
+    def drifted(name: str, tree: dict[str, Any]) -> None:
+        master = float(own[int("mp_rank_01" in name)])
+        if "module" in tree:
+            tree["module"]["gain"].fill_(master)
+        else:
+            tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][0] = master
+
+    edited(folder, drifted)
+    for out, allow in (("copies", {"mean"}), ("masters", {"mean", "stale"})):
+        ucp.export_hf(folder, tmp_path / out, rules=rules, allow=allow)
+        found = twins.read(tmp_path / out)["gain"]
+        assert torch.equal(found, own.double().mean(0, keepdim=True).to(torch.bfloat16)), out

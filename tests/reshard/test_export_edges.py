@@ -276,16 +276,13 @@ def test_ctrl_c_leaves_nothing(
     assert written and [*out.parent.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    ("file", "dtype"), [("*optim_states.pt", "float32"), ("*model_states.pt", "bfloat16")]
-)
-def test_a_damaged_source(tmp_path: Path, file: str, dtype: str) -> None:
+def test_a_damaged_source(tmp_path: Path) -> None:
     source = first(twins.model("gpt"), tmp_path)
-    path = next(source.glob(file))
+    path = next(source.glob("*optim_states.pt"))
     data = bytearray(path.read_bytes())
     data[len(data) * 3 // 4] ^= 1  # masters come after the two moments
     path.write_bytes(data)
-    assert "damaged" in refused(DamagedFileError, source, tmp_path / "out", dtype=dtype)
+    assert "damaged" in refused(DamagedFileError, source, tmp_path / "out", dtype="float32")
 
 
 def test_verify_sees_one_bit_that_the_disk_lost(

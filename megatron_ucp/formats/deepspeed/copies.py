@@ -2,9 +2,11 @@
 bytes in bf16."""
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
@@ -12,12 +14,16 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.formats.base import ByteFile, Where
 from megatron_ucp.formats.deepspeed.derived import Derived
+from megatron_ucp.formats.deepspeed.whole import COMPARED, check_weights
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 
-COMPARED = ("zero12", "bf16")  # the optimizers whose masters `check` compares with the weights
+# Elements of each part of a parameter that are compared with its masters. One element of some
+# parameters, as `check` compares them, says of which run all files are; but one file among many (of
+# a layer, or of an expert) may be of a step before, from which few weights have changed.
+RUN_ELEMS = 1024
 
 
 class Copies:
@@ -48,6 +54,15 @@ class Copies:
             for cut in self.manifest.cuts_of(buffer)
         )
 
+    @property
+    def are_averaged(self) -> bool:
+        """Whether there are several copies of a weight: their mean is that of the masters, rounded
+        once."""
+        return any(
+            isinstance(spec.layout, Partial) and self.manifest.mesh.size(spec.layout.axis) > 1
+            for spec in self.manifest.params
+        )
+
     def _ref(self, buffer: FlatBuffer, cut: Coords) -> tuple[TensorRef, str] | None:
         ref, name = self._of.weight(buffer.members[0].param, cut)
         want = buffer.length, dict(buffer.states)[VALUE]
@@ -73,9 +88,15 @@ class Copies:
 
 
 def copies_of(checkpoint: "NativeCheckpoint") -> Copies | None:
-    """The copies in the files of a checkpoint; None where they have not all of them, where nothing
-    was compared with them, and where they are the masters."""
+    """The copies in the files of a checkpoint; None where they have not all of them, where there
+    are no masters beside them, and where several are averaged. Raises ForeignFileError for one that
+    is not its master, rounded."""
     if checkpoint.contents.engine not in COMPARED:
         return None
     found = Copies(checkpoint)
-    return found if found.are_whole else None
+    if found.are_averaged or not found.are_whole:
+        return None
+    for part, mp in checkpoint.names.optimizer:
+        rank = checkpoint.rank_of_file(part, mp)
+        check_weights(checkpoint, rank, most=sys.maxsize, run_elems=RUN_ELEMS)
+    return found

@@ -7,7 +7,7 @@ from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError
-from megatron_ucp.formats.base import ByteFile, Order, Record
+from megatron_ucp.formats.base import ByteFile, Order, Record, Where
 from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.experts import expert_place, file_rank
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
+COMPARED = ("zero12", "bf16")  # the optimizers that keep masters beside weights
+# slot of the masters, fragment, name, weight, file of the weight
+_Sample = tuple[Slot, Fragment, str, TensorRef, str]
 
 
 def check_file(
@@ -35,8 +38,8 @@ def check_file(
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
         rank = checkpoint.rank_of_file(part, mp)
         _check_optimizer_file(checkpoint, name, checkpoint.optimizer_tree(part, mp), rank)
-        if "stale" not in allow and checkpoint.contents.engine in ("zero12", "bf16"):
-            _check_weights(checkpoint, rank)
+        if "stale" not in allow and checkpoint.contents.engine in COMPARED:
+            check_weights(checkpoint, rank)
     elif name in checkpoint.names.expert_optimizer.values():
         _check_expert_optimizer(checkpoint, name)
     elif name in checkpoint.names.model.values():
@@ -129,53 +132,72 @@ def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> int:
     return mp
 
 
-def _check_weights(checkpoint: "NativeCheckpoint", rank: int) -> None:
+def check_weights(
+    checkpoint: "NativeCheckpoint", rank: int, most: int = SAMPLES, run_elems: int = 1
+) -> None:
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
-    run."""
+    run. Of at most that many parameters, evenly chosen, a run in the middle is compared."""
+    for sample in _sampled(checkpoint, rank, most):
+        _check_run(checkpoint, sample, run_elems)
+
+
+def _check_run(checkpoint: "NativeCheckpoint", sample: _Sample, most_elems: int) -> None:
+    """Raises ForeignFileError where a master, rounded, is not the weight."""
     import torch  # inspecting a checkpoint must not need it
 
-    for slot, fragment, name, weight, beside in _sampled(checkpoint, rank):
-        where = checkpoint.where(slot)
-        size = checkpoint.manifest.buffers[slot.buffer].members[fragment.member].size
-        if weight.numel != size:
-            raise ForeignFileError(
-                "a weight has another size than its master",
-                file=checkpoint.full_path(beside),
-                parameter=name,
-                expected=f"{size} elements",
-                found=f"shape {weight.shape}",
-                fix="put the files of one save into the folder",
-            )
-        middle = (fragment.high - fragment.low) // 2
-        first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
-        ours = _element(where.file, where.record, where.dtype, first + middle)
-        model = checkpoint.file(beside)
-        at = weight.offset_elems + fragment.low + middle
-        theirs = _element(model, model.record(weight.storage), weight.storage.dtype, at)
-        if not torch.equal(ours.to(theirs.dtype).view(torch.uint8), theirs.view(torch.uint8)):
-            raise ForeignFileError(
-                "the master weights are not those of the model file",
-                file=where.file.path,
-                parameter=name,
-                expected=f"{theirs.item()} as in {beside}",
-                found=f"{ours.item()}",
-                fix="put the files of one save into the folder; if masters were changed on "
-                'purpose, load with allow={"stale"}',
-            )
+    slot, fragment, name, weight, beside = sample
+    where = checkpoint.where(slot)
+    size = checkpoint.manifest.buffers[slot.buffer].members[fragment.member].size
+    if weight.numel != size:
+        raise ForeignFileError(
+            "a weight has another size than its master",
+            file=checkpoint.full_path(beside),
+            parameter=name,
+            expected=f"{size} elements",
+            found=f"shape {weight.shape}",
+            fix="put the files of one save into the folder",
+        )
+    ours, theirs = _runs(checkpoint, sample, where, most_elems)
+    bits = [one.view(torch.uint8).view(len(one), -1) for one in (ours.to(theirs.dtype), theirs)]
+    unequal = (bits[0] != bits[1]).any(1)
+    if bool(unequal.any()):
+        index = int(unequal.nonzero()[0])
+        raise ForeignFileError(
+            "the master weights are not those of the model file",
+            file=where.file.path,
+            parameter=name,
+            expected=f"{theirs[index].item()} as in {beside}",
+            found=f"{ours[index].item()}",
+            fix="put the files of one save into the folder; if masters were changed on "
+            'purpose, load with allow={"stale"}',
+        )
 
 
-def _sampled(
-    checkpoint: "NativeCheckpoint", rank: int
-) -> Iterator[tuple[Slot, Fragment, str, TensorRef, str]]:
-    """Some fragments of a rank's partitions whose weights are in a file beside them: slot of the
-    masters, fragment, name, weight, file of the weight."""
+def _runs(
+    checkpoint: "NativeCheckpoint", sample: _Sample, where: Where, most_elems: int
+) -> tuple[Any, Any]:
+    """Masters and weights in the middle of a fragment."""
+    _, fragment, _, weight, beside = sample
+    count = min(fragment.high - fragment.low, most_elems)
+    skipped = (fragment.high - fragment.low - count + 1) // 2
+    first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + skipped
+    model, at = checkpoint.file(beside), weight.offset_elems + fragment.low + skipped
+    record, dtype = model.record(weight.storage), weight.storage.dtype
+    return (
+        _elements(where.file, where.record, where.dtype, first, count),
+        _elements(model, record, dtype, at, count),
+    )
+
+
+def _sampled(checkpoint: "NativeCheckpoint", rank: int, most: int) -> Iterator[_Sample]:
+    """Some fragments of a rank's partitions whose weights are in a file beside them."""
     manifest = checkpoint.manifest
     for index, cut, part in manifest.parts_of(rank):
         buffer = manifest.buffers[index]
         if not buffer.stepped:
             continue
         fragments = list(buffer.fragments(part))
-        for fragment in fragments[:: max(1, len(fragments) // SAMPLES)]:
+        for fragment in fragments[:: max(1, len(fragments) // most)]:
             name = buffer.members[fragment.member].param
             weight, beside = checkpoint.weight(name, cut)
             # Of a tied parameter only the first stage's copy is in a layer file, and the others
@@ -186,9 +208,9 @@ def _sampled(
                 yield Slot(index, cut, part, MASTER), fragment, name, weight, beside
 
 
-def _element(file: ByteFile, record: Record, dtype: str, index: int) -> Any:
+def _elements(file: ByteFile, record: Record, dtype: str, first: int, count: int) -> Any:
     import torch
 
-    data = bytearray(ITEMSIZE[dtype])
-    file.read_into(record, index * len(data), memoryview(data))
+    data = bytearray(count * ITEMSIZE[dtype])
+    file.read_into(record, first * ITEMSIZE[dtype], memoryview(data))
     return torch.frombuffer(data, dtype=getattr(torch, dtype))
