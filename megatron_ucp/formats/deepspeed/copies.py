@@ -3,11 +3,12 @@ bytes in bf16."""
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layout import Partial
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
@@ -27,55 +28,23 @@ RUN_ELEMS = 1024
 
 
 class Copies:
-    """The parameters of a checkpoint as its model files hold them. See `Checkpoint.copies`."""
+    """The parameters of a checkpoint as its model files hold them. See `Checkpoint.copies`.
 
-    def __init__(self, of: "NativeCheckpoint") -> None:
-        self._of = of
-        manifest, derived = of.manifest, Derived(of)
-        buffers = [buffer for buffer in manifest.buffers if not buffer.stepped]
-        for spec in manifest.params:
-            if spec.name in manifest.holders and manifest.first_holder(spec.name)[0].stepped:
-                buffers += derived.shares(spec, self._buffer(spec))
-        self.manifest = Manifest(
-            WEIGHTS, manifest.mesh, manifest.params, tuple(buffers), ties=manifest.ties
-        )
+    `held` are the weights of each buffer of the manifest at each place along the axes that cut it,
+    with the names of their files.
+    """
 
-    def _buffer(self, spec: ParamSpec) -> FlatBuffer:
-        local = spec.layout.local_shape(spec.name, spec.shape, self._of.mesh.shares())
-        axes = self._of.spread.axes(spec.name)
-        return alone(spec.name, math.prod(local), ((VALUE, spec.dtype),), axes=axes)
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether every weight is there, in the dtype of training."""
-        return all(
-            self._ref(buffer, cut) is not None
-            for buffer in self.manifest.buffers
-            for cut in self.manifest.cuts_of(buffer)
-        )
-
-    @property
-    def are_averaged(self) -> bool:
-        """Whether there are several copies of a weight: their mean is that of the masters, rounded
-        once."""
-        return any(
-            isinstance(spec.layout, Partial) and self.manifest.mesh.size(spec.layout.axis) > 1
-            for spec in self.manifest.params
-        )
-
-    def _ref(self, buffer: FlatBuffer, cut: Coords) -> tuple[TensorRef, str] | None:
-        ref, name = self._of.weight(buffer.members[0].param, cut)
-        want = buffer.length, dict(buffer.states)[VALUE]
-        if not isinstance(ref, TensorRef) or not ref.is_contiguous:
-            return None
-        return (ref, name) if (ref.numel, ref.storage.dtype) == want else None
+    def __init__(
+        self,
+        of: "NativeCheckpoint",
+        manifest: Manifest,
+        held: Mapping[tuple[int, Coords], tuple[TensorRef, str]],
+    ) -> None:
+        self._of, self.manifest, self._held = of, manifest, held
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot of the manifest."""
-        found = self._ref(self.manifest.buffers[slot.buffer], slot.cut)
-        if found is None:
-            raise KeyError(slot)  # see `are_whole`
-        ref, name = found
+        ref, name = self._held[slot.buffer, slot.cut]
         file, dtype = self._of.file(name), ref.storage.dtype
         start = ref.offset_elems * ITEMSIZE[dtype]
         return Where(file, file.record(ref.storage), start, ref.numel, dtype)
@@ -89,14 +58,43 @@ class Copies:
 
 def copies_of(checkpoint: "NativeCheckpoint") -> Copies | None:
     """The copies in the files of a checkpoint; None where they have not all of them, where there
-    are no masters beside them, and where several are averaged. Raises ForeignFileError for one that
-    is not its master, rounded."""
-    if checkpoint.contents.engine not in COMPARED:
+    are no masters beside them, and where several are averaged: the mean of masters is rounded once.
+    Raises ForeignFileError for one that is not its master, rounded."""
+    if checkpoint.contents.engine not in COMPARED or _averaged(checkpoint.manifest):
         return None
-    found = Copies(checkpoint)
-    if found.are_averaged or not found.are_whole:
-        return None
+    manifest = _manifest(checkpoint)
+    held: dict[tuple[int, Coords], tuple[TensorRef, str]] = {}
+    for number, buffer in enumerate(manifest.buffers):
+        want = buffer.length, dict(buffer.states)[VALUE]
+        for cut in manifest.cuts_of(buffer):
+            ref, name = checkpoint.weight(buffer.members[0].param, cut)
+            if not isinstance(ref, TensorRef) or not ref.is_contiguous:
+                return None
+            if (ref.numel, ref.storage.dtype) != want:
+                return None
+            held[number, cut] = ref, name
     for part, mp in checkpoint.names.optimizer:
         rank = checkpoint.rank_of_file(part, mp)
         check_weights(checkpoint, rank, most=sys.maxsize, run_elems=RUN_ELEMS)
-    return found
+    return Copies(checkpoint, manifest, held)
+
+
+def _averaged(manifest: Manifest) -> bool:
+    """Whether ranks have copies of a parameter that may differ."""
+    return any(
+        isinstance(spec.layout, Partial) and manifest.mesh.size(spec.layout.axis) > 1
+        for spec in manifest.params
+    )
+
+
+def _manifest(checkpoint: "NativeCheckpoint") -> Manifest:
+    """Every parameter in a buffer of its own, in the dtype of training."""
+    whole, derived = checkpoint.manifest, Derived(checkpoint)
+    buffers = [buffer for buffer in whole.buffers if not buffer.stepped]
+    for spec in whole.params:
+        if spec.name not in whole.holders or not whole.first_holder(spec.name)[0].stepped:
+            continue
+        local = spec.layout.local_shape(spec.name, spec.shape, checkpoint.mesh.shares())
+        axes, states = checkpoint.spread.axes(spec.name), ((VALUE, spec.dtype),)
+        buffers += derived.shares(spec, alone(spec.name, math.prod(local), states, axes=axes))
+    return Manifest(WEIGHTS, whole.mesh, whole.params, tuple(buffers), ties=whole.ties)
