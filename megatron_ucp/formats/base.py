@@ -206,9 +206,9 @@ class Checkpoint(Source, Protocol):
         ...
 
     def copies(self) -> Source | None:
-        """The weights that the model computed with, in the dtype of training: each is its master,
-        rounded, of which a run of each makes sure. None where the files do not have them beside
-        the masters. Raises ForeignFileError for other ones."""
+        """The weights that the model computed with, in the dtype of training: the masters, rounded.
+        Some elements of each one were compared. None where the files do not have all of them beside
+        the masters. Raises ForeignFileError for one that is not its master."""
         ...
 
 

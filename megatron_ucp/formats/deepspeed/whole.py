@@ -158,10 +158,9 @@ def _check_run(checkpoint: "NativeCheckpoint", sample: _Sample, most_elems: int)
             fix="put the files of one save into the folder",
         )
     ours, theirs = _runs(checkpoint, sample, where, most_elems)
-    bits = [one.view(torch.uint8).view(len(one), -1) for one in (ours.to(theirs.dtype), theirs)]
-    unequal = (bits[0] != bits[1]).any(1)
-    if bool(unequal.any()):
-        index = int(unequal.nonzero()[0])
+    bits = [one.view(torch.uint8) for one in (ours.to(theirs.dtype), theirs)]
+    if not torch.equal(*bits):
+        index = int((bits[0] != bits[1]).nonzero()[0]) // ITEMSIZE[weight.storage.dtype]
         raise ForeignFileError(
             "the master weights are not those of the model file",
             file=where.file.path,
