@@ -15,13 +15,14 @@ ZeRO-1, two ranks). Writes benchmarks/results/export_hf.json.
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +58,22 @@ def supply(folder: Path, size_bytes: int) -> None:
 
 
 def child(what: str, source: str, output: str, size_bytes: str) -> None:
-    """One measurement, of an export that writes so many bytes; prints its seconds, and those with a
-    sync behind it."""
+    """One measurement, of an export that writes so many bytes; prints its seconds."""
     import megatron_ucp as ucp
     from megatron_ucp.reshard import export  # imports apart
 
     del export
+    call: Callable[[], object] = partial(ucp.export_hf, source, output, what)
     if what == "stock":
         from deepspeed.utils import zero_to_fp32
 
-        supply(Path(output).parent, int(size_bytes))
-        started = time.perf_counter()
-        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
-            str(Path(source).parent), output, safe_serialization=True, tag=Path(source).name
-        )
-    else:
-        supply(Path(output).parent, int(size_bytes))
-        started = time.perf_counter()
-        ucp.export_hf(source, output, what)
-    seconds = time.perf_counter() - started
-    os.sync()
-    print(seconds, time.perf_counter() - started)
+        folder, tag = str(Path(source).parent), Path(source).name
+        convert = zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+        call = partial(convert, folder, output, safe_serialization=True, tag=tag)
+    supply(Path(output).parent, int(size_bytes))
+    started = time.perf_counter()
+    call()
+    print(time.perf_counter() - started)
 
 
 class Bench:
@@ -96,8 +92,7 @@ class Bench:
         size_bytes = self.bytes.get("float32" if what == "stock" else what, 0)
         command = [sys.executable, "-m", "benchmarks.export_hf", "--child", what]
         line, anon, _ = watched([*command, str(self.source), str(self.out), str(size_bytes)])
-        for name, seconds in zip((what, f"{what} and sync"), line.split(), strict=True):
-            self.seconds.setdefault(name, []).append(float(seconds))
+        self.seconds.setdefault(what, []).append(float(line))
         self.anon[what] = max(self.anon.get(what, 0), anon)
 
     def copy(self, what: str) -> None:

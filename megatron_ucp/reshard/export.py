@@ -35,6 +35,7 @@ from megatron_ucp.reshard.outgoing import (
     WEIGHT_DTYPES,
     Beside,
     Outgoing,
+    OutgoingTensor,
     beside_weights,
     publish,
     training_dtype,
@@ -179,10 +180,8 @@ class _Job:
 
     def prove(self) -> None:
         """Plans everything that will be written, proves it and looks every source up."""
-        held = self.reader.source.manifest
         slots = [
-            (self.out.slot(number), state_in(held, one.state))
-            for number, one in enumerate(self.out.tensors)
+            (self.out.slot(number), self._state(one)) for number, one in enumerate(self.out.tensors)
         ]
         self.reader.prove(self.out.target, slots)
 
@@ -241,10 +240,14 @@ class _Job:
         """Elements from `low` of a tensor, rounded to the dtype of the output."""
         one = self.out.tensors[number]
         if self.merged is None:
-            state = state_in(self.reader.source.manifest, one.state)
-            self.reader.fill(self.out.target, self.out.slot(number), state, low, memory)
+            slot = self.out.slot(number)
+            self.reader.fill(self.out.target, slot, self._state(one), low, memory)
         else:
             memory.copy_(self.merged.elements(one.name, low, len(memory)))
+
+    def _state(self, one: OutgoingTensor) -> str:
+        """The state of what is read that has a tensor's values."""
+        return state_in(self.reader.source.manifest, one.state)
 
     def _check_read(self) -> None:
         """Raises DamagedFileError where what was read is not what was saved."""
