@@ -1,6 +1,7 @@
 """The proof that a plan produces every target element exactly once."""
 
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
 from megatron_ucp.core.flat import Fragment
@@ -78,39 +79,47 @@ def _prove_fragment(
     that its box says."""
     member = target.member(slot.buffer, fragment.member)
     view = target.pieces(member, slot.cut)[0].view
-    left = flat_boxes(view, fragment.low, fragment.high)
-    first = fragment.low - fragment.offset
-    for start, stop in fills:
-        for box in flat_boxes(view, start + first, stop + first):
-            left = _subtract(left, box, member.param, slot)
-    for op in sorted(ops, key=lambda op: op.box.start):
-        if len(op.box.start) != len(view):
-            raise PlanError(
-                "a box of the plan has other dims than the parameter",
-                parameter=member.param,
-                found=op.target,
-            )
-        left = _subtract(left, op.box, member.param, slot)
-        if not _is_addressed(op, view, flat_index(op.box.start, view) - first):
-            raise PlanError(
-                "an address of the plan disagrees with its box",
-                parameter=member.param,
-                found=op.target,
-            )
-    if left:
-        raise PlanError(
-            "an element of the target has no source",
-            parameter=member.param,
-            found=f"{left[0]} of {slot}",
-        )
+    at, first = fragment.offset, fragment.low
+    zeros = tuple((start - at + first, stop - at + first) for start, stop in fills)
+    moves = tuple(
+        (op.box, op.shape, op.target.strides, op.target.offset - at + first)
+        for op in sorted(ops, key=lambda op: op.box.start)
+    )
+    if fault := _fault(view, fragment.low, fragment.high, zeros, moves):
+        what, box = fault
+        raise PlanError(what, parameter=member.param, found=f"{box} of {slot}")
 
 
-def _is_addressed(op: Op, view: Ints, start: int) -> bool:
-    """Whether offset and strides of an operation's target are those of its box, which begins at
-    `start` of the slot."""
-    extents = [(n, s) for n, s in zip(op.box.shape, strides(view), strict=True) if n != 1]
-    found = list(zip(op.shape, op.target.strides, strict=True))
-    return start == op.target.offset and sorted(_runs(extents)) == sorted(_runs(found))
+_Moves = tuple[tuple[Box, Ints, Ints, int], ...]  # box, shape, strides, first element
+
+
+@lru_cache(maxsize=64)
+def _fault(
+    view: Ints, low: int, high: int, zeros: tuple[tuple[int, int], ...], moves: _Moves
+) -> tuple[str, Box] | None:
+    """What is wrong with the sorted copies and zeros that make elements [low, high) of a tensor of
+    shape `view`, and where. All numbers count from its first element: the layers of a model are
+    alike, and are proved once."""
+    left = flat_boxes(view, low, high)
+    filled = [box for bounds in zeros for box in flat_boxes(view, *bounds)]
+    for box in (*filled, *(move[0] for move in moves)):
+        if len(box.start) != len(view):
+            return "a box of the plan has other dims than the parameter", box
+        rest = _subtract(left, box)
+        if rest is None:
+            return "an element of the target is produced twice, or is not wanted", box
+        left = rest
+    for box, shape, found, offset in moves:
+        if not _is_addressed(box, view, shape, found, offset):
+            return "an address of the plan disagrees with its box", box
+    return ("an element of the target has no source", left[0]) if left else None
+
+
+def _is_addressed(box: Box, view: Ints, shape: Ints, found: Ints, offset: int) -> bool:
+    """Whether an offset, and the strides `found` for `shape`, are those of a box of a tensor."""
+    extents = [(n, s) for n, s in zip(box.shape, strides(view), strict=True) if n != 1]
+    pairs = list(zip(shape, found, strict=True))
+    return offset == flat_index(box.start, view) and sorted(_runs(extents)) == sorted(_runs(pairs))
 
 
 def _prove_tiled(runs: list[tuple[int, int]], elems: int) -> None:
@@ -124,9 +133,9 @@ def _prove_tiled(runs: list[tuple[int, int]], elems: int) -> None:
         raise PlanError("padding and parameters do not tile a slot", expected=elems, found=at)
 
 
-def _subtract(left: list[Box], box: Box, param: str, slot: Slot) -> list[Box]:
-    """`left` without `box`, which must lie inside. Boxes come sorted, so what begins behind `box`
-    is not touched."""
+def _subtract(left: list[Box], box: Box) -> list[Box] | None:
+    """`left` without `box`; None where that does not lie inside. Boxes come sorted, so what begins
+    behind `box` is not touched."""
     out: list[Box] = []
     taken = 0
     for at, have in enumerate(left):
@@ -136,13 +145,7 @@ def _subtract(left: list[Box], box: Box, param: str, slot: Slot) -> list[Box]:
         common = have.meet(box)
         taken += common.numel if common else 0
         out += have.minus(box) if common else [have]
-    if taken != box.numel:
-        raise PlanError(
-            "an element of the target is produced twice, or is not wanted",
-            parameter=param,
-            found=f"{box} of {slot}",
-        )
-    return sorted(out, key=lambda b: b.start)
+    return sorted(out, key=lambda b: b.start) if taken == box.numel else None
 
 
 def _runs(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.tags import is_unfinished, newest_named
 
 _OURS = re.compile(r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt")
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one call writes
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 
@@ -129,6 +130,16 @@ def write_at(handle: int, data: bytes | memoryview, place: int) -> None:
     done = 0
     while done < len(data):  # one call moves at most 2 GiB
         done += os.pwrite(handle, data[done:], place + done)
+
+
+def write_joined_at(handle: int, pieces: Sequence[memoryview], place: int) -> None:
+    """Pieces one after the other, from byte `place` of a file on. Raises OSError."""
+    for first in range(0, len(pieces), _MOST_PIECES):
+        joined = pieces[first : first + _MOST_PIECES]
+        size, done = sum(map(len, joined)), os.pwritev(handle, joined, place)
+        if done < size:
+            write_at(handle, b"".join(joined)[done:], place + done)
+        place += size
 
 
 def replace_text(path: Path, text: str, sync: Syncs) -> None:

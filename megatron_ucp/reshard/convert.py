@@ -66,7 +66,7 @@ from megatron_ucp.reshard.overflows import Overflows, too_large
 from megatron_ucp.reshard.placed import no_layers
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
-from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader
+from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 ALLOWED = NARROW | {"mean", "stale"}
@@ -270,7 +270,7 @@ class ConversionJob:
         progress: Progress | None,
     ) -> None:
         self.source, self.manifest, self.progress = source, manifest, progress
-        self.reader, self.memory = WindowReader(source, allow), Memory()
+        self.reader, self.memory = WindowReader(source, allow), ThreadMemory()
         self.total = self.done = 0
         self.stopped = threading.Event()
         self._lock = threading.Lock()
@@ -407,7 +407,8 @@ def write_tag(job: ConversionJob, outputs: list[Output], folder: Path) -> None:
         for place in {(aside / output.name).parent for output in outputs} - {aside}:
             place.mkdir(parents=True, exist_ok=True)
         files = [partial(job.write, output, aside / output.name) for output in outputs]
-        in_threads(files, job.stopped)
+        with pool() as threads:
+            in_threads(threads, files, job.stopped)
         job.reader.check(thorough=True)
         job.check_overflows()
         sync_all(aside)

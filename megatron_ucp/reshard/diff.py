@@ -21,7 +21,7 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
 from megatron_ucp.reshard.twin import told_by
-from megatron_ucp.reshard.windows import WINDOW_BYTES, Memory, WindowReader, pool
+from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
 
@@ -231,7 +231,7 @@ class _Job:
     """What is read and compared, window by window."""
 
     def __init__(self, one: WindowReader, two: WindowReader, threads: ThreadPoolExecutor) -> None:
-        self.readers, self.threads, self.memory = (one, two), threads, Memory()
+        self.readers, self.threads, self.memory = (one, two), threads, ThreadMemory()
         self.targets: dict[_Values, Manifest] = {}
         self.states: dict[_Values, tuple[str, str]] = {}  # as each side calls what is compared
         self.waiting: dict[_Values, Future[list[Difference]]] = {}

@@ -6,12 +6,15 @@ whatever the model, by as many threads as there are cores. The bytes depend on t
 on the mesh that saved it. The folder appears whole or not at all.
 """
 
+import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,7 +25,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.families.arguments import unknown_padding
 from megatron_ucp.formats.base import Checkpoint, Source, Told
-from megatron_ucp.formats.durable import write_at
+from megatron_ucp.formats.durable import write_at, write_joined_at
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -35,6 +38,7 @@ from megatron_ucp.reshard.outgoing import (
     WEIGHT_DTYPES,
     Beside,
     Outgoing,
+    OutgoingPart,
     OutgoingTensor,
     beside_weights,
     publish,
@@ -50,8 +54,16 @@ from megatron_ucp.reshard.output_folder import (
 )
 from megatron_ucp.reshard.overflows import Overflows
 from megatron_ucp.reshard.twin import given_config, pipe_names, twin_of
-from megatron_ucp.reshard.windows import WIDE_WINDOW_BYTES, WINDOW_BYTES, Memory, WindowReader
+from megatron_ucp.reshard.windows import (
+    THREADS,
+    WIDE_WINDOW_BYTES,
+    WINDOW_BYTES,
+    Memory,
+    WindowReader,
+    pool,
+)
 
+ROWS_AT_ONCE = 128  # of a tensor that several threads write
 _ALLOWED = frozenset({"mean", "stale", "weights"})
 
 
@@ -173,25 +185,27 @@ class _Job:
     ) -> None:
         self.source, self.out, self.progress, self.merged = source, out, progress, merged
         self.reader = WindowReader(_readable(source, out, allow), allow | {"narrow"})
-        self.memory, self.stopped = Memory(), threading.Event()
+        self.memories = [Memory() for _ in range(THREADS)]  # a job takes one, and gives it back
+        self.stopped = threading.Event()
+        # a merge computes whatever run of a tensor is asked for
+        self.parts = out.parts(WIDE_WINDOW_BYTES if merged is None else sys.maxsize, THREADS)
+        rows = [(part.share, out.tensors[n].dtype) for n, part in self._all_parts]
+        self.target = weights_manifest(out.twin.specs, rows)
         self.done = 0
         self.overflows = Overflows()
         self._lock = threading.Lock()
 
     def prove(self) -> None:
         """Plans everything that will be written, proves it and looks every source up."""
-        slots = [
-            (self.out.slot(number), self._state(one)) for number, one in enumerate(self.out.tensors)
-        ]
-        self.reader.prove(self.out.target, slots)
+        wants = [(part.slot, self._state(n)) for n, part in self._all_parts]
+        self.reader.prove(self.target, wants)
 
     def write(self, folder: Path, beside: Beside, verify: bool) -> None:
         """The folder, whole or not at all."""
         with written_aside(folder) as aside:
             self.out.begin(aside)
-            in_threads(
-                [partial(self._tensor, aside, one) for one in self.out.largest_first], self.stopped
-            )
+            with pool() as threads:
+                self._write_tensors(threads, aside)
             self._check_read()
             self.out.check_overflows(self.overflows.found, str(self.source.folder))
             self.out.finish(aside, beside)
@@ -219,35 +233,85 @@ class _Job:
 
     # ---------------------------------------------------------------- bytes
 
+    def _write_tensors(self, threads: ThreadPoolExecutor, aside: Path) -> None:
+        """The largest first: the threads hardly wait for each other in the end."""
+        single: list[Callable[[], object]] = []
+        for number in self.out.largest_first:
+            if len(self.parts[number]) == len(self.parts[number][0]) == 1:
+                single.append(partial(self._tensor, aside, number))
+            else:
+                self._by_all(threads, aside, number)
+        in_threads(threads, single, self.stopped)
+
     def _tensor(self, aside: Path, number: int) -> None:
         """One tensor. Runs in a thread of its own."""
         one, size = self.out.tensors[number], ITEMSIZE[self.out.tensors[number].dtype]
         step = (WINDOW_BYTES if one.share.order is None else WIDE_WINDOW_BYTES) // size
-        path = aside / one.file
-        with open(path, "r+b", buffering=0) as file:
-            for low in range(0, one.elems, step):
-                memory = self.memory.take(min(step, one.elems - low), one.dtype)
-                self._fill(number, low, memory)
-                if one.is_rounded:
-                    exact = partial(self._as_saved, number, low, len(memory))
-                    self.overflows.look(one.name, memory, exact)
-                write_at(file.fileno(), bytes_of(memory), one.place + low * size)
-                self._count(memory.nbytes)
-        if one.elems * size > WINDOW_BYTES:
-            begin_sync(path)
+        part, memory = self.parts[number][0][0], self.memories.pop()
+        try:
+            with open(aside / one.file, "r+b", buffering=0) as file:
+                for low in range(0, one.elems, step):
+                    window = memory.take(min(step, one.elems - low), one.dtype)
+                    self._fill(number, part, low, window)
+                    write_at(file.fileno(), bytes_of(window), one.place + low * size)
+                    self._count(window.nbytes)
+        finally:
+            self.memories.append(memory)
+        if one.elems * size > WINDOW_BYTES:  # not what others have half written
+            begin_sync(aside / one.file, one.place, one.elems * size)
 
-    def _fill(self, number: int, low: int, memory: torch.Tensor) -> None:
-        """Elements from `low` of a tensor, rounded to the dtype of the output."""
+    def _by_all(self, threads: ThreadPoolExecutor, aside: Path, number: int) -> None:
+        """A tensor in tiles. All threads together read a run of its rows, each a tile, which is
+        whole rows of the source; then each writes some of these rows."""
+        one = self.out.tensors[number]
+        place = one.place
+        for parts in self.parts[number]:
+            held = zip(parts, self.memories, strict=False)
+            tiles = [memory.take(part.elems, one.dtype) for part, memory in held]
+            pairs = zip(parts, tiles, strict=True)
+            fill = [partial(self._fill, number, part, 0, tile) for part, tile in pairs]
+            in_threads(threads, fill, self.stopped)
+            write = [partial(self._rows, aside, one, place, tiles, n) for n in range(THREADS)]
+            in_threads(threads, write, self.stopped)
+            place += sum(tile.nbytes for tile in tiles)
+
+    def _rows(
+        self, aside: Path, one: OutgoingTensor, place: int, tiles: list[torch.Tensor], share: int
+    ) -> None:
+        """A thread's share of the rows of tiles that lie side by side."""
+        row_bytes = one.shape[-1] * ITEMSIZE[one.dtype]
+        rows = sum(tile.nbytes for tile in tiles) // row_bytes
+        low, high = rows * share // THREADS, rows * (share + 1) // THREADS
+        held = [(bytes_of(tile), tile.nbytes // rows) for tile in tiles]
+        with open(aside / one.file, "r+b", buffering=0) as file:
+            for first in range(low, high, ROWS_AT_ONCE):
+                numbers = range(first, min(first + ROWS_AT_ONCE, high))
+                pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
+                write_joined_at(file.fileno(), pieces, place + first * row_bytes)
+                self._count(row_bytes * len(numbers))
+        begin_sync(aside / one.file, place + low * row_bytes, (high - low) * row_bytes)
+
+    def _fill(self, number: int, part: OutgoingPart, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a part of a tensor, rounded to the dtype of the output."""
         one = self.out.tensors[number]
         if self.merged is None:
-            slot = self.out.slot(number)
-            self.reader.fill(self.out.target, slot, self._state(one), low, memory)
+            self.reader.fill(self.target, part.slot, self._state(number), low, memory)
         else:
             memory.copy_(self.merged.elements(one.name, low, len(memory)))
+        if one.is_rounded:
+            exact = partial(self._as_saved, number, part, low, len(memory))
+            self.overflows.look(one.name, memory, exact)
 
-    def _state(self, one: OutgoingTensor) -> str:
+    def _state(self, number: int) -> str:
         """The state of what is read that has a tensor's values."""
-        return state_in(self.reader.source.manifest, one.state)
+        return state_in(self.reader.source.manifest, self.out.tensors[number].state)
+
+    @property
+    def _all_parts(self) -> Iterator[tuple[int, OutgoingPart]]:
+        """(number of the tensor, part), slot by slot."""
+        for number, runs in enumerate(self.parts):
+            for part in chain.from_iterable(runs):
+                yield number, part
 
     def _check_read(self) -> None:
         """Raises DamagedFileError where what was read is not what was saved."""
@@ -277,25 +341,27 @@ class _Job:
     def _merged_differences(self, found: Checkpoint) -> list[Difference]:
         """Where a folder does not hold what was merged."""
         reader, out = WindowReader(found), list[Difference]()
-        reader.prove(self.out.target, [(self.out.slot(n), VALUE) for n in self.out.in_order])
-        for number, one in enumerate(self.out.tensors):
+        reader.prove(self.target, [(part.slot, VALUE) for _, part in self._all_parts])
+        for number, part in self._all_parts:
+            one = self.out.tensors[number]
             step = WINDOW_BYTES // ITEMSIZE[one.dtype]
-            for low in range(0, one.elems, step):
-                want = self.memory.take(min(step, one.elems - low), one.dtype)
-                have = self.memory.take(len(want), one.dtype, 1)
-                self._fill(number, low, want)
-                reader.fill(self.out.target, self.out.slot(number), VALUE, low, have)
+            for low in range(0, part.elems, step):
+                want = self.memories[0].take(min(step, part.elems - low), one.dtype)
+                have = self.memories[0].take(len(want), one.dtype, 1)
+                self._fill(number, part, low, want)
+                reader.fill(self.target, part.slot, VALUE, low, have)
                 if not torch.equal(want.view(torch.uint8), have.view(torch.uint8)):
                     what = f"from element {low} on"
                     out.append(Difference(one.name, what, "the merged values", "others"))
         return out
 
-    def _as_saved(self, number: int, low: int, elems: int) -> torch.Tensor:
-        """Elements of a tensor before they were rounded."""
+    def _as_saved(self, number: int, part: OutgoingPart, low: int, elems: int) -> torch.Tensor:
+        """Elements of a part of a tensor before they were rounded."""
         one = self.out.tensors[number]
         if self.merged is not None:
             return self.merged.elements(one.name, low, elems)
-        target = weights_manifest(self.out.twin.specs, [(one.share, one.saved_dtype)])
+        rows = [(part.share, one.saved_dtype)]
+        target = weights_manifest(self.out.twin.specs, rows)
         reader, slot = WindowReader(self.source, self.reader.allow), Slot(0, (), 0, VALUE)
         reader.prove(target, [(slot, one.state)])
         out = torch.empty(elems, dtype=TORCH_DTYPES[one.saved_dtype])

@@ -1,6 +1,7 @@
 """A folder of a Hugging Face model that is to be written: its tensors, its files, and what lies
 beside the weights."""
 
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot
-from megatron_ucp.core.shares import Share, weights_manifest
+from megatron_ucp.core.shares import Share
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import NotFoundError
 from megatron_ucp.formats import durable
@@ -66,9 +67,18 @@ class OutgoingTensor:
         return self.dtype != self.saved_dtype and (self.saved_dtype, self.dtype) not in LOSSLESS
 
 
+@dataclass(frozen=True)
+class OutgoingPart:
+    """What is read of a tensor in a slot of its own: all of it, or a tile."""
+
+    slot: Slot
+    share: Share
+    elems: int
+
+
 class Outgoing:
     """What is written of a source in `dtype`, into files of at most `max_bytes`. `tensors` are in
-    the order of the twin's, as the buffers of `target` are."""
+    the order of the twin's."""
 
     def __init__(self, source: Manifest, twin: Twin, dtype: str, max_bytes: int) -> None:
         self.twin, self.dtype = twin, dtype
@@ -88,7 +98,6 @@ class Outgoing:
             )
             for name, own, shape in rows
         ]
-        self.target = weights_manifest(twin.specs, [(one.share, one.dtype) for one in self.tensors])
         self.total_bytes = sum(one.elems * ITEMSIZE[one.dtype] for one in self.tensors)
 
     @cached_property
@@ -113,6 +122,29 @@ class Outgoing:
         file = self.twin.config_file
         return [f"no {file} was written: give --config DIR for one that {reader} needs"]
 
+    def parts(self, most_bytes: int, count: int) -> list[list[list[OutgoingPart]]]:
+        """What each tensor is read as, in slots that follow each other: all of it, but for one that
+        the source stores transposed and that has more than `most_bytes`. Of that, runs of rows in
+        `count` tiles of about as many bytes. (Each run reads what lies between its columns, too.)
+        """
+        slots = itertools.count()
+        out: list[list[list[OutgoingPart]]] = []
+        for one in self.tensors:
+            spec, shares = self.twin.specs[one.share.param], [[one.share]]
+            size_bytes = one.elems * ITEMSIZE[one.dtype]
+            if one.share.order is not None and size_bytes > most_bytes and not one.share.stacked:
+                rows = -(-size_bytes // (most_bytes * count))
+                shares = one.share.tiles(spec, min(rows, one.shape[0]), min(count, one.shape[-1]))
+            runs: list[list[OutgoingPart]] = []
+            for tiles in shares:
+                sizes = [math.prod(share.stored_shape(spec)) for share in tiles]
+                pairs = zip(tiles, sizes, strict=True)
+                runs.append(
+                    [OutgoingPart(Slot(next(slots), (), 0, VALUE), *pair) for pair in pairs]
+                )
+            out.append(runs)
+        return out
+
     def slot(self, number: int) -> Slot:
         """Of a tensor in the target."""
         return Slot(number, (), 0, VALUE)
@@ -127,7 +159,8 @@ class Outgoing:
     def finish(self, folder: Path, beside: Beside) -> None:
         """The index, and what else lies beside the weights. Raises OSError."""
         rows = [(one.name, one.dtype, one.shape) for one in self.tensors]
-        elems = sum(math.prod(spec.shape) for spec in self.target.params)
+        params = {one.share.param for one in self.tensors}
+        elems = sum(math.prod(self.twin.specs[name].shape) for name in params)
         for name, what in {**index_of(self.files, rows, elems), **beside}.items():
             if isinstance(what, Path):
                 shutil.copyfile(what, folder / name)

@@ -5,14 +5,13 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
-from megatron_ucp.reshard.windows import pool
 
 
 @contextmanager
@@ -55,27 +54,30 @@ def _locked(aside: Path) -> int:
     return handle
 
 
-def in_threads(jobs: Iterable[Callable[[], object]], stopped: threading.Event) -> None:
+def in_threads(
+    threads: ThreadPoolExecutor, jobs: Iterable[Callable[[], object]], stopped: threading.Event
+) -> None:
     """Runs all jobs, several at a time. After a failure, and after Ctrl-C, `stopped` is set, and
     those that have not begun don't begin."""
-    with pool() as threads:
-        waiting = [threads.submit(job) for job in jobs]
-        try:
-            for done in as_completed(waiting):
-                done.result()
-        finally:  # also for Ctrl-C: the others end at their next window
+    waiting: list[Future[object]] = []
+    try:
+        waiting.extend(threads.submit(job) for job in jobs)
+        for done in as_completed(waiting):
+            done.result()
+    finally:
+        if not all(one.done() for one in waiting):
             stopped.set()
-            for one in waiting:
-                one.cancel()
+        for one in waiting:
+            one.cancel()
 
 
-def begin_sync(path: Path) -> None:
-    """Lets the disk begin with a file while the next ones are made. Only a hint: `sync_all` waits
-    for all of them."""
+def begin_sync(path: Path, start: int = 0, size: int = 0) -> None:
+    """Lets the disk begin with `size` bytes of a file from `start` on (0: to its end) while others
+    are made. Only a hint: `sync_all` waits for all of them."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
     if call is not None:
         handle = os.open(path, os.O_RDONLY)
-        call(handle, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE, to the end
+        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
         os.close(handle)
 
 

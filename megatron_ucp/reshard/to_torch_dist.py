@@ -43,7 +43,7 @@ from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.outgoing import publish
 from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all, written_aside
 from megatron_ucp.reshard.target import Wanted
-from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, Memory, WindowReader
+from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
 _NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
@@ -169,7 +169,7 @@ class TorchDistJob:
         progress: Progress | None,
     ) -> None:
         self.out, self.progress = out, progress
-        self.reader, self.memory = WindowReader(source, allow), Memory()
+        self.reader, self.memory = WindowReader(source, allow), ThreadMemory()
         self.done = 0
         self.total = sum(chunk.archive.size_bytes for chunk in out.plan.chunks)
         self.stopped = threading.Event()
@@ -200,7 +200,8 @@ class TorchDistJob:
         with written_aside(folder) as aside:
             make_files(aside, self.out.plan)
             jobs = [partial(self._chunk, aside, chunk) for chunk in self.out.plan.chunks]
-            in_threads(jobs, self.stopped)
+            with pool() as threads:
+                in_threads(threads, jobs, self.stopped)
             self.reader.check(thorough=True)
             finish_files(aside, self.out.plan, self.out.common)
             sync_all(aside)

@@ -83,7 +83,7 @@ class WindowReader:
         self._places: dict[Slot, Where] = {}
         self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
-        self._memory = Memory()
+        self._memory = ThreadMemory()
 
     def prove(
         self, target: Manifest, wants: Iterable[Want], allow: frozenset[str] = frozenset()
@@ -210,14 +210,20 @@ def pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
 
 
-class Memory(threading.local):
-    """Windows of each thread's own."""
+class Memory:
+    """Windows that are used again."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.Tensor] = {}
 
     def take(self, elems: int, dtype: str, which: int = 0) -> torch.Tensor:
-        """Of that many elements; `which` tells several windows of a thread apart. The next call for
-        it overwrites them."""
-        held: dict[int, torch.Tensor] = self.__dict__.setdefault("held", {})
-        size = elems * ITEMSIZE[dtype]
+        """Of that many elements; `which` tells several windows apart. The next call for it
+        overwrites them."""
+        held, size = self._held, elems * ITEMSIZE[dtype]
         if which not in held or len(held[which]) < size:
             held[which] = torch.empty(max(size, WINDOW_BYTES), dtype=torch.uint8)
         return held[which][:size].view(TORCH_DTYPES[dtype])
+
+
+class ThreadMemory(Memory, threading.local):
+    """Windows of each thread's own."""
