@@ -54,7 +54,7 @@ from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_univers
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.output_folder import (
-    begin_sync,
+    FileRun,
     in_threads,
     require_free,
     require_outside,
@@ -331,10 +331,10 @@ class ConversionJob:
 
     # ---------------------------------------------------------------- bytes
 
-    def write(self, output: Output, path: Path) -> None:
+    def write(self, output: Output, path: Path) -> FileRun:
         """One file. Runs in a thread of its own."""
         write_pt(path, output.tree, lambda storage: self._chunks(output, storage), durable=False)
-        begin_sync(path)
+        return path, 0, 0
 
     def _chunks(self, output: Output, storage: StorageRef) -> Iterator[memoryview | bytes]:
         payload = output.payloads[storage.key]

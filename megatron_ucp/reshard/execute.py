@@ -261,12 +261,15 @@ class Staging:
 
     def __init__(self, size_bytes: int = STAGING_BYTES) -> None:
         self.size_bytes = size_bytes
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._memory = bytes_of(self._tensor)
 
-    def take(self, size_bytes: int) -> torch.Tensor:
-        if self._bytes.numel() < size_bytes:
-            self._bytes = torch.empty(size_bytes, dtype=torch.uint8)
-        return self._bytes[:size_bytes]
+    def take(self, size_bytes: int) -> tuple[torch.Tensor, memoryview]:
+        """So many bytes as a tensor, and as memory."""
+        if len(self._memory) < size_bytes:
+            self._tensor = torch.empty(size_bytes, dtype=torch.uint8)
+            self._memory = bytes_of(self._tensor)
+        return self._tensor[:size_bytes], self._memory[:size_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,18 +337,19 @@ def _read_blocks(
         if together[0].by_rows:
             (block,) = together
             shape = tuple(block.out.shape)
-            memory = staging.take(math.prod(shape) * itemsize)
-            into = _Rows(bytes_of(memory), 0, strides(shape))
+            values, memory = staging.take(math.prod(shape) * itemsize)
+            into = _Rows(memory, 0, strides(shape))
             _read_rows(where, block.side, shape, into, counts)
-            put(block.out, memory.view(dtype).view(shape))
+            put(block.out, values.view(dtype).view(shape))
             continue
         size = max(block.stop for block in together) - start
-        memory = staging.take(size)
+        values, memory = staging.take(size)
         wanted = sum(block.out.numel() for block in together) * itemsize
-        read_run(where, start, bytes_of(memory), counts, checksums and wanted == size)
+        read_run(where, start, memory, counts, checksums and wanted == size)
+        values = values.view(dtype)
         for block in together:
             at = (block.start - start) // itemsize
-            put(block.out, memory.view(dtype).as_strided(block.out.shape, block.side.strides, at))
+            put(block.out, values.as_strided(block.out.shape, block.side.strides, at))
 
 
 def _together(blocks: list[_Block], most: int) -> Iterator[list[_Block]]:

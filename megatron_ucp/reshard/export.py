@@ -45,7 +45,7 @@ from megatron_ucp.reshard.outgoing import (
     training_dtype,
 )
 from megatron_ucp.reshard.output_folder import (
-    begin_sync,
+    FileRun,
     in_threads,
     require_outside,
     require_plain,
@@ -235,7 +235,7 @@ class _Job:
 
     def _write_tensors(self, threads: ThreadPoolExecutor, aside: Path) -> None:
         """The largest first: the threads hardly wait for each other in the end."""
-        single: list[Callable[[], object]] = []
+        single: list[Callable[[], FileRun | None]] = []
         for number in self.out.largest_first:
             if len(self.parts[number]) == len(self.parts[number][0]) == 1:
                 single.append(partial(self._tensor, aside, number))
@@ -243,7 +243,7 @@ class _Job:
                 self._by_all(threads, aside, number)
         in_threads(threads, single, self.stopped)
 
-    def _tensor(self, aside: Path, number: int) -> None:
+    def _tensor(self, aside: Path, number: int) -> FileRun | None:
         """One tensor. Runs in a thread of its own."""
         one, size = self.out.tensors[number], ITEMSIZE[self.out.tensors[number].dtype]
         step = (WINDOW_BYTES if one.share.order is None else WIDE_WINDOW_BYTES) // size
@@ -257,8 +257,8 @@ class _Job:
                     self._count(window.nbytes)
         finally:
             self.memories.append(memory)
-        if one.elems * size > WINDOW_BYTES:  # not what others have half written
-            begin_sync(aside / one.file, one.place, one.elems * size)
+        size_bytes = one.elems * size
+        return (aside / one.file, one.place, size_bytes) if size_bytes > WINDOW_BYTES else None
 
     def _by_all(self, threads: ThreadPoolExecutor, aside: Path, number: int) -> None:
         """A tensor in tiles. All threads together read a run of its rows, each a tile, which is
@@ -277,7 +277,7 @@ class _Job:
 
     def _rows(
         self, aside: Path, one: OutgoingTensor, place: int, tiles: list[torch.Tensor], share: int
-    ) -> None:
+    ) -> FileRun:
         """A thread's share of the rows of tiles that lie side by side."""
         row_bytes = one.shape[-1] * ITEMSIZE[one.dtype]
         rows = sum(tile.nbytes for tile in tiles) // row_bytes
@@ -289,7 +289,7 @@ class _Job:
                 pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
                 write_joined_at(file.fileno(), pieces, place + first * row_bytes)
                 self._count(row_bytes * len(numbers))
-        begin_sync(aside / one.file, place + low * row_bytes, (high - low) * row_bytes)
+        return aside / one.file, place + low * row_bytes, (high - low) * row_bytes
 
     def _fill(self, number: int, part: OutgoingPart, low: int, memory: torch.Tensor) -> None:
         """Elements from `low` of a part of a tensor, rounded to the dtype of the output."""

@@ -54,16 +54,23 @@ def _locked(aside: Path) -> int:
     return handle
 
 
+FileRun = tuple[Path, int, int]  # file, first byte, how many bytes (0: all from there on)
+
+
 def in_threads(
-    threads: ThreadPoolExecutor, jobs: Iterable[Callable[[], object]], stopped: threading.Event
+    threads: ThreadPoolExecutor,
+    jobs: Iterable[Callable[[], FileRun | None]],
+    stopped: threading.Event,
 ) -> None:
-    """Runs all jobs, several at a time. After a failure, and after Ctrl-C, `stopped` is set, and
-    those that have not begun don't begin."""
-    waiting: list[Future[object]] = []
+    """Runs all jobs, several at a time. The disk begins with what one has written while the others
+    go on. After a failure, and after Ctrl-C, `stopped` is set, and those that have not begun don't
+    begin."""
+    waiting: list[Future[FileRun | None]] = []
     try:
         waiting.extend(threads.submit(job) for job in jobs)
         for done in as_completed(waiting):
-            done.result()
+            if written := done.result():
+                begin_sync(*written)
     finally:
         if not all(one.done() for one in waiting):
             stopped.set()

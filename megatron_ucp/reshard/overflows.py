@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from math import isfinite
 
 import torch
 
@@ -44,7 +45,7 @@ class Overflows:
     def look(self, name: str, rounded: torch.Tensor, exact: Callable[[], torch.Tensor]) -> None:
         """Looks at a window of a tensor; `exact` reads it again, as it was before it was rounded,
         where some of it is not finite."""
-        if not len(rounded) or bool(torch.stack(torch.aminmax(rounded)).isfinite().all()):
+        if not len(rounded) or all(isfinite(float(one)) for one in torch.aminmax(rounded)):
             return
         if lost := lost_values(exact(), rounded):
             with self._lock:

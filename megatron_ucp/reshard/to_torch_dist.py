@@ -41,7 +41,7 @@ from megatron_ucp.reshard.expert_meshes import check_experts
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.outgoing import publish
-from megatron_ucp.reshard.output_folder import begin_sync, in_threads, sync_all, written_aside
+from megatron_ucp.reshard.output_folder import FileRun, in_threads, sync_all, written_aside
 from megatron_ucp.reshard.target import Wanted
 from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
@@ -207,7 +207,7 @@ class TorchDistJob:
             sync_all(aside)
             publish(aside, folder)
 
-    def _chunk(self, aside: Path, chunk: PlannedChunk) -> None:
+    def _chunk(self, aside: Path, chunk: PlannedChunk) -> FileRun | None:
         """One chunk. Runs in a thread of its own."""
         wish, crc = chunk.wish, 0
         is_weight = wish.state == WEIGHT
@@ -225,8 +225,7 @@ class TorchDistJob:
                 write_at(file.fileno(), data, chunk.data_offset + low * size)
                 self._count(memory.nbytes)
         write_around(aside, chunk, crc)
-        if elems * size > WINDOW_BYTES:
-            begin_sync(path)
+        return (path, 0, 0) if elems * size > WINDOW_BYTES else None
 
     def _count(self, written: int) -> None:
         if self.stopped.is_set():

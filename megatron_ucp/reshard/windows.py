@@ -68,13 +68,21 @@ def _fits_a_window(target: Manifest, slot: Slot) -> bool:
     return buffer.elems(slot.part) * size <= WIDE_WINDOW_BYTES
 
 
+class _ThreadsOwn(threading.local):
+    """What each thread has for itself: plans of windows by the id of their target, and staging."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, Windows] = {}
+        self.staging, self.memory = Staging(WINDOW_BYTES), Memory()
+
+
 class WindowReader:
     """One source. What is read was planned and proved as a whole before; what was read can be
     checked afterwards."""
 
     def __init__(self, source: Source, allow: frozenset[str] = frozenset()) -> None:
         self.source, self.allow, self.read_bytes = source, allow, 0
-        self._lock, self._local = threading.Lock(), threading.local()
+        self._lock, self._local = threading.Lock(), _ThreadsOwn()
         self._targets: dict[int, tuple[Manifest, frozenset[str]]] = {}
         self._straight: dict[tuple[int, Slot, str], list[_Straight]] = {}
         self._whole: dict[
@@ -83,7 +91,6 @@ class WindowReader:
         self._places: dict[Slot, Where] = {}
         self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
-        self._memory = ThreadMemory()
 
     def prove(
         self, target: Manifest, wants: Iterable[Want], allow: frozenset[str] = frozenset()
@@ -125,7 +132,7 @@ class WindowReader:
                     self._places.__getitem__,
                     lambda _: memory,
                     over_gaps=MOST_OVER_GAPS,
-                    staging=self._local.__dict__.setdefault("staging", Staging(WINDOW_BYTES)),
+                    staging=self._local.staging,
                 ),
                 {*plan.sources},
             )
@@ -147,7 +154,7 @@ class WindowReader:
     ) -> None:
         """Without a plan for the window, which takes longer than reading it. What changes its
         dtype goes through memory of the thread's own."""
-        filled = 0
+        filled, data = 0, bytes_of(memory)
         for run in runs[max(0, bisect_right(runs, low, key=lambda run: run.start) - 1) :]:
             first, last = max(run.start, low), min(run.start + run.elems, low + memory.numel())
             if run.start >= low + memory.numel():
@@ -156,12 +163,13 @@ class WindowReader:
                 where = self._places[run.source]
                 size = ITEMSIZE[where.dtype]
                 at = where.offset_bytes + (run.offset + first - run.start) * size
-                part = memory[first - low : last - low]
-                same = TORCH_DTYPES[where.dtype] == part.dtype
-                held = part if same else self._memory.take(len(part), where.dtype)
-                read_run(where, at, bytes_of(held), counts)
-                if not same:
-                    part.copy_(held)
+                if TORCH_DTYPES[where.dtype] == memory.dtype:
+                    part = data[(first - low) * size : (last - low) * size]
+                    read_run(where, at, part, counts)
+                else:
+                    held = self._local.memory.take(last - first, where.dtype)
+                    read_run(where, at, bytes_of(held), counts)
+                    memory[first - low : last - low].copy_(held)
                 sources.add(run.source)
                 filled += last - first
         if filled < memory.numel():  # padding, between runs or behind them
@@ -187,7 +195,7 @@ class WindowReader:
 
     def _windows(self, target: Manifest) -> Windows:
         """This thread's."""
-        held: dict[int, Windows] = self._local.__dict__.setdefault("windows", {})
+        held = self._local.windows
         if id(target) not in held:
             held[id(target)] = Windows(self.source.manifest, *self._targets[id(target)])
         return held[id(target)]
