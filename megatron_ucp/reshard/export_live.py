@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.core.mesh import Coords
-from megatron_ucp.core.plan import Mean, Op, Windows
+from megatron_ucp.core.plan import Mean, Op, Slot, Windows
 from megatron_ucp.core.shares import weights_manifest
+from megatron_ucp.core.states import VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import PlanError, SaveError
 from megatron_ucp.formats import durable
@@ -140,7 +141,7 @@ class _Share:
         """Elements [low, high) of a tensor, on the rank that writes it; None on the others, which
         send what they have of it."""
         one, writer = self.out.tensors[number], self.writers[number]
-        plan = self.windows.plan(self.out.slot(number), one.state, low, high)
+        plan = self.windows.plan(Slot(number, (), 0, VALUE), one.state, low, high)
         mine = None
         if writer == self.rank:
             mine = torch.zeros(high - low, dtype=TORCH_DTYPES[one.saved_dtype])

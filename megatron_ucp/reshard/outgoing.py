@@ -127,27 +127,18 @@ class Outgoing:
         the source stores transposed and that has more than `most_bytes`. Of that, runs of rows in
         `count` tiles of about as many bytes. (Each run reads what lies between its columns, too.)
         """
-        slots = itertools.count()
+        slots = (Slot(buffer, (), 0, VALUE) for buffer in itertools.count())
         out: list[list[list[OutgoingPart]]] = []
         for one in self.tensors:
-            spec, shares = self.twin.specs[one.share.param], [[one.share]]
             size_bytes = one.elems * ITEMSIZE[one.dtype]
+            runs = [[(one.share, one.elems)]]
             if one.share.order is not None and size_bytes > most_bytes and not one.share.stacked:
-                rows = -(-size_bytes // (most_bytes * count))
-                shares = one.share.tiles(spec, min(rows, one.shape[0]), min(count, one.shape[-1]))
-            runs: list[list[OutgoingPart]] = []
-            for tiles in shares:
-                sizes = [math.prod(share.stored_shape(spec)) for share in tiles]
-                pairs = zip(tiles, sizes, strict=True)
-                runs.append(
-                    [OutgoingPart(Slot(next(slots), (), 0, VALUE), *pair) for pair in pairs]
-                )
-            out.append(runs)
+                spec = self.twin.specs[one.share.param]
+                rows = min(-(-size_bytes // (most_bytes * count)), one.shape[0])
+                tiles = one.share.tiles(spec, rows, min(count, one.shape[-1]))
+                runs = [[(s, math.prod(s.stored_shape(spec))) for s in run] for run in tiles]
+            out.append([[OutgoingPart(next(slots), *part) for part in run] for run in runs])
         return out
-
-    def slot(self, number: int) -> Slot:
-        """Of a tensor in the target."""
-        return Slot(number, (), 0, VALUE)
 
     def begin(self, folder: Path) -> None:
         """Every file with its header, as long as it will be. Raises OSError."""
