@@ -76,6 +76,9 @@ class OutgoingPart:
     elems: int
 
 
+Run = list[OutgoingPart]  # of rows: the tiles of these, side by side
+
+
 class Outgoing:
     """What is written of a source in `dtype`, into files of at most `max_bytes`. `tensors` are in
     the order of the twin's."""
@@ -122,13 +125,13 @@ class Outgoing:
         file = self.twin.config_file
         return [f"no {file} was written: give --config DIR for one that {reader} needs"]
 
-    def parts(self, most_bytes: int, count: int) -> list[list[list[OutgoingPart]]]:
+    def parts(self, most_bytes: int, count: int) -> list[list[Run]]:
         """What each tensor is read as, in slots that follow each other: all of it, but for one that
         the source stores transposed and that has more than `most_bytes`. Of that, runs of rows in
         `count` tiles of about as many bytes. (Each run reads what lies between its columns, too.)
         """
         slots = (Slot(buffer, (), 0, VALUE) for buffer in itertools.count())
-        out: list[list[list[OutgoingPart]]] = []
+        out: list[list[Run]] = []
         for one in self.tensors:
             size_bytes = one.elems * ITEMSIZE[one.dtype]
             runs = [[(one.share, one.elems)]]
