@@ -76,7 +76,7 @@ class OutgoingPart:
     elems: int
 
 
-Run = list[OutgoingPart]  # of rows: the tiles of these, side by side
+Tiles = list[OutgoingPart]  # of a run of rows, side by side
 
 
 class Outgoing:
@@ -125,13 +125,13 @@ class Outgoing:
         file = self.twin.config_file
         return [f"no {file} was written: give --config DIR for one that {reader} needs"]
 
-    def parts(self, most_bytes: int, count: int) -> list[list[Run]]:
+    def parts(self, most_bytes: int, count: int) -> list[list[Tiles]]:
         """What each tensor is read as, in slots that follow each other: all of it, but for one that
         the source stores transposed and that has more than `most_bytes`. Of that, runs of rows in
         `count` tiles of about as many bytes. (Each run reads what lies between its columns, too.)
         """
         slots = (Slot(buffer, (), 0, VALUE) for buffer in itertools.count())
-        out: list[list[Run]] = []
+        out: list[list[Tiles]] = []
         for one in self.tensors:
             size_bytes = one.elems * ITEMSIZE[one.dtype]
             runs = [[(one.share, one.elems)]]
