@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,13 @@ def weight_differences(
     one: Checkpoint,
     two: Checkpoint,
     progress: Callable[[int, int], None] | None = None,
-    among: Collection[str] | None = None,
+    among: Mapping[str, ParamSpec] | None = None,
 ) -> list[Difference]:
     """Every difference in the weights of two checkpoints, of which at least one holds nothing else:
     the other one's masters are rounded to its dtypes. Rows of a vocabulary that are padding are not
-    compared. `among` are the parameters that are looked at (None: all). Raises a UcpError."""
-    return _differences(one, two, (), _weights, progress, among)
+    compared. `among` are the parameters that are looked at (None: all), without the padding that a
+    checkpoint alone may not know. Raises a UcpError."""
+    return _differences(one, two, (), partial(_weights, among or {}), progress, among)
 
 
 def _opened(
@@ -160,15 +162,17 @@ def _parameter(
 
 
 def _weights(
-    one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
+    known: Mapping[str, ParamSpec], one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
 ) -> "Iterator[Difference | _Values]":
-    """The weights of a parameter, in the dtype of the side that holds nothing else."""
+    """The weights of a parameter, in the dtype of the side that holds nothing else; `known` are
+    parameters without padding."""
     specs = _of_both(one, two, name)
     if isinstance(specs, Difference):
         yield specs
         return
     a, b = specs
-    if a.shape != b.shape and not _padded(a, b) and not _padded(b, a):
+    alike = a.shape == b.shape or _padded(a, b) or _padded(b, a)
+    if not alike and not (name in known and known[name].shape == b.shape):
         yield Difference(name, "shape", str(a.shape), str(b.shape))
         return
     sides = [weight_of(checkpoint.manifest, name) for checkpoint in (one, two)]

@@ -80,7 +80,7 @@ def test_what_has_no_masters_is_rounded_beside_the_copies(tmp_path: Path) -> Non
 # ------------------------------------------------ weights that are not the masters
 
 NAME = "embed.weight"
-LARGE = SHAPES | {NAME: (600, 4)}  # a run in the middle of it is compared
+LARGE = SHAPES | {NAME: (600, 4)}  # of its 2400 elements three runs of 512 are compared
 MANY = {f"{number}.weight": (2, 3) for number in range(40)}  # every second one is sampled
 
 
@@ -102,7 +102,7 @@ def changed(
 
 
 def test_verify_compares_the_copies_with_the_masters(tmp_path: Path) -> None:
-    source = changed(tmp_path, lambda weights: weights[1].add_(1))
+    source = changed(tmp_path, lambda weights: weights[700].add_(1))
     with pytest.raises(SaveError, match=r"(?s)1 of .*stale") as raised:
         ucp.export_hf(source, tmp_path / "out", verify=True)
     assert raised.value.parameter == NAME and not (tmp_path / "out").exists()
@@ -114,7 +114,8 @@ def test_verify_compares_the_copies_with_the_masters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "name", "element"), [(MANY, "1.weight", 0), (LARGE, NAME, 1100)]
+    ("shapes", "name", "element"),
+    [(MANY, "1.weight", 0), *((LARGE, NAME, element) for element in (0, 1100, 2399))],
 )
 def test_a_copy_that_no_sample_of_a_load_sees_is_refused(
     tmp_path: Path, shapes: dict[str, tuple[int, ...]], name: str, element: int
@@ -131,16 +132,27 @@ def test_a_copy_that_no_sample_of_a_load_sees_is_refused(
     assert twins.same(twins.read(tmp_path / "masters"), wanted) == []
 
 
-def test_a_damaged_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("element", [0, 700])  # one that is compared, and one that is not
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_damaged_file(tmp_path: Path, dtype: torch.dtype, element: int) -> None:
+    """Masters that are not compared are not read."""
+    copies = dtype == torch.bfloat16
     source = changed(tmp_path, torch.Tensor.clone)
-    path = next(source.glob("*model_states.pt"))
-    weights = paper.plain_model(LARGE).truth(NAME).to(torch.bfloat16)
+    path = next(source.glob("*model_states.pt" if copies else "*optim_states.pt"))
+    values = paper.plain_model(LARGE).truth(NAME).to(dtype)
     data = bytearray(path.read_bytes())
-    data[data.index(weights.view(torch.uint8).numpy().tobytes())] ^= 1
+    start = data.index(values.view(torch.uint8).numpy().tobytes())
+    data[start + (element + 1) * values.element_size() - 1] ^= 128  # a sign
     path.write_bytes(data)
-    with pytest.raises(DamagedFileError):
+    if copies or not element:
+        with pytest.raises(DamagedFileError, match="CRC-32") as raised:
+            ucp.export_hf(source, tmp_path / "out")
+        assert raised.value.file == str(path) and not (tmp_path / "out").exists()
+    else:
         ucp.export_hf(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        assert torch.equal(twins.read(tmp_path / "out")[NAME], values.to(torch.bfloat16))
+    with pytest.raises(DamagedFileError, match="CRC-32"):
+        ucp.export_hf(source, tmp_path / "verified", verify=True)
 
 
 def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:

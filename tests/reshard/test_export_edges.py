@@ -86,6 +86,19 @@ def test_values_that_bfloat16_can_not_hold(tmp_path: Path) -> None:
     assert "model.norm.weight: 1" in refused(InexactError, source, tmp_path / "out")
 
 
+def lose_a_bit(monkeypatch: pytest.MonkeyPatch, of: int) -> None:
+    """The disk writes something else the `of`th time."""
+    pwrite, calls = os.pwrite, list[int]()
+
+    def lossy(handle: int, data: Any, place: int) -> int:
+        calls.append(1)
+        changed = bytearray(data)
+        changed[0] ^= len(calls) == of
+        return pwrite(handle, changed, place)
+
+    monkeypatch.setattr(module.os, "pwrite", lossy)
+
+
 # ------------------------------------------------ models
 
 
@@ -144,6 +157,25 @@ def test_a_config_with_another_vocabulary(tmp_path: Path) -> None:
         "bfloat16",
         "bfloat16",
     )
+
+
+@pytest.mark.parametrize("rows", [45, 46])
+def test_verify_where_the_config_alone_knows_the_padding(
+    tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """45 are of tokens, 48 in the files."""
+    known = first(twins.model("llama", replace(twins.LLAMA, true_vocab=rows)), tmp_path / "known")
+    ucp.export_hf(known, tmp_path / "whole")
+    source = first(twins.model("llama"), tmp_path)
+    if rows == 45:
+        (source / "ucp_manifest.json").unlink()
+    options = {"config": tmp_path / "whole", "family": "llama", "verify": True}
+    ucp.export_hf(source, tmp_path / "out", **options)
+    found, wanted = (twins.read(tmp_path / which) for which in ("out", "whole"))
+    assert twins.same(found, wanted) == [] and len(found["lm_head.weight"]) == rows
+    lose_a_bit(monkeypatch, of=1)  # the largest ones go first
+    said = refused(SaveError, source, tmp_path / "damaged", **options)
+    assert f"1 of {rows * 16} elements" in said and "1 differences" in said
 
 
 def test_a_model_of_megatron_core_without_a_family(tmp_path: Path) -> None:
@@ -288,15 +320,8 @@ def test_a_damaged_source(tmp_path: Path) -> None:
 def test_verify_sees_one_bit_that_the_disk_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, pwrite, calls = first(twins.model("gpt"), tmp_path), os.pwrite, list[int]()
-
-    def lossy(handle: int, data: Any, place: int) -> int:
-        calls.append(1)
-        changed = bytearray(data)
-        changed[0] ^= len(calls) == 7
-        return pwrite(handle, changed, place)
-
-    monkeypatch.setattr(module.os, "pwrite", lossy)
+    source = first(twins.model("gpt"), tmp_path)
+    lose_a_bit(monkeypatch, of=7)
     said = refused(SaveError, source, tmp_path / "out", verify=True)
     assert "not what the checkpoint holds" in said and "1 differences" in said
 

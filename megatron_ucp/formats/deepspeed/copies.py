@@ -21,10 +21,12 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 
-# Elements of each part of a parameter that are compared with its masters. One element of some
-# parameters, as `check` compares them, says of which run all files are; but one file among many (of
-# a layer, or of an expert) may be of a step before, from which few weights have changed.
-RUN_ELEMS = 1024
+# What is compared with the masters of each part of a parameter. One element of some parameters, as
+# `check` compares them, says of which run all files are; but one file among many (of a layer, or of
+# an expert) may be of a step before, from which few weights have changed: of an embedding the rows
+# of the tokens that were seen. The first ones are the most frequent, and rows for padding and for
+# tokens that were added, which programs write by hand, stand at the ends.
+RUNS, RUN_ELEMS = 3, 512
 
 
 class Copies:
@@ -75,7 +77,7 @@ def copies_of(checkpoint: "NativeCheckpoint") -> Copies | None:
             held[number, cut] = ref, name
     for part, mp in checkpoint.names.optimizer:
         rank = checkpoint.rank_of_file(part, mp)
-        check_weights(checkpoint, rank, most=sys.maxsize, run_elems=RUN_ELEMS)
+        check_weights(checkpoint, rank, sys.maxsize, RUNS, RUN_ELEMS)
     return Copies(checkpoint, manifest, held)
 
 

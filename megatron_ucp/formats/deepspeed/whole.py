@@ -134,15 +134,36 @@ def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> int:
 
 
 def check_weights(
-    checkpoint: "NativeCheckpoint", rank: int, most: int = SAMPLES, run_elems: int = 1
+    checkpoint: "NativeCheckpoint",
+    rank: int,
+    most: int = SAMPLES,
+    runs: int = 1,
+    run_elems: int = 1,
 ) -> None:
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
-    run. Of at most that many parameters, evenly chosen, a run in the middle is compared."""
+    run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
+    gives."""
     for sample in _sampled(checkpoint, rank, most):
-        _check_run(checkpoint, sample, run_elems)
+        fragment = sample[1]
+        _check_runs(checkpoint, sample, *spread(fragment.high - fragment.low, runs, run_elems))
 
 
-def _check_run(checkpoint: "NativeCheckpoint", sample: _Sample, most_elems: int) -> None:
+def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
+    """Where runs begin, and how many elements each has: all of few elements, else a single run in
+    the middle, else runs at both ends and evenly between them."""
+    if elems <= runs * run_elems:
+        return range(1), elems
+    if runs == 1:
+        middle = (elems - run_elems + 1) // 2
+        return range(middle, middle + 1), run_elems
+    run_elems += (elems - run_elems) % (runs - 1)  # that the last one ends with the last element
+    step = (elems - run_elems) // (runs - 1)
+    return range(0, elems - run_elems + 1, step), run_elems
+
+
+def _check_runs(
+    checkpoint: "NativeCheckpoint", sample: _Sample, starts: range, run_elems: int
+) -> None:
     """Raises ForeignFileError where a master, rounded, is not the weight."""
     import torch  # inspecting a checkpoint must not need it
 
@@ -158,8 +179,11 @@ def _check_run(checkpoint: "NativeCheckpoint", sample: _Sample, most_elems: int)
             found=f"shape {weight.shape}",
             fix="put the files of one save into the folder",
         )
-    ours, theirs = _runs(checkpoint, sample, where, most_elems)
+    ours, theirs = _runs(checkpoint, sample, where, starts, run_elems)
     if not is_rounded(ours, theirs):
+        model = checkpoint.file(beside)
+        for file, record in ((where.file, where.record), (model, model.record(weight.storage))):
+            file.check(record)  # damage is the cause of a difference, where there is some
         bits = [one.view(torch.uint8) for one in (ours.to(theirs.dtype), theirs)]
         index = int((bits[0] != bits[1]).nonzero()[0]) // ITEMSIZE[weight.storage.dtype]
         raise ForeignFileError(
@@ -174,18 +198,16 @@ def _check_run(checkpoint: "NativeCheckpoint", sample: _Sample, most_elems: int)
 
 
 def _runs(
-    checkpoint: "NativeCheckpoint", sample: _Sample, where: Where, most_elems: int
+    checkpoint: "NativeCheckpoint", sample: _Sample, where: Where, starts: range, run_elems: int
 ) -> tuple[Any, Any]:
-    """Masters and weights in the middle of a fragment."""
+    """Masters and weights of runs of a fragment."""
     _, fragment, _, weight, beside = sample
-    count = min(fragment.high - fragment.low, most_elems)
-    skipped = (fragment.high - fragment.low - count + 1) // 2
-    first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset + skipped
-    model, at = checkpoint.file(beside), weight.offset_elems + fragment.low + skipped
+    first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
+    model, at = checkpoint.file(beside), weight.offset_elems + fragment.low
     record, dtype = model.record(weight.storage), weight.storage.dtype
     return (
-        _elements(where.file, where.record, where.dtype, first, count),
-        _elements(model, record, dtype, at, count),
+        _elements(where.file, where.record, where.dtype, first, starts, run_elems),
+        _elements(model, record, dtype, at, starts, run_elems),
     )
 
 
@@ -208,9 +230,15 @@ def _sampled(checkpoint: "NativeCheckpoint", rank: int, most: int) -> Iterator[_
                 yield Slot(index, cut, part, MASTER), fragment, name, weight, beside
 
 
-def _elements(file: ByteFile, record: Record, dtype: str, first: int, count: int) -> Any:
+def _elements(
+    file: ByteFile, record: Record, dtype: str, first: int, starts: range, run_elems: int
+) -> Any:
+    """Runs, one after the other; they begin at `starts` after an element of a record."""
     import torch
 
-    data = bytearray(count * ITEMSIZE[dtype])
-    file.read_into(record, first * ITEMSIZE[dtype], memoryview(data))
+    size, run_bytes = ITEMSIZE[dtype], run_elems * ITEMSIZE[dtype]
+    rows = range((first + starts[0]) * size, (first + starts[-1]) * size + 1, starts.step * size)
+    data = bytearray(len(starts) * run_bytes)
+    places = range(0, len(data), run_bytes)
+    file.read_rows_into(record, rows, run_bytes, memoryview(data), places)
     return torch.frombuffer(data, dtype=getattr(torch, dtype))
