@@ -47,9 +47,9 @@ class Share:
         return local[1:] if self.stacked else local
 
     def tiles(self, spec: ParamSpec, rows: int, columns: int) -> list[list[Self]]:
-        """The tensor as so many runs of rows, each of them as so many parts with some columns of
-        all its rows: of what is stored transposed, a tile is some columns of the parameter's rows.
-        """
+        """The tensor as so many runs of rows (of its first dim), each of them as so many tiles with
+        some columns (of its last dim) of all these rows. Where the tensor is stored transposed, the
+        columns are rows of the parameter."""
         dims = self.order or tuple(range(len(spec.shape)))
         whole = Chunks(((((0,) * len(spec.shape), spec.shape),),))
         known = self.layout if isinstance(self.layout, Chunks) else whole

@@ -262,7 +262,7 @@ class _Job:
 
     def _by_all(self, threads: ThreadPoolExecutor, aside: Path, number: int) -> None:
         """A tensor in tiles. All threads together read a run of its rows, each a tile, which is
-        whole rows of the source; then each writes some of these rows."""
+        whole rows of the source where there is one run; then each writes some of these rows."""
         one = self.out.tensors[number]
         place = one.place
         for parts in self.parts[number]:
