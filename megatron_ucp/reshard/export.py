@@ -39,13 +39,13 @@ from megatron_ucp.reshard.outgoing import (
     Beside,
     Outgoing,
     OutgoingPart,
-    OutgoingTensor,
     beside_weights,
     publish,
     training_dtype,
 )
 from megatron_ucp.reshard.output_folder import (
     FileRun,
+    begin_sync,
     in_threads,
     require_outside,
     require_plain,
@@ -63,7 +63,7 @@ from megatron_ucp.reshard.windows import (
     pool,
 )
 
-ROWS_AT_ONCE = 128  # of a tensor that several threads write
+ROWS_AT_ONCE = 128  # of tiles that are joined
 _ALLOWED = frozenset({"mean", "stale", "weights"})
 
 
@@ -262,7 +262,7 @@ class _Job:
 
     def _by_all(self, threads: ThreadPoolExecutor, aside: Path, number: int) -> None:
         """A tensor in tiles. All threads together read a run of its rows, each a tile, which is
-        whole rows of the source where there is one run; then each writes some of these rows."""
+        whole rows of the source where there is one run."""
         one = self.out.tensors[number]
         place = one.place
         for parts in self.parts[number]:
@@ -271,25 +271,30 @@ class _Job:
             pairs = zip(parts, tiles, strict=True)
             fill = [partial(self._fill, number, part, 0, tile) for part, tile in pairs]
             in_threads(threads, fill, self.stopped)
-            write = [partial(self._rows, aside, one, place, tiles, n) for n in range(THREADS)]
-            in_threads(threads, write, self.stopped)
+            self._write_rows(threads, aside / one.file, place, tiles, one.shape[-1])
             place += sum(tile.nbytes for tile in tiles)
 
-    def _rows(
-        self, aside: Path, one: OutgoingTensor, place: int, tiles: list[torch.Tensor], share: int
-    ) -> FileRun:
-        """A thread's share of the rows of tiles that lie side by side."""
-        row_bytes = one.shape[-1] * ITEMSIZE[one.dtype]
-        rows = sum(tile.nbytes for tile in tiles) // row_bytes
-        low, high = rows * share // THREADS, rows * (share + 1) // THREADS
+    def _write_rows(
+        self,
+        threads: ThreadPoolExecutor,
+        path: Path,
+        place: int,
+        tiles: list[torch.Tensor],
+        columns: int,
+    ) -> None:
+        """Rows of which each tile has some columns, from byte `place` of a file on. One thread
+        writes, as a file system lets only one write a file; the disk begins meanwhile."""
+        rows = sum(len(tile) for tile in tiles) // columns
         held = [(bytes_of(tile), tile.nbytes // rows) for tile in tiles]
-        with open(aside / one.file, "r+b", buffering=0) as file:
-            for first in range(low, high, ROWS_AT_ONCE):
-                numbers = range(first, min(first + ROWS_AT_ONCE, high))
+        row_bytes = sum(width for _, width in held)
+        with open(path, "r+b", buffering=0) as file:
+            for first in range(0, rows, ROWS_AT_ONCE):
+                numbers = range(first, min(first + ROWS_AT_ONCE, rows))
                 pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
-                write_joined_at(file.fileno(), pieces, place + first * row_bytes)
-                self._count(row_bytes * len(numbers))
-        return aside / one.file, place + low * row_bytes, (high - low) * row_bytes
+                start, size = place + first * row_bytes, len(numbers) * row_bytes
+                write_joined_at(file.fileno(), pieces, start)
+                threads.submit(begin_sync, path, start, size)
+                self._count(size)
 
     def _fill(self, number: int, part: OutgoingPart, low: int, memory: torch.Tensor) -> None:
         """Elements from `low` of a part of a tensor, rounded to the dtype of the output."""

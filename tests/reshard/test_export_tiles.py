@@ -3,10 +3,10 @@ however many threads there are, the file is the same."""
 
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import DamagedFileError, InexactError, SaveError
@@ -14,7 +14,6 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard import export
 from megatron_ucp.reshard import windows as reshard_windows
-from megatron_ucp.reshard.outgoing import OutgoingTensor
 from tests.formats.test_pt_file import flip
 from tests.reshard import paper, twins
 from tests.reshard.test_export import digests
@@ -28,27 +27,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def windows(
     monkeypatch: pytest.MonkeyPatch, threads: int, size_bytes: int
-) -> list[tuple[str, int]]:
+) -> list[tuple[str, int, int]]:
     """From here on exports have so many threads, and windows of that size. The returned list gets
-    what is written in tiles: (tensor, tiles of a run of its rows) for each run and thread."""
-    seen: list[tuple[str, int]] = []
+    what is written in tiles: (tensor, runs of its rows, tiles of each) in turn."""
+    seen: list[tuple[str, int, int]] = []
     for module in (export, reshard_windows):
         monkeypatch.setattr(module, "THREADS", threads)
     monkeypatch.setattr(export, "WIDE_WINDOW_BYTES", size_bytes)
-    rows = export._Job._rows
+    by_all = export._Job._by_all
 
-    def noted(
-        job: export._Job,
-        aside: Path,
-        one: OutgoingTensor,
-        place: int,
-        tiles: list[torch.Tensor],
-        share: int,
-    ) -> None:
-        seen.append((one.name, len(tiles)))
-        rows(job, aside, one, place, tiles, share)
+    def noted(job: export._Job, pool: ThreadPoolExecutor, aside: Path, number: int) -> None:
+        runs = job.parts[number]
+        seen.append((job.out.tensors[number].name, len(runs), len(runs[0])))
+        by_all(job, pool, aside, number)
 
-    monkeypatch.setattr(export._Job, "_rows", noted)
+    monkeypatch.setattr(export._Job, "_by_all", noted)
     return seen
 
 
@@ -60,20 +53,20 @@ def test_the_bytes_do_not_depend_on_windows(
     cut = tmp_path / "cut" / "tag"
     ucp.convert(source, cut, target=Target(ucp.Mesh(tp=2, dp=3, zero=1)))
     ucp.export_hf(source, tmp_path / "whole", dtype)
-    turned, runs = set[str](), set[int]()
+    names, most = set[str](), 0
     for size_bytes in (48, 200, 1000):
         seen = windows(monkeypatch, threads, size_bytes)
         for number, one in enumerate((source, cut)):
             out = tmp_path / f"out{size_bytes}_{number}"
             ucp.export_hf(one, out, dtype, verify=True)
             assert digests(out) == digests(tmp_path / "whole")
-        assert max(tiles for _, tiles in seen) == threads
-        turned |= {name.split(".", 3)[-1] for name, _ in seen}
-        runs |= {seen.count(one) // (2 * threads) for one in {*seen}}
-    assert turned == {
+        assert max(tiles for _, _, tiles in seen) == threads
+        names |= {name.split(".", 3)[-1] for name, _, _ in seen}
+        most = max(most, *(runs for _, runs, _ in seen))
+    assert names == {
         f"{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
-    assert max(runs) > 1, "a tensor in several runs of rows"
+    assert most > 1, "a tensor in several runs of rows"
 
 
 def test_a_tile_in_a_wrong_place_is_found(
