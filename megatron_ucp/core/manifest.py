@@ -78,8 +78,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """What the parameters of a group are stepped with: hyper-parameters, and the optimizer that
-    does it ("torch.AdamW"; "" where nobody says).
+    """What the parameters of a group are stepped with: hyper-parameters as plain values, and the
+    optimizer that does it ("torch.AdamW"; "" where nobody says). `steps_as` is the rule by which it
+    does, whoever implements it ("AdamW" also of DeepSpeed's fused Adam; "" where nobody says).
 
     `marks` are other keys that files have for the group (its name, its parameters' names): no load
     sets them, a conversion hands them on.
@@ -88,6 +89,7 @@ class ParamGroup:
     settings: Mapping[str, Any]
     optimizer: str = ""
     marks: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+    steps_as: str = ""
 
     def __getitem__(self, key: str) -> Any:
         """A hyper-parameter."""

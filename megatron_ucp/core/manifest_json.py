@@ -12,11 +12,13 @@ from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Extent, layout_from_json, layout_to_json
 from megatron_ucp.core.manifest import KINDS, FileEntry, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
+from megatron_ucp.core.values import coded, decoded
 from megatron_ucp.errors import DamagedFileError
 
 # 2: steps, groups and the optimizer belong to each member of a buffer. In 1 they belonged to whole
-# buffers, the optimizer to all of them.
-FORMAT_VERSION = 2
+# buffers, the optimizer to all of them. 3: values are exact (see `values.coded`), in 2 tuples were
+# lists and what JSON does not know was text; a group says how it steps.
+FORMAT_VERSION = 3
 MAX_BYTES = 64 * 2**20  # three times that of 16,384 ranks and 10^12 parameters
 MAX_VALUES = 4_000_000  # what JSON builds from a small text is large: 64 bytes for an empty list
 MAX_RANKS = 2**24
@@ -31,10 +33,11 @@ def to_json(manifest: Manifest) -> str:
         "mesh": asdict(manifest.mesh),
         "params": [_param_to_json(spec) for spec in manifest.params],
         "buffers": [_buffer_to_json(buffer) for buffer in manifest.buffers],
-        "groups": [[group.optimizer, group.settings] for group in manifest.groups],
+        "groups": [[g.optimizer, coded(dict(g.settings)), g.steps_as] for g in manifest.groups],
         "ties": [[tie.canonical, tie.aliases] for tie in manifest.ties],
         "files": [[f.name, f.size_bytes, f.sha256] for f in manifest.files],
         **{key: getattr(manifest, key) for key in _AS_THEY_ARE},
+        "run": coded(dict(manifest.run)),
     }
     return json.dumps(data, indent=None, separators=(",", ":"))
 
@@ -84,7 +87,7 @@ def from_json(text: str | bytes, file: str) -> Manifest:
     try:
         _check_extent(text)
         data = json.loads(text)
-        if data.pop("format") != "megatron_ucp" or data["version"] not in (1, FORMAT_VERSION):
+        if data.pop("format") != "megatron_ucp" or data["version"] not in (1, 2, FORMAT_VERSION):
             raise DamagedFileError(
                 "this is no manifest that this version reads",
                 file=file,
@@ -144,7 +147,7 @@ def _build(data: dict[str, Any]) -> Manifest:
         _mesh(data["mesh"]),
         tuple(_param(*entry) for entry in data["params"]),
         tuple(_buffer(entry) for entry in data["buffers"]),
-        tuple(ParamGroup(dict(settings), str(name)) for name, settings in data["groups"]),
+        tuple(_group(*entry) for entry in data["groups"]),
         tuple(Tie(str(name), tuple(map(str, aliases))) for name, aliases in data["ties"]),
         tuple(
             FileEntry(file_name(name), _count(size), str(sha256))
@@ -152,9 +155,13 @@ def _build(data: dict[str, Any]) -> Manifest:
         ),
         data["family"],
         data["save_id"],
-        data["run"],
+        decoded(data["run"]),
         {str(name): str(canonical) for name, canonical in data["names"].items()},
     )
+
+
+def _group(name: Any, settings: Any, steps_as: Any = "") -> ParamGroup:
+    return ParamGroup(dict(decoded(settings)), str(name), steps_as=str(steps_as))
 
 
 def _param(

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
@@ -16,6 +17,7 @@ from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import Saving
+from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
@@ -64,6 +66,8 @@ def attach(
         refuse_engine(engine, model)
         refuse_writer(engine)
         taken_as = carried_as(engine)
+        if not how.values_left:
+            refuse_strange(kept.of_engine(engine))
     if taken_as:
         _say(taken_as)
     if model is not None and not hasattr(engine.module, INFO):
@@ -162,7 +166,8 @@ def _load_method(
 
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
-    return Saving(**{key: options[key] for key in _OF_SAVES if key in options}, loader=loader)
+    own = {key: options[key] for key in _OF_SAVES if key in options}
+    return Saving(**own, loader=loader, values_left="values" in options.get("allow", ()))
 
 
 def _warn(text: str) -> None:

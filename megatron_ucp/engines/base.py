@@ -94,8 +94,16 @@ class Engine(Protocol):
         """Sets the scalar states of a buffer's members."""
         ...
 
-    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Sets the hyper-parameters of each group of the manifest; returns notes."""
+    def built_groups(
+        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        """The hyper-parameters of each group of the manifest as live values, and notes of those
+        that `allow` leaves out. Raises UnsafePickleError before anything is set."""
+        ...
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
+        """Sets what `built_groups` gave; returns notes. `carried`: the checkpoint is of the same
+        optimizer, so that keys which a group lacks are the program's own."""
         ...
 
     def restore(self, extras: Any, optimizer: bool) -> list[str]:

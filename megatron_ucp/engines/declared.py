@@ -64,13 +64,6 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)
 
 
-def plain_number(value: Any) -> Any:
-    """A hyper-parameter without tensors and lists."""
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return tuple(plain_number(v) for v in value) if isinstance(value, list | tuple) else value
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """As manifests write it."""
     return str(dtype).removeprefix("torch.")

@@ -17,12 +17,14 @@ from megatron_ucp.formats.tags import LATEST, read_pointer
 class Saving:
     """How saves are made. `durable`: files are on disk before they count. `keep_latest`: whole tags
     that are left after a save (None: all). `rng`: random states are kept. `loader`: its position is
-    kept."""
+    kept. `values_left`: a scheduler or a group may hold values that no load can build, which
+    the next engine's take the place of."""
 
     durable: bool = True
     keep_latest: int | None = None
     rng: bool = True
     loader: ResumableLoader | None = None
+    values_left: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_latest is not None and (

@@ -133,6 +133,31 @@ _TABLE: dict[str, Callable[[Mapping[str, Any]], Kept]] = {
 }
 
 
+DECOUPLED = "decoupled_weight_decay"  # of a group: the decay is none of the gradient's
+_OF_ADAM = frozenset(
+    {
+        *("torch.Adam", "torch.AdamW", "deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam"),
+        *("transformer_engine.FusedAdam", "apex.FusedAdam"),
+    }
+)
+
+
+def steps_as(optimizer: str, settings: Mapping[str, Any]) -> str:
+    """The rule by which an optimizer steps a group with these hyper-parameters, whoever implements
+    it: the same for torch's AdamW and DeepSpeed's fused Adam. "" where nothing says it: of an
+    optimizer without a name, which DeepSpeed's files do not say, the keys that torch's classes
+    have are looked at."""
+    decoupled = settings.get(DECOUPLED)
+    if not optimizer and decoupled is not None:
+        optimizer = "torch.Adam" if "amsgrad" in settings else "torch.RAdam"
+        optimizer = "torch.NAdam" if "momentum_decay" in settings else optimizer
+    name = optimizer.rpartition(".")[2]
+    if optimizer in _OF_ADAM:
+        decoupled = True if decoupled is None and name == "AdamW" else decoupled
+        return "" if decoupled is None else "AdamW" if decoupled else "Adam"
+    return f"{name} with decoupled weight decay" if decoupled else name
+
+
 def register_optimizer(
     name: str, element: Iterable[str], scalar: Iterable[str] = ("step",), step: str = "tensor"
 ) -> None:

@@ -17,6 +17,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.values import alike, shown
 from megatron_ucp.formats.base import PER_GROUP, Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
@@ -128,8 +129,8 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         a, b = (
             state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
         )
-    if a != b:
-        yield Difference("", "lr_scheduler", repr(a), repr(b))
+    if not alike(a, b):
+        yield Difference("", "lr_scheduler", shown(a), shown(b))
 
 
 def _of_both(
@@ -216,8 +217,8 @@ def _states(a: Manifest, b: Manifest, name: str, job: "_Job") -> "Iterator[Diffe
 
 def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     for key in sorted({*a, *b}):
-        if a.get(key) != b.get(key):
-            yield Difference(name, key, repr(a.get(key)), repr(b.get(key)))
+        if not alike(a.get(key), b.get(key)):
+            yield Difference(name, key, shown(a.get(key)), shown(b.get(key)))
 
 
 @dataclass(frozen=True)

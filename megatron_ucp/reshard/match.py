@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.formats.base import PER_GROUP
-from megatron_ucp.formats.optimizers import keeps_states
+from megatron_ucp.formats.optimizers import keeps_states, steps_as
 
 NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
@@ -23,6 +24,9 @@ ALLOWANCES = {
     "stale": "masters may differ from the weights beside them; the masters are loaded",
     "positions": "states in stage-0 files without a manifest are taken in the order of the groups",
     "scheduler": "the engine's scheduler may get the state of one of another class",
+    "optimizer": "the engine's optimizer may step by another rule than the run's",
+    "values": "values of classes that this program has not are left as the engine has them, or out",
+    "per_rank": "what differed from rank to rank is rank 0's on another mesh",
     "weights": "the optimizer's states may be damaged; the weights beside them are loaded",
     "extra": "frozen parameters and buffers that the model lacks are dropped",
     "unfreeze": "parameters that were frozen are trained from here on, with fresh states",
@@ -218,14 +222,17 @@ def one_value(
         value = of(member.param)
         if first is None:
             first = (member.param, value)
-        elif value != first[1]:
-            keys = sorted(k for k in {*value, *first[1]} if value.get(k) != first[1].get(k))
+        elif not alike(value, first[1]):
+            both = {*value, *first[1]}
+            keys = sorted(k for k in both if not alike(value.get(k), first[1].get(k)))
             raise StateMismatchError(
                 f"parameters of one group of the engine have different {what} in the checkpoint",
                 file=file,
                 parameter=f"{first[0]} and {member.param}",
                 expected=f"equal {', '.join(keys)}",
-                found="; ".join(f"{k}: {first[1].get(k)} and {value.get(k)}" for k in keys),
+                found="; ".join(
+                    f"{k}: {shown(first[1].get(k))} and {shown(value.get(k))}" for k in keys
+                ),
                 fix="build the optimizer's groups as the run that wrote the checkpoint did",
             )
     return first[1] if first else {}
@@ -256,8 +263,8 @@ def _match_tie(source: Manifest, name: str, first: Member, other: Member, file: 
     ]
     pairs = {"steps": (first.scalars, other.scalars), "hyper-parameters": tuple(groups)}
     for what, (one, two) in pairs.items():
-        if one != two:
-            key = next(key for key in {**one, **two} if one.get(key) != two.get(key))
+        if not alike(one, two):
+            key = next(key for key in {**one, **two} if not alike(one.get(key), two.get(key)))
             stages = replicas(source)[name]
             raise StateMismatchError(
                 f"the stages that hold a tied parameter have different {what}",
@@ -283,6 +290,40 @@ def group_values(
             if member.group is not None and member.param not in without:
                 members[member.group].append(member)
     return [one_value(every, of, "hyper-parameters", file) for every in members]
+
+
+def match_optimizers(
+    source: Manifest, target: Manifest, fresh: Collection[str], allow: frozenset[str], file: str
+) -> list[str]:
+    """Notes about groups that the engine steps by another rule than the run did. Raises
+    StateMismatchError unless that is allowed."""
+    other: dict[tuple[str, str], str] = {}
+    for buffer in target.buffers:
+        for member in buffer.members:
+            number = source.group_number(member.param)
+            if member.group is None or number is None or member.param in fresh:
+                continue
+            rules = _rule(source.groups[number]), _rule(target.groups[member.group])
+            if all(rules) and rules[0] != rules[1]:
+                other.setdefault(rules, member.param)
+    for (theirs, ours), param in other.items():
+        if "optimizer" not in allow:
+            raise StateMismatchError(
+                "the engine's optimizer steps by another rule than the run's",
+                file=file,
+                parameter=param,
+                expected=f"{theirs}, as the run",
+                found=ours,
+                fix="build the optimizer of the run, or go on with the engine's own rule with "
+                'allow={"optimizer"}',
+            )
+    return [
+        f"the engine steps by {ours}, the run did by {theirs}: allowed" for theirs, ours in other
+    ]
+
+
+def _rule(group: ParamGroup) -> str:
+    return group.steps_as or steps_as(group.optimizer, group.settings)
 
 
 def source_states(source: Manifest, param: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ from megatron_ucp.formats.deepspeed.model_file import training_dtype
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.optimizers import kept_by
-from megatron_ucp.formats.pt.output import is_mark
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.target import Wanted
 
@@ -82,12 +81,6 @@ class Origin:
             self.notes.append(
                 f"the loss scale of fp16 begins anew, at {scaler['cur_scale']:g}: the source has "
                 "none"
-            )
-        settings = [item for group in manifest.groups for item in group.settings.items()]
-        marked = sorted({key for key, value in settings if is_mark(value)})
-        if marked:
-            self.notes.append(
-                f"hyper-parameters that are no plain values are left out: {', '.join(marked)}"
             )
         return RunSettings(
             self.extras,

@@ -36,6 +36,7 @@ from megatron_ucp.reshard.match import (
     check_not_lost,
     group_values,
     has_masters,
+    match_optimizers,
     match_params,
     match_ties,
     one_value,
@@ -170,12 +171,12 @@ class _Job:
         require_alone(bare, fit, optimizer and engine.has_one_step, file)
         states = _states(bare, source.manifest, fit, optimizer, file)
         target = _with_states(engine, states)
-        groups = _groups(target, source.manifest, fit, file) if optimizer else []
+        groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
         allow = how.allow if engine.has_optimizer else how.allow | {"narrow"}
         plan = _proved(source, target, _wants(engine, target, fit), fit, allow)
         extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
-        notes = [*source.notes, *_described(fit, replicas), *extras.notes]
+        notes = [*source.notes, *_described(fit, replicas), *settings, *extras.notes]
         return cls(
             engine,
             source,
@@ -227,7 +228,9 @@ class _Job:
                 f"{fresh if not any(self.states.values()) else ''}hyper-parameters kept from the "
                 "engine: the checkpoint holds none"
             ]
-        return self.engine.set_groups(self.groups)
+        own = {group.optimizer for group in self.engine.manifest.groups}
+        theirs = {group.optimizer for group in self.source.manifest.groups}
+        return self.engine.set_groups(self.groups, carried=theirs <= {*own, ""})
 
 
 def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
@@ -328,9 +331,18 @@ def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
     return wants
 
 
-def _groups(target: Manifest, source: Manifest, fit: Fit, file: str) -> list[Mapping[str, Any]]:
-    """The hyper-parameters of each group; none for one whose parameters all begin afresh."""
-    return group_values(target, source.group_of, file, fit.fresh)
+def _groups(
+    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, how: How
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The hyper-parameters of each group as live values, and notes; none for a group whose
+    parameters all begin afresh. Raises StateMismatchError, UnsafePickleError."""
+    file = str(source.folder)
+    notes = match_optimizers(source.manifest, target, fit.fresh, how.allow, file)
+    groups = group_values(target, source.manifest.group_of, file, fit.fresh)
+    if how.hyper == "config":
+        return groups, notes
+    groups, left = engine.built_groups(groups, file, "values" in how.allow)
+    return groups, notes + left
 
 
 def _first_of(target: Manifest, buffer: int) -> str:

@@ -61,7 +61,7 @@ def test_it_is_whole_and_can_be_said_anew(case: str, tmp_path: Path) -> None:
     path = folder / FILE_NAME
     manifest = from_json(path.read_text(), str(path))
     path.write_text(to_json(manifest))
-    assert json.loads(path.read_text())["version"] == FORMAT_VERSION == 2
+    assert json.loads(path.read_text())["version"] == FORMAT_VERSION == 3
     assert from_json(path.read_text(), str(path)) == manifest
     assert ucp.diff(GOLDEN / case, folder) == []
 

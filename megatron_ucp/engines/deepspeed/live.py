@@ -23,7 +23,7 @@ from megatron_ucp.engines.deepspeed.stage import (
 )
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
-from megatron_ucp.engines.settings import scalar_state, set_group
+from megatron_ucp.engines.settings import built_groups, scalar_state, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
@@ -204,11 +204,19 @@ class LiveEngine:
         if not held:
             del base.state[live.master]  # as before the first step
 
-    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    def built_groups(
+        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        first, live = self.first_group, self.own.param_groups
+        end = first + len(live)
+        own, notes = built_groups(live, groups[first:end], file, allow)
+        return [*groups[:first], *own, *groups[end:]], notes
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
         notes: list[str] = []
         own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
         for number, (group, saved) in enumerate(zip(self.own.param_groups, own, strict=True)):
-            set_group(number, group, saved, notes)
+            set_group(number, group, saved, carried, notes)
         return notes
 
     def restore(self, extras: DeepSpeedExtras, optimizer: bool) -> list[str]:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.engines.client_state import rebuilt
+from megatron_ucp.engines.built import Values
 from megatron_ucp.engines.deepspeed.schedulers import check_class
 from megatron_ucp.engines.deepspeed.trainer_state import counted_anew
 from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.execute import tensor_at
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.resume import How
 
@@ -52,19 +50,14 @@ class DeepSpeedExtras:
         """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
-        saved = source.extras
-
-        def own(value: Any) -> Any:
-            return with_tensors(
-                value, lambda ref: tensor_at(source.place_of(ref), ref), file=source.main_file
-            )
-
-        found, notes = own(saved.scheduler) if scheduler else None, list[str]()
+        saved, values = source.extras, Values(source, "values" in how.allow)
+        found, notes = saved.scheduler if scheduler else None, list[str]()
         if found is not None:
             here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
             found = scheduler_for(found, groups, len(source.manifest.groups), here)
             notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
             _check_scheduler(found, engine, source)
+            found = values.built(found, "lr_scheduler", here)
         notes += _of_the_position(source, engine, how.module_only)
         position = None if how.module_only else saved.data_position
         if how.loader is not None and position is not None:
@@ -75,14 +68,14 @@ class DeepSpeedExtras:
         return cls(
             found,
             saved.counters,
-            {key: own(value) for key, value in saved.others.items()},
-            rebuilt(own(dict(saved.client_state))),
+            {key: values.built(value, key) for key, value in saved.others.items()},
+            values.built(dict(saved.client_state), "client_state"),
             saved.scaler,
             (ranks.partitions, ranks.tp * ranks.pp),
             randoms,
             position,
             how.loader,
-            tuple(notes),
+            (*notes, *values.notes),
         )
 
     def restore(self, engine: Any, wrapper: Any) -> list[str]:

@@ -8,7 +8,6 @@ tag as they were; one in the last two steps says what is there.
 """
 
 import dataclasses
-import json
 import pickle
 import shutil
 import time
@@ -24,7 +23,7 @@ import torch
 from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.client_state import check_client_state
+from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
@@ -32,6 +31,7 @@ from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
+from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
@@ -107,7 +107,7 @@ def _save(
     rank = agree.world()[0]
     aside, sync = durable.aside_of(folder, tag), durable.Syncs(how.durable)
     with ExitStack() as left:
-        _begin(engine, folder, tag, client_state, left)
+        _begin(engine, how, folder, tag, client_state, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
@@ -174,7 +174,9 @@ def _stock(
     return written, time.perf_counter() - before
 
 
-def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> None:
+def _begin(
+    engine: Any, how: Saving, folder: Path, tag: str, client_state: Any, left: ExitStack
+) -> None:
     """Everything that can refuse a save before a file is written, and the folder aside, which
     `left` removes. Collective. Raises SaveError, UsageError."""
     with as_save_error(), agree.together() as block:
@@ -186,7 +188,10 @@ def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitSta
                 fix="save the weights with engine.save_16bit_model, or torch.save of "
                 "engine.module.state_dict() at stage 0",
             )
-        check_client_state(client_state, OWN_KEYS, Path(engine._get_ckpt_name(str(folder), tag)))
+        file = Path(engine._get_ckpt_name(str(folder), tag))
+        refuse_strange(kept.of_caller(client_state, OWN_KEYS, file), SaveError, file)
+        if not how.values_left:
+            refuse_strange(kept.of_engine(engine), SaveError, file)
         if agree.world()[0] == 0:
             durable.begin(folder, tag)
             # there is none of that name after a save that went well
@@ -307,14 +312,9 @@ def _complete(
     }
     if how.loader is not None:
         run["data"] = how.loader.state_dict()
-    groups = tuple(
-        dataclasses.replace(group, settings=json.loads(json.dumps(group.settings, default=str)))
-        for group in manifest.groups
-    )
     return dataclasses.replace(
         manifest,
         files=tuple(sorted(entries, key=lambda entry: entry.name)),
         save_id=uuid.uuid4().hex,
         run=run,
-        groups=groups,
     )

@@ -20,10 +20,11 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
+from megatron_ucp.engines.declared import dtype_name, spec_of
 from megatron_ucp.engines.deepspeed.autotp import is_uneven, layouts_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, stepper_of, wrapper_of
+from megatron_ucp.engines.settings import group_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.experts import (
@@ -217,8 +218,9 @@ class OwnStage:
 
     def groups(self) -> tuple[ParamGroup, ...]:
         name = self.optimizer_name()
+        base = self.wrapper.base
         return tuple(
-            ParamGroup({k: plain_number(v) for k, v in group.items() if k not in GROUP_MARKS}, name)
+            group_of(group, GROUP_MARKS, name, stepper_of(base, group))
             for group in self.param_groups
         )
 

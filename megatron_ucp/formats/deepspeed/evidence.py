@@ -1,6 +1,6 @@
 """A recorded manifest against what the files say."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ForeignFileError
 
 
@@ -21,7 +22,7 @@ def difference(ours: object, theirs: object) -> dict[str, str]:
         for a, b in zip(ours, theirs, strict=True):
             if a != b:
                 return difference(a, b)
-    return {"expected": repr(ours)[:200], "found": repr(theirs)[:200]}
+    return {"expected": shown(ours), "found": shown(theirs)}
 
 
 def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
@@ -40,8 +41,8 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
     """Raises ForeignFileError where the manifest describes another save than the files hold."""
     both = recorded, derived
     count = len([buffer for buffer in derived.buffers if buffer.stepped])
-    groups = [_plain([group.settings for group in m.groups]) for m in both]
-    if not any(group.settings for group in derived.groups):
+    groups: list[Any] = [[group.settings for group in m.groups] for m in both]
+    if not any(group.settings for group in derived.groups) or _says(*groups):
         groups[1] = groups[0]
     pairs: dict[str, Any] = {
         "engine": (recorded.engine, derived.engine),
@@ -67,11 +68,11 @@ def _scalars(buffers: Sequence[FlatBuffer]) -> list[list[Scalars]]:
     return [[member.scalars for member in buffer.members] for buffer in buffers]
 
 
-def _plain(value: Any) -> Any:
-    """Lists as tuples, mappings as sorted items: JSON keeps neither tuples nor the order that a
-    comparison needs."""
-    if isinstance(value, list | tuple):
-        return tuple(_plain(v) for v in value)
-    if isinstance(value, dict):
-        return tuple(sorted((k, _plain(v)) for k, v in value.items()))
-    return value
+def _says(said: Any, found: Any) -> bool:
+    """Whether a manifest's value is the one that a file has. Manifests of before version 3 had
+    lists for tuples, and text for what JSON does not know."""
+    if isinstance(said, list | tuple) and isinstance(found, list | tuple):
+        return len(said) == len(found) and all(map(_says, said, found))
+    if isinstance(said, dict) and isinstance(found, Mapping):
+        return said.keys() == found.keys() and all(_says(said[key], found[key]) for key in said)
+    return alike(said, found) or (type(said) is str and not isinstance(found, str))

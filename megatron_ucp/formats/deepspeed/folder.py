@@ -1,19 +1,20 @@
 """The files of one tag folder, each opened once."""
 
 import resource
-import struct
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Source, Where
+from megatron_ucp.formats.deepspeed.extras import HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.pt.values import storages_of
+from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 from megatron_ucp.formats.recorded import Recorded
 
 # What Python raises where a foreign tree holds other types than its keys promise.
@@ -26,7 +27,8 @@ WRONG_STRUCTURE = (
     ArithmeticError,
     RecursionError,
 )
-SCALAR_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+# keys of a model file under which a program's own values stand, beside its client state
+_OF_PROGRAMS = frozenset({"lr_scheduler", *HELPERS})
 
 
 class TagFolder:
@@ -64,7 +66,8 @@ class TagFolder:
         manifest names."""
         if name not in self._open:
             _allow_descriptors(len(self._open))
-            file = self._closing.enter_context(PtFile(self.folder / name))
+            is_value = _is_value if name in self.names.model.values() else _is_no_value
+            file = self._closing.enter_context(PtFile(self.folder / name, is_value=is_value))
             self._open[name] = file
             self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]
@@ -150,17 +153,26 @@ class TagFolder:
         """None but in DeepSpeed's own files."""
         return None
 
+    def tensor(self, file: str, ref: TensorRef) -> Stand:
+        """A small tensor, as a plain value. Raises UnsupportedError."""
+        data = bytearray(ref.span_bytes if ref.numel <= MAX_ELEMS else 0)
+        first_byte = ref.offset_elems * ITEMSIZE[ref.storage.dtype]
+        self.opened(file).read_into(self.use(file, ref), first_byte, memoryview(data))
+        return tensor_value(ref, data, file)
+
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""
-        layout = SCALAR_CODES.get(ref.storage.dtype)
-        if ref.numel != 1 or layout is None:
-            raise DamagedFileError(
-                "a scalar state is no number", file=file, found=f"{ref.storage.dtype} {ref.shape}"
-            )
-        data = bytearray(struct.calcsize(layout))
-        opened = self.opened(file)
-        opened.read_into(self.use(file, ref), ref.offset_elems * len(data), memoryview(data))
-        return float(struct.unpack(layout, data)[0])
+        return number_in(self.tensor(file, ref), file)
+
+
+def _is_value(key: str) -> bool:
+    """Whether a key of a model file holds values of the program that wrote it."""
+    return key in _OF_PROGRAMS or key not in OWN_KEYS
+
+
+def _is_no_value(key: str) -> bool:
+    """Other files have such values in parameter groups alone."""
+    return False
 
 
 def _allow_descriptors(held: int) -> None:

@@ -207,7 +207,7 @@ class NativeCheckpoint(TagFolder):
         if not any(group.settings for group in derived.groups):
             return recorded
         groups = tuple(
-            replace(found, optimizer=said.optimizer)
+            replace(found, optimizer=said.optimizer, steps_as=said.steps_as)
             for found, said in zip(derived.groups, recorded.groups, strict=True)
         )
         return replace(recorded, groups=groups)
@@ -351,7 +351,7 @@ class NativeCheckpoint(TagFolder):
         try:
             named = flattened(self, tree, file, order, rank)
             found = reader.contents(
-                tree, named, self.spread, file, lambda ref: self.scalar(file, ref)
+                tree, named, self.spread, file, lambda ref: self.tensor(file, ref)
             )
             check_momentum(found.groups, found.buffers, file)
             return found

@@ -9,14 +9,15 @@ from typing import Any
 from megatron_ucp.core.flat import FlatBuffer, Fragment
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.values import Global, Stand
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.experts import is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings, Structure
 from megatron_ucp.formats.deepspeed.paths import (
     optimizer_name,
 )
-from megatron_ucp.formats.pt.output import Output, plain
-from megatron_ucp.formats.pt.values import Global, Stand, TensorRef
+from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.formats.pt.values import TensorRef
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
@@ -236,8 +237,8 @@ class OptimizerTrees(Structure):
 
 def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str, Any]:
     """A parameter group as an optimizer's `state_dict` has it, with every key of its source."""
-    marks = {key: output.adopt(value) for key, value in group.marks.items()}
-    return {**plain(group.settings), **marks, "params": params}
+    settings, marks = output.adopt(dict(group.settings)), output.adopt(dict(group.marks))
+    return {**settings, **marks, "params": params}
 
 
 def scaler_of(run: RunSettings) -> tuple[Stand, bool]:

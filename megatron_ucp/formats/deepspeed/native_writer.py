@@ -16,6 +16,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import EXPERT_CUT
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.values import Stand
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.autoep import LAYERS, key_in_file, layers_tree
 from megatron_ucp.formats.deepspeed.experts import (
@@ -37,7 +38,7 @@ from megatron_ucp.formats.deepspeed.paths import (
 )
 from megatron_ucp.formats.deepspeed.stock_info import patterns_of
 from megatron_ucp.formats.pt.output import Output, Weight
-from megatron_ucp.formats.pt.values import Stand, TensorRef
+from megatron_ucp.formats.pt.values import TensorRef
 
 
 class NativeWriter(OptimizerTrees):

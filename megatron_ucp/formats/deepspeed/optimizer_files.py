@@ -23,13 +23,14 @@ from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.experts import Spread, stored_tensors
 from megatron_ucp.formats.deepspeed.muon import uncut_states
 from megatron_ucp.formats.deepspeed.plain_values import (
-    Scalar,
+    Tensors,
     Tree,
     loss_scaler,
     param_groups,
 )
 from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.values import number_in
 
 OFFLOADED = "_offload_buffer"
 # bitsandbytes' `state_dict` puts its states one level deeper, whatever their dtype
@@ -51,7 +52,7 @@ class Contents:
 
     @property
     def scalars(self) -> tuple[Mapping[str, float], ...]:
-        """Scalar states of each buffer, which are those of its members."""
+        """Tensors states of each buffer, which are those of its members."""
         return tuple(b.members[0].scalars if b.members else {} for b in self.buffers)
 
 
@@ -64,7 +65,7 @@ class OptimizerFile(Protocol):
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
         file: str,
-        scalar: Scalar,
+        tensor: Tensors,
     ) -> Contents: ...
 
     def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
@@ -84,7 +85,7 @@ def entry_of(states: Mapping[Any, Any], index: Any) -> Tree:
 
 
 def split_states(
-    entry: Tree, file: str, scalar: Scalar
+    entry: Tree, file: str, tensor: Tensors
 ) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
     """Element-wise states (name, dtype) and scalar ones of one entry of an optimizer's `state`."""
     kept = {key: value for key, value in entry.items() if value is not None}
@@ -111,7 +112,9 @@ def split_states(
                 )
             element.append((key, value.storage.dtype))
         else:
-            scalars[key] = scalar(value) if isinstance(value, TensorRef) else float(value)
+            scalars[key] = (
+                number_in(tensor(value), file) if isinstance(value, TensorRef) else float(value)
+            )
     return tuple(element), scalars
 
 
@@ -243,7 +246,7 @@ class Zero12File:
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
         file: str,
-        scalar: Scalar,
+        tensor: Tensors,
     ) -> Contents:
         masters = listed(tree, "single_partition_of_fp32_groups", file)
         first = [next(iter(named), "") for named in shapes]
@@ -257,7 +260,7 @@ class Zero12File:
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
             starts, at = _starts(named, gaps[index])
-            element, kept = split_states(entry_of(entries, index), file, scalar)
+            element, kept = split_states(entry_of(entries, index), file, tensor)
             group = index if elastic else group_of(index, groups)
             members = members_of(named, starts, group, {**_elastic_step(tree), **kept})
             states = ((MASTER, masters[index].storage.dtype), *element)
@@ -266,7 +269,7 @@ class Zero12File:
         return Contents(
             engine,
             tuple(buffers),
-            param_groups([{}] * len(shapes) if elastic else groups, scalar),
+            param_groups([{}] * len(shapes) if elastic else groups, tensor),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
@@ -320,7 +323,7 @@ class Zero3File:
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
         file: str,
-        scalar: Scalar,
+        tensor: Tensors,
     ) -> Contents:
         masters = listed(tree, "fp32_flat_groups", file)
         _count(tree, [spread.dense], file)
@@ -331,14 +334,14 @@ class Zero3File:
         groups = base.get("param_groups", [])
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
-            element, kept = split_states(entry_of(base.get("state", {}), index), file, scalar)
+            element, kept = split_states(entry_of(base.get("state", {}), index), file, tensor)
             states = ((MASTER, masters[index].storage.dtype), *element)
             group = group_of(index, groups)
             buffers.append(_cut_each(named, partitions[index], spread, states, group, kept))
         return Contents(
             "zero3",
             tuple(buffers),
-            param_groups(groups, scalar),
+            param_groups(groups, tensor),
             loss_scaler(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )

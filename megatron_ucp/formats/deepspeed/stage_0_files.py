@@ -20,7 +20,7 @@ from megatron_ucp.formats.deepspeed.optimizer_files import (
     members_of,
     split_states,
 )
-from megatron_ucp.formats.deepspeed.plain_values import SCALER, Scalar, Tree, param_groups
+from megatron_ucp.formats.deepspeed.plain_values import SCALER, Tensors, Tree, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
@@ -46,7 +46,7 @@ class Unpartitioned:
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
         file: str,
-        scalar: Scalar,
+        tensor: Tensors,
     ) -> Contents:
         base, masters = self.base(tree), self.masters(tree)
         groups = base["param_groups"]
@@ -58,7 +58,7 @@ class Unpartitioned:
         for number, named in enumerate(shapes):
             for names, index in zip(tensors[number], indices[number], strict=True):
                 entry = entry_of(base["state"], index)
-                element, kept = split_states(entry, file, scalar)
+                element, kept = split_states(entry, file, tensor)
                 refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
                 _check_shapes(refs, names, named[names[0]], file)
                 for name in names:
@@ -69,7 +69,7 @@ class Unpartitioned:
         return Contents(
             self.engine,
             tuple(buffers),
-            param_groups(groups, scalar),
+            param_groups(groups, tensor),
             _flat_scaler(tree),
             tuple(kept_under),
         )
@@ -131,7 +131,7 @@ class FusedFlatFile:
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
         file: str,
-        scalar: Scalar,
+        tensor: Tensors,
     ) -> Contents:
         masters = listed(tree, "fp32_groups_flat", file)
         base = tree["optimizer_state_dict"]
@@ -145,7 +145,7 @@ class FusedFlatFile:
                     expected=used,
                     found=[ref.numel for ref in masters],
                 )
-            element, kept = split_states(entry_of(base["state"], index), file, scalar)
+            element, kept = split_states(entry_of(base["state"], index), file, tensor)
             group = group_of(index, base["param_groups"])
             states = ((MASTER, masters[index].storage.dtype), *element)
             members = members_of(named, starts, group, kept)
@@ -154,7 +154,7 @@ class FusedFlatFile:
         return Contents(
             "zero0",
             tuple(buffers),
-            param_groups(base["param_groups"], scalar),
+            param_groups(base["param_groups"], tensor),
             _flat_scaler(tree),
             tuple(range(len(buffers))),
         )

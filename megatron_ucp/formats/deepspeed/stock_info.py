@@ -15,10 +15,10 @@ from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Extent, Layout, Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import LONGEST_NAME
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed.autotp import UNSUPPORTED, affine_layout, entry_of
 from megatron_ucp.formats.patterns import problem_of
-from megatron_ucp.formats.pt.unpickler import Stand
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
 ROW, VOCABULARY = "parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns"

@@ -219,7 +219,7 @@ class UniversalCheckpoint(TagFolder):
         found += self._values({spec.name for spec, _ in found})
         said = param_groups(
             self._param_groups(),
-            lambda ref: self.scalar(self.full_path(f"{ATOMS}/{GLOBAL}"), ref),
+            lambda ref: self.tensor(self.full_path(f"{ATOMS}/{GLOBAL}"), ref),
         )
         run = {
             key: number(self.meta.get(key))
@@ -230,7 +230,7 @@ class UniversalCheckpoint(TagFolder):
             return Manifest("universal", Mesh(), params, buffers, said, run=run)
         if len(recorded.groups) == len(said):
             said = tuple(
-                replace(group, optimizer=other.optimizer)
+                replace(group, optimizer=other.optimizer, steps_as=other.steps_as)
                 for group, other in zip(said, recorded.groups, strict=True)
             )
         return replace(

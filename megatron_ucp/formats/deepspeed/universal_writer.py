@@ -17,12 +17,12 @@ from megatron_ucp.core.layout import ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.native_optimizer import group_tree, scalar_tensor, scaler_of
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import model_extras
 from megatron_ucp.formats.pt.output import Output
-from megatron_ucp.formats.pt.values import Stand
 
 UNIVERSAL_VERSION = 0.4
 STEP, ATOMS, GLOBAL = "step", "zero", "optimizer_state.pt"

@@ -5,10 +5,11 @@ from typing import Any
 
 from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.values import DeviceName, DtypeName, Stand, VersionName
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.megatron.kinds import Kind
-from megatron_ucp.formats.pt.values import ITEMSIZE, DtypeName, Stand
+from megatron_ucp.formats.pt.values import ITEMSIZE
 
 # the arguments that say the sizes of a mesh, by the names of its axes
 _SIZES = (
@@ -31,7 +32,7 @@ def plain_arguments(tree: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, DtypeName):
+    if isinstance(value, DtypeName | DeviceName | VersionName):
         return str(value)
     if isinstance(value, Stand) and len(value.args) == 1 and not value.state:
         return number(value.args[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
@@ -17,8 +18,8 @@ from megatron_ucp.formats.megatron.groups import is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
 from megatron_ucp.formats.optimizers import steps_in_group
-from megatron_ucp.formats.pt.output import Output, plain
-from megatron_ucp.formats.pt.values import Stand
+from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.formats.pt.values import number_in
 
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _SHARDING = "fully_reshardable"
@@ -95,7 +96,7 @@ class CommonFile:
         return {number: self._optimizer(out, found) for number, found in enumerate(groups)}
 
     def _optimizer(self, out: Output, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        inner: dict[str, Any] = {"param_groups": groups}
+        inner: dict[str, Any] = {"param_groups": out.adopt(groups)}
         if self.kind is not Kind.DISTRIBUTED:
             inner["state"] = {} if self._steps_in_groups else self._common_step(out, groups)
         if self.kind is Kind.FP32:
@@ -157,12 +158,12 @@ class CommonFile:
         """The group that Megatron has for a parameter."""
         number = self.manifest.group_number(spec.name)
         group = self.manifest.groups[number or 0]
-        settings = plain(group.settings)
+        settings = dict(group.settings)
         kept: Mapping[str, Any] = group.marks.get(MEGATRON) or {}
         wd_mult = 0.0 if is_not_decayed(spec, self._decays_qk_norms) else 1.0
         step = self.manifest.scalars_of(spec.name).get("step")
         scheduler = self.extras.scheduler or {}
-        rate = float(settings.get("lr", 0.0))
+        rate = self._float(settings.get("lr"))
         if settings.get("weight_decay") and not kept.get("wd_mult", wd_mult):
             self._note(
                 "vectors and biases have weight decay, which Megatron's scheduler takes away"
@@ -185,6 +186,10 @@ class CommonFile:
     def _decays_qk_norms(self) -> bool:
         said = self.extras.client_state.get(ARGUMENTS_KEY)
         return isinstance(said, Mapping) and bool(said.get("apply_wd_to_qk_layernorm"))
+
+    def _float(self, value: Any) -> float:
+        """A hyper-parameter, which may be a tensor."""
+        return number_in(value, self.file) if isinstance(value, Stand) else float(value or 0.0)
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -212,10 +217,8 @@ class CommonFile:
         has another."""
         found = self.extras.scheduler or {}
         samples = self.extras.counters.get("global_samples", 0)
-        decays = [
-            float(group.settings.get("weight_decay") or 0.0) for group in self.manifest.groups
-        ]
-        rates = [float(group.settings.get("lr") or 0.0) for group in self.manifest.groups]
+        decays = [self._float(group.settings.get("weight_decay")) for group in self.manifest.groups]
+        rates = [self._float(group.settings.get("lr")) for group in self.manifest.groups]
         decay, rate = max(decays, default=0.0), max(rates, default=0.0)
         usual: dict[str, Any] = {
             "max_lr": rate,

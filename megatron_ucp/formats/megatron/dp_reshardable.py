@@ -18,6 +18,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Told, Where
 from megatron_ucp.formats.megatron.assembled import AssembledTensor
@@ -72,10 +73,10 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         for key, number in self._objects("optimizer"):
             tree = self.object(key)
 
-            def scalar(ref: TensorRef, key: str = key) -> float:
-                return self.scalar_at(self.place_in(key, ref), ref)
+            def tensor(ref: TensorRef, key: str = key) -> Stand:
+                return self.tensor_at(self.place_in(key, ref), ref)
 
-            own = saved_groups(tree["param_groups"], None, scalar, self.main_file, number)
+            own = saved_groups(tree["param_groups"], None, tensor, self.main_file, number)
             first = found.setdefault(number, own)
             if _values(first) != _values(own):
                 raise StateMismatchError(
@@ -96,10 +97,10 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     def _scaler(self) -> dict[str, Any]:
         for key, _ in self._objects("grad_scaler"):
 
-            def scalar(ref: TensorRef, key: str = key) -> float:
-                return self.scalar_at(self.place_in(key, ref), ref)
+            def tensor(ref: TensorRef, key: str = key) -> Stand:
+                return self.tensor_at(self.place_in(key, ref), ref)
 
-            return canonical_scaler(self.object(key), self.arguments, scalar, self.iteration)
+            return canonical_scaler(self.object(key), self.arguments, tensor, self.iteration)
         return {}
 
     # ------------------------------------------------ structure

@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.plain_values import Scalar, number
+from megatron_ucp.formats.deepspeed.plain_values import Tensors, number
 from megatron_ucp.formats.megatron.arguments import rate
 from megatron_ucp.formats.megatron.groups import SavedGroup
 from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.values import number_in
 
 ARGUMENTS_KEY = "args"  # of the client state, as `pretrain_gpt.py` keeps its flags there too
 SCHEDULER = "opt_param_scheduler"
@@ -76,7 +77,7 @@ def extras_of(
 
 
 def canonical_scaler(
-    tree: Any, arguments: Mapping[str, Any], scalar: Scalar, iteration: int
+    tree: Any, arguments: Mapping[str, Any], tensors: Tensors, iteration: int
 ) -> dict[str, Any]:
     """The loss scale in its canonical form (see `Extras`), empty without one.
 
@@ -85,7 +86,7 @@ def canonical_scaler(
     """
     if not isinstance(tree, Mapping) or "scale" not in tree:
         return {}
-    scale, growth, hysteresis = (_number(tree.get(key), scalar) for key in _SCALER)
+    scale, growth, hysteresis = (_number(tree.get(key), tensors) for key in _SCALER)
     if growth is None:
         return {"dynamic": False, "cur_scale": scale}
     window = arguments.get("loss_scale_window") or 1000
@@ -105,8 +106,8 @@ def canonical_scaler(
     }
 
 
-def _number(value: Any, scalar: Scalar) -> float | None:
+def _number(value: Any, tensors: Tensors) -> float | None:
     if isinstance(value, TensorRef):
-        return scalar(value)
+        return number_in(tensors(value), "")
     found = number(value)
     return float(found) if isinstance(found, int | float) else None

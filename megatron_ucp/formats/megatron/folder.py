@@ -1,6 +1,5 @@
 """What every checkpoint of Megatron gives to the operations above, whatever its files are."""
 
-import struct
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
     StateMismatchError,
@@ -29,7 +29,7 @@ from megatron_ucp.formats.base import (
     Told,
     Where,
 )
-from megatron_ucp.formats.deepspeed.folder import SCALAR_CODES, WRONG_STRUCTURE
+from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
 from megatron_ucp.formats.megatron.extras import iteration_of
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
@@ -37,7 +37,7 @@ from megatron_ucp.formats.megatron.names import layout_of
 from megatron_ucp.formats.megatron.random_states import WhereOf, generators
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.pt.values import storages_of
+from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 from megatron_ucp.formats.recorded import Recorded
 
 SAVED_ON = "saved_on"  # the mesh of the run, where the files don't depend on it
@@ -212,20 +212,18 @@ class MegatronFolder:
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor of a `.pt` file of the folder. Raises
         DamagedFileError."""
-        return self.scalar_at(self._where_of(file, ref), ref)
+        return number_in(self.tensor(file, ref), file)
 
-    def scalar_at(self, where: Where, ref: TensorRef) -> float:
-        """The value of a one-element tensor at a place. Raises DamagedFileError."""
-        layout = SCALAR_CODES.get(ref.storage.dtype)
-        if ref.numel != 1 or layout is None:
-            raise DamagedFileError(
-                "a scalar state is no number",
-                file=where.file.path,
-                found=f"{ref.storage.dtype} {ref.shape}",
-            )
-        data = bytearray(struct.calcsize(layout))
+    def tensor(self, file: str, ref: TensorRef) -> Stand:
+        """A small tensor of a `.pt` file of the folder, as a plain value. Raises
+        UnsupportedError."""
+        return self.tensor_at(self._where_of(file, ref), ref)
+
+    def tensor_at(self, where: Where, ref: TensorRef) -> Stand:
+        """A small tensor at a place, as a plain value. Raises UnsupportedError."""
+        data = bytearray(ref.span_bytes if ref.numel <= MAX_ELEMS else 0)
         where.file.read_into(where.record, where.offset_bytes, memoryview(data))
-        return float(struct.unpack(layout, data)[0])
+        return tensor_value(ref, data, where.file.path)
 
     def place_of(self, ref: TensorRef) -> Where:
         """Place of a tensor that the extras refer to."""

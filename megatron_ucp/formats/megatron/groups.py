@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
-from megatron_ucp.formats.deepspeed.plain_values import MEGATRON, Scalar, param_groups
+from megatron_ucp.formats.deepspeed.plain_values import MEGATRON, Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.pt.values import number_in
 
 # by these Megatron finds the group of a running optimizer that a saved one is for
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -42,7 +43,7 @@ class SavedGroup:
 
 
 def saved_groups(
-    trees: Sequence[Any], common_step: float | None, scalar: Scalar, file: str, optimizer: int
+    trees: Sequence[Any], common_step: float | None, tensors: Tensors, file: str, optimizer: int
 ) -> list[SavedGroup]:
     """The groups of one optimizer, of its `param_groups`. Raises DamagedFileError."""
     out: list[SavedGroup] = []
@@ -51,8 +52,8 @@ def saved_groups(
         rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
             del rest[_TE_ONLY]  # torch's Adam always corrects; the key is for whoever loads it next
-        (plain,) = param_groups([rest], scalar)
-        step = _step(tree.get("step"), common_step, scalar, file)
+        (plain,) = param_groups([rest], tensors)
+        step = _step(tree.get("step"), common_step, tensors, file)
         group = ParamGroup(plain.settings, _class_name(plain.settings), {MEGATRON: own})
         out.append(SavedGroup(group, step, optimizer))
     # fused ones count in no group of which the rank that saved them has no parameter
@@ -72,10 +73,10 @@ def _own(tree: Mapping[str, Any], key: str) -> Any:
     return tree.get(key, tree.get(f"pre_{key}"))
 
 
-def _step(value: Any, common: float | None, scalar: Scalar, file: str) -> float | None:
+def _step(value: Any, common: float | None, tensors: Tensors, file: str) -> float | None:
     """A step, which Megatron keeps as a number, as a tensor, or once for all groups."""
     if isinstance(value, TensorRef):
-        return scalar(value)
+        return number_in(tensors(value), file)
     if value is None:
         return common
     if isinstance(value, bool) or not isinstance(value, int | float):

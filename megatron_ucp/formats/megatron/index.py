@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
     NotFoundError,
@@ -22,7 +23,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
 from megatron_ucp.formats.megatron.closed_list import OF_METADATA
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, Stand, loads
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, loads
 from megatron_ucp.formats.recorded import open_regular
 
 INDEX_FILE = ".metadata"

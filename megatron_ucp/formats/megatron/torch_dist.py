@@ -105,7 +105,7 @@ class TorchDistCheckpoint(MegatronFolder):
             step = None if common is None else self.scalar(COMMON_FILE, common)
             listed = inner.get("param_groups") or []
             out += saved_groups(
-                listed, step, lambda ref: self.scalar(COMMON_FILE, ref), self.main_file, number
+                listed, step, lambda ref: self.tensor(COMMON_FILE, ref), self.main_file, number
             )
         return out
 
@@ -263,7 +263,7 @@ class TorchDistCheckpoint(MegatronFolder):
         return canonical_scaler(
             saved[0] if saved else None,
             self.arguments,
-            lambda ref: self.scalar(COMMON_FILE, ref),
+            lambda ref: self.tensor(COMMON_FILE, ref),
             self.iteration,
         )
 

@@ -13,16 +13,21 @@ from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
-from megatron_ucp.errors import UnsafePickleError, UnsupportedError
-from megatron_ucp.formats.pt.values import (
-    ITEMSIZE,
+from megatron_ucp.core.values import (
+    ARRAY,
+    DTYPE,
+    FACTORIES,
+    DeviceName,
     Global,
     Size,
     Stand,
-    StorageRef,
-    TensorRef,
+    VersionName,
+    is_numpy_scalar,
+    numpy_scalar,
     shown,
 )
+from megatron_ucp.errors import UnsafePickleError, UnsupportedError
+from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
 
 if TYPE_CHECKING:  # the machine takes its rows from here
     from megatron_ucp.formats.pt.unpickler import Machine
@@ -72,7 +77,7 @@ def _counts(machine: "Machine", value: object, what: str) -> tuple[int, ...]:
 
 def _size(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     sizes = _counts(machine, args[0] if len(args) == 1 else args, "torch.Size")
-    return Size(sizes) if machine.typed else sizes
+    return Size(sizes)
 
 
 def _view(
@@ -192,7 +197,7 @@ def _enum_member(machine: "Machine", name: str, args: tuple[object, ...]) -> obj
         raise UnsafePickleError(
             f"the pickle asks for an attribute of {kind}", file=machine.file, found=member
         )
-    return Stand(kind, (member,))
+    return Stand(kind, (member,), made="member")
 
 
 def _ordered_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
@@ -222,23 +227,16 @@ def _deque(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
 
 
 def _default_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
-    kinds = {
-        "builtins.list": list,
-        "builtins.dict": dict,
-        "builtins.int": int,
-        "builtins.float": float,
-        "builtins.set": set,
-    }
     factory = args[0] if args else None
     if len(args) > 1 or not (
-        factory is None or isinstance(factory, Global) and factory.qualname in kinds
+        factory is None or isinstance(factory, Global) and factory.qualname in FACTORIES
     ):
         machine.fail(
             "a defaultdict's factory is none of the known ones",
-            expected=", ".join(kinds),
+            expected=", ".join(FACTORIES),
             found=args,
         )
-    return defaultdict(kinds[factory.qualname] if isinstance(factory, Global) else None)
+    return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, Global) else None)
 
 
 def _builtin(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
@@ -278,18 +276,32 @@ def _encode(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     return _raw(machine, args)
 
 
-def _text(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
-    """Paths, devices and versions, as plain text."""
-    if name == "torch.device" and len(args) == 2 and type(args[1]) is int:
-        args = (args[0], str(args[1]))
+def _parts(machine: "Machine", name: str, args: tuple[object, ...]) -> list[str]:
+    """Arguments that are texts."""
     parts = [part for part in args if isinstance(part, str)]
     machine.spend(sum(map(len, parts)))
-    if len(parts) != len(args) or not (parts or name.startswith("pathlib")):
+    if len(parts) != len(args):
         machine.fail(f"{name} is malformed", found=args)
-    if name.startswith("pathlib."):
-        windows = "Windows" in name
-        return str((pathlib.PureWindowsPath if windows else pathlib.PurePosixPath)(*parts))
-    return ":".join(parts)
+    return parts
+
+
+def _path(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    """The real class, which looks at no disk; of Windows the one that never does."""
+    kinds = {"pathlib.PosixPath": pathlib.PosixPath, "pathlib.PurePosixPath": pathlib.PurePosixPath}
+    return kinds.get(name, pathlib.PureWindowsPath)(*_parts(machine, name, args))
+
+
+def _device(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    if len(args) == 2 and type(args[1]) is int:
+        args = (args[0], str(args[1]))
+    text = ":".join(_parts(machine, name, args))
+    if not re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", text, re.ASCII):
+        machine.fail(f"{name} is malformed", found=args)
+    return DeviceName(text)
+
+
+def _version(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+    return VersionName("".join(_parts(machine, name, args)))
 
 
 def _time(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
@@ -316,7 +328,7 @@ def _dtype(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
             file=machine.file,
             found=shown(text),
         )
-    return Stand(name, (), {"dtype": "|" + text})
+    return Stand(DTYPE, (), {"dtype": "|" + text})
 
 
 def _dtype_state(machine: "Machine", target: Stand, state: object) -> None:
@@ -330,7 +342,7 @@ def _dtype_state(machine: "Machine", target: Stand, state: object) -> None:
 def _empty_array(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     if not args or not isinstance(args[0], Global) or args[0].qualname != "numpy.ndarray":
         machine.fail("a numpy array is malformed", found=args)
-    return Stand("numpy.ndarray")
+    return Stand(ARRAY)
 
 
 def _array_state(machine: "Machine", target: Stand, state: object) -> None:
@@ -363,19 +375,17 @@ def _scalar(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     if len(args) != 2:
         machine.fail("a numpy scalar is malformed", found=args)
     state = _array(machine, args[0], (), False, args[1])
-    return Stand(
-        "numpy.scalar", (state["dtype"], state["data"]), state
-    )  # in args too: it may be a dict key
-
-
-def _scalar_state(machine: "Machine", target: Stand, state: object) -> None:
-    machine.fail("the pickle sets attributes of a numpy scalar")
+    if not is_numpy_scalar(str(state["dtype"])):
+        raise UnsupportedError(
+            "a numpy scalar has a dtype that is not read", file=machine.file, found=state["dtype"]
+        )
+    return numpy_scalar(str(state["dtype"]), bytes(args[1]))  # type: ignore[arg-type]
 
 
 def _from_buffer(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     if len(args) != 4 or args[3] not in ("C", "F"):
         machine.fail("a numpy array is malformed", found=args)
-    return Stand("numpy.ndarray", (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
+    return Stand(ARRAY, (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
 
 
 def _index_state(machine: "Machine", target: Stand, state: object) -> None:
@@ -394,7 +404,6 @@ def _index_state(machine: "Machine", target: Stand, state: object) -> None:
 STATES = {
     "numpy.dtype": _dtype_state,
     "numpy.ndarray": _array_state,
-    "numpy.scalar": _scalar_state,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _index_state,
 }
 _TENSOR_CLASSES = frozenset(
@@ -426,9 +435,9 @@ KNOWN: dict[str, _Build | None] = {
         for kind in ("set", "frozenset", "complex", "bytearray", "bytes", "slice", "range")
     },
     **{f"datetime.{kind}": _time for kind in ("date", "datetime", "time", "timedelta", "timezone")},
-    **{f"pathlib.{kind}Path": _text for kind in ("Posix", "PurePosix", "Windows", "PureWindows")},
-    "torch.device": _text,
-    "torch.torch_version.TorchVersion": _text,
+    **{f"pathlib.{kind}Path": _path for kind in ("Posix", "PurePosix", "Windows", "PureWindows")},
+    "torch.device": _device,
+    "torch.torch_version.TorchVersion": _version,
     "_codecs.encode": _encode,
     "builtins.getattr": _enum_member,
     "torch.Size": _size,

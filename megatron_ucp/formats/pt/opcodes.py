@@ -102,18 +102,21 @@ def _marked_dict(machine: "Machine") -> None:
     machine.set_items(flat)
 
 
-def _reduce(
-    machine: "Machine",
-) -> None:  # REDUCE and NEWOBJ: here a class is called like a function
+def _reduce(machine: "Machine") -> None:
     args = machine.stack.pop()
     machine.stack[-1] = machine.call(machine.stack[-1], args)
+
+
+def _new_object(machine: "Machine") -> None:
+    args = machine.stack.pop()
+    machine.stack[-1] = machine.new(machine.stack[-1], args)
 
 
 def _new_object_ex(machine: "Machine") -> None:
     keywords = machine.stack.pop()
     if type(keywords) is not dict or keywords:
         machine.fail("the pickle makes an object with keyword arguments")
-    _reduce(machine)
+    _new_object(machine)
 
 
 def _stack_global(machine: "Machine") -> None:
@@ -194,7 +197,7 @@ HANDLERS: dict[int, _Handler] = {
     0x93: _stack_global,
     0x51: lambda m: m.persistent_load(),
     0x52: _reduce,
-    0x81: _reduce,
+    0x81: _new_object,
     0x92: _new_object_ex,
     0x62: lambda m: m.build(),  # REDUCE, NEWOBJ, NEWOBJ_EX, BUILD
 }

@@ -1,12 +1,12 @@
 """Files that are written: their pickled trees, and where the bytes of each storage come from."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.values import Stand
 from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.pt.writer import contiguous
@@ -52,20 +52,11 @@ class Output:
 
     def adopt(self, value: Any) -> Any:
         """A value of the source's model file, with the tensors in it, for this file."""
-        return with_tensors(
-            value, lambda ref: self.tensor(Stored(ref), ref.storage.dtype, ref.shape)
-        )
+        return with_tensors(value, self._adopted)
 
-
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters without the marks that stand for values which are no plain ones."""
-    return {key: value for key, value in settings.items() if not is_mark(value)}
-
-
-def is_mark(value: Any) -> bool:
-    """Whether a hyper-parameter is, or holds, a mark."""
-    return (
-        any(map(is_mark, value))
-        if isinstance(value, tuple)
-        else isinstance(value, str) and value.startswith("<")
-    )
+    def _adopted(self, found: TensorRef | Stand) -> TensorRef:
+        if isinstance(found, TensorRef):
+            return self.tensor(Stored(found), found.storage.dtype, found.shape)
+        data: Any = found.get("data")
+        shape: Any = found.get("shape")
+        return self.tensor(data, str(found.get("dtype")), shape)

@@ -1,14 +1,34 @@
 """Pickles of the closed list of values, as torch writes them: protocol 2, tensors by storage,
 foreign objects by name."""
 
+import datetime
+import pathlib
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from io import BytesIO
+from typing import Any
 
+from megatron_ucp.core.values import (
+    ARRAY,
+    DTYPE,
+    FACTORIES,
+    DeviceName,
+    DtypeName,
+    Global,
+    NumpyBytes,
+    NumpyComplex,
+    NumpyFloat,
+    NumpyInt,
+    NumpyScalar,
+    NumpyText,
+    Size,
+    Stand,
+    VersionName,
+)
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.pt.known import STORAGE_DTYPES
-from megatron_ucp.formats.pt.values import DtypeName, Global, Size, Stand, StorageRef, TensorRef
+from megatron_ucp.formats.pt.values import StorageRef, TensorRef
 
 _STORAGE = {
     dtype: name
@@ -56,11 +76,8 @@ def _int(write: _Write, value: int, _: int) -> None:
         return
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if len(data) > 255:
-        raise UnsupportedError(
-            "a number is too large to be written",
-            expected="fewer than 2040 bits",
-            found=f"{value.bit_length()} bits",
-        )
+        write(b"\x8b" + struct.pack("<i", len(data)) + data)
+        return
     write(b"\x8a" + bytes([len(data)]) + data)
 
 
@@ -107,8 +124,52 @@ def _ordered(write: _Write, value: "OrderedDict[object, object]", depth: int) ->
     _items(write, value, depth)
 
 
-def _set(write: _Write, value: set[object], depth: int) -> None:
-    _call(write, "builtins.set", (list(value),), depth)
+def _set(write: _Write, value: set[object] | frozenset[object], depth: int) -> None:
+    _call(write, f"builtins.{type(value).__name__}", (list(value),), depth)
+
+
+def _counter(write: _Write, value: "Counter[object]", depth: int) -> None:
+    _call(write, "collections.Counter", (dict(value),), depth)
+
+
+def _default_dict(write: _Write, value: "defaultdict[object, object]", depth: int) -> None:
+    names = [name for name, kind in FACTORIES.items() if kind is value.default_factory]
+    _call(write, "collections.defaultdict", tuple(map(Global, names)), depth)
+    _items(write, value, depth)
+
+
+def _deque(write: _Write, value: "deque[object]", depth: int) -> None:
+    _call(write, "collections.deque", (list(value), value.maxlen), depth)
+
+
+def _complex(write: _Write, value: complex, depth: int) -> None:
+    _call(write, "builtins.complex", (value.real, value.imag), depth)
+
+
+def _byte_array(write: _Write, value: bytearray, depth: int) -> None:
+    _call(write, "builtins.bytearray", (bytes(value),), depth)
+
+
+def _span(write: _Write, value: range | slice, depth: int) -> None:
+    args = (value.start, value.stop, value.step)
+    _call(write, f"builtins.{type(value).__name__}", args, depth)
+
+
+def _as_python_does(write: _Write, value: Any, depth: int) -> None:
+    """Dates and paths: a call of the class with plain arguments."""
+    kind, args = value.__reduce_ex__(2)[:2]
+    _call(write, f"{kind.__module__.partition('._')[0]}.{kind.__qualname__}", args, depth)
+
+
+def _device_name(write: _Write, value: DeviceName, depth: int) -> None:
+    kind, _, index = value.partition(":")
+    _call(write, "torch.device", (kind, int(index)) if index else (kind,), depth)
+
+
+def _version_name(write: _Write, value: VersionName, depth: int) -> None:
+    _global(write, "torch.torch_version.TorchVersion")
+    _tuple(write, (str(value),), depth)
+    write(b"\x81")
 
 
 def _global(write: _Write, qualname: str) -> None:
@@ -164,42 +225,50 @@ def _dtype(write: _Write, kind: str, depth: int) -> None:
     write(b"b")
 
 
-def _numpy(write: _Write, value: Stand, depth: int) -> None:
-    """An array or a scalar, as numpy pickles them."""
-    kind, data = str(value.state["dtype"]), value.state["data"]
-    if value.qualname == "numpy.scalar":
-        _global(write, "numpy._core.multiarray.scalar")
-        write(b"(")
-        _dtype(write, kind, depth)
-        _write(write, data, depth)
-        write(b"tR")
-        return
-    _call(
-        write, "numpy._core.multiarray._reconstruct", (Global("numpy.ndarray"), (0,), b"b"), depth
-    )
+def _numpy_scalar(write: _Write, value: NumpyScalar, depth: int) -> None:
+    _global(write, "numpy._core.multiarray.scalar")
+    write(b"(")
+    _dtype(write, value.dtype, depth)
+    _write(write, value.data, depth)
+    write(b"tR")
+
+
+def _array(write: _Write, value: Stand, depth: int) -> None:
+    """An array, as numpy pickles it."""
+    _call(write, "numpy._core.multiarray._reconstruct", (Global(ARRAY), (0,), b"b"), depth)
     write(b"(")
     for item in (1, value.state["shape"]):
         _write(write, item, depth)
-    _dtype(write, kind, depth)
-    for item in (value.state["fortran_order"], data):
+    _dtype(write, str(value.state["dtype"]), depth)
+    for item in (value.state["fortran_order"], value.state["data"]):
         _write(write, item, depth)
     write(b"tb")
 
 
 def _stand(write: _Write, value: Stand, depth: int) -> None:
-    """An object of a known class, as Python pickles it: made from its arguments, or empty; then its
-    attributes."""
-    if value.qualname in ("numpy.ndarray", "numpy.scalar"):
-        _numpy(write, value, depth)
+    """An object, as Python pickles it: made by a call, as a new one, or as the member of an enum;
+    then its attributes."""
+    if value.qualname == ARRAY:
+        _array(write, value, depth)
+        return
+    if value.qualname == DTYPE:
+        _dtype(write, str(value.state["dtype"]), depth)
+        return
+    if value.made == "member":
+        _call(write, "builtins.getattr", (Global(value.qualname), *value.args), depth)
         return
     _global(write, value.qualname)
     _tuple(write, value.args, depth)
-    write(b"R" if value.args else b"\x81")
+    write(b"R" if value.args and value.made == "call" else b"\x81")
     if value.state:
         _write(write, dict(value.state), depth)
         write(b"b")
 
 
+_OF_PYTHON = (
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+)
 _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     type(None): lambda write, _, __: write(b"N") and None,
     float: lambda write, value, _: write(b"G" + struct.pack(">d", value)) and None,
@@ -212,6 +281,18 @@ _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     dict: _dict,  # type: ignore[dict-item]
     OrderedDict: _ordered,
     set: _set,
+    frozenset: _set,
+    Counter: _counter,
+    defaultdict: _default_dict,
+    deque: _deque,
+    complex: _complex,
+    bytearray: _byte_array,
+    range: _span,
+    slice: _span,
+    **dict.fromkeys(_OF_PYTHON, _as_python_does),
+    **dict.fromkeys((NumpyInt, NumpyFloat, NumpyComplex, NumpyText, NumpyBytes), _numpy_scalar),
+    DeviceName: _device_name,
+    VersionName: _version_name,
     DtypeName: lambda write, value, _: _global(write, value),  # type: ignore[dict-item]
     Size: lambda write, value, depth: _call(write, "torch.Size", (tuple(value),), depth),  # type: ignore[dict-item]
     Global: lambda write, value, _: _global(write, value.qualname),  # type: ignore[dict-item]

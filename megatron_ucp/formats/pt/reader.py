@@ -9,7 +9,7 @@ are read. Tensors are read later, by byte offset, without torch.
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Self
@@ -30,6 +30,7 @@ from megatron_ucp.formats.pt.unpickler import (
     StorageRef,
     TensorRef,
     loads,
+    refuse_outside,
 )
 
 # Of an archive inside of a file, what is read at once from either end: the directory that torch
@@ -46,11 +47,20 @@ class PtFile(OpenFile):
     records that do not overlap.
     """
 
+    is_value: Callable[[str], bool] | None = None
+
     def __init__(
-        self, path: str | os.PathLike[str], *, allow: frozenset[str] = frozenset()
+        self,
+        path: str | os.PathLike[str],
+        *,
+        allow: frozenset[str] = frozenset(),
+        is_value: Callable[[str], bool] | None = None,
     ) -> None:
-        """`allow`: further globals that the pickle may name, see `safe_pickle.loads`."""
+        """`allow`: further globals that the pickle may name, see `unpickler.loads`. `is_value` says
+        under which keys of the tree a program's own values stand: there names of any class may be,
+        as in parameter groups."""
         super().__init__(path)
+        self.is_value = is_value
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._read_directory(allow)
@@ -87,7 +97,13 @@ class PtFile(OpenFile):
 
     def value_of(self, pickled: bytes) -> object:
         """The value of a pickle that lies in this file, or is the same as one that does."""
-        return loads(pickled, file=self.path, allow=self._allow, typed=True)
+        if self.is_value is None:
+            return loads(pickled, file=self.path, allow=self._allow)
+        strangers = set[str]()
+        tree = loads(pickled, file=self.path, allow=self._allow, strangers=strangers)
+        if strangers:
+            refuse_outside(tree, strangers, self.is_value, self.path)
+        return tree
 
     def pickled(self) -> bytes:
         """The pickle itself, its CRC-32 compared. Raises DamagedFileError."""

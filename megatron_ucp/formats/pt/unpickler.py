@@ -4,30 +4,23 @@ The pickle machine is our own, as Python's cannot be made safe: `pickle.Unpickle
 on whatever a file names (BUILD), hashes nested tuples until the C stack overflows, and allocates as
 much as an opcode claims. Here a class or function of the file is a `Global`, an inert name that
 Python can't call. What a call of it means is a row of the closed list of `pickle_known`: a tensor
-becomes a `TensorRef`, a DeepSpeed or numpy object a `Stand`, all else is refused. Protocols 2 to 5
-are read, of which torch.save writes 2.
+becomes a `TensorRef`, a plain value what `core/values` has for it, a DeepSpeed object a `Stand`. A
+name that is not on the list is refused; where a caller wants to hear of it, it may stand as a name,
+or as the class of an object that is made without a call. Protocols 2 to 5 are read, of which
+torch.save writes 2.
 """
 
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megatron_ucp.core.values import SCALARS, TENSOR, DtypeName, Global, Size, Stand, shown
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError
 from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES, stand
 from megatron_ucp.formats.pt.opcodes import HANDLERS
-from megatron_ucp.formats.pt.values import (
-    ITEMSIZE,
-    SCALARS,
-    DtypeName,
-    Global,
-    Size,
-    Stand,
-    StorageRef,
-    TensorRef,
-    shown,
-)
+from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
 
 __all__ = [
     "ITEMSIZE",
@@ -67,16 +60,20 @@ _CAUGHT = (
 
 
 def loads(
-    data: bytes, *, file: str, allow: frozenset[str] = frozenset(), typed: bool = False
+    data: bytes,
+    *,
+    file: str,
+    allow: frozenset[str] = frozenset(),
+    strangers: set[str] | None = None,
 ) -> object:
     """The value in the pickle `data` of `file`, with a `TensorRef` for each tensor and a `Stand`
     for each known object.
 
-    `typed` tells a torch.dtype from its name and a torch.Size from a tuple (`DtypeName`, `Size`).
     `allow` names further globals ("package.module.Class") whose objects become `Stand`s; their code
-    is not run either. Raises UnsafePickleError for any other global, DamagedFileError for a
-    malformed pickle or an impossible tensor, and UnsupportedError for tensors and arrays whose
-    bytes alone do not say their values.
+    is not run either. Any other global that nothing calls is added to `strangers`, where that is
+    given, and stands as a name. Raises UnsafePickleError for any other global, DamagedFileError
+    for a malformed pickle or an impossible tensor, and UnsupportedError for tensors and arrays
+    whose bytes alone do not say their values.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise DamagedFileError(
@@ -85,7 +82,7 @@ def loads(
             expected=f"at most {MAX_PICKLE_BYTES} bytes",
             found=f"{len(data)} bytes",
         )
-    machine = Machine(data, file, allow, typed)
+    machine = Machine(data, file, allow, strangers)
     try:
         value = machine.run()
         _check_extent(value, machine)
@@ -96,6 +93,43 @@ def loads(
             file=file,
             found=f"{type(error).__name__}: {str(error)[:200]}",
         ) from error
+
+
+def refuse_outside(
+    tree: object, strangers: Collection[str], is_value: Callable[[str], bool], file: str
+) -> None:
+    """Raises UnsafePickleError for a name that is not on the closed list anywhere but under a key
+    of the tree that `is_value`, or in parameter groups."""
+    inside: dict[object, object] = tree if isinstance(tree, dict) else {None: tree}
+    left = [value for key, value in inside.items() if not (isinstance(key, str) and is_value(key))]
+    seen = set[int]()
+    while left:
+        item = left.pop()
+        if isinstance(item, Global | Stand) and item.qualname in strangers:
+            raise not_listed(item.qualname, file)
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            left += [*item, *(value for key, value in item.items() if key != PARAM_GROUPS)]
+        elif isinstance(item, Stand):
+            left += [*item.args, *item.state.values()]
+        elif isinstance(item, _CONTAINERS):
+            left += item
+
+
+PARAM_GROUPS = "param_groups"  # of every optimizer's state dict
+
+
+def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
+    """A name in a pickle that nothing here knows."""
+    shown = ascii(qualname[:200])
+    return UnsafePickleError(
+        f"the pickle asks for {shown}, which is not on the closed list",
+        file=file,
+        found=shown,
+        expected="tensors, plain Python values and DeepSpeed's own records",
+    )
 
 
 def _check_extent(value: object, machine: "Machine") -> None:
@@ -167,13 +201,13 @@ _HOLDERS = frozenset(
 
 def with_tensors(
     value: object,
-    convert: Callable[[TensorRef], object],
+    convert: Callable[[Any], object],
     *,
     file: str | None = None,
     max_depth: int = 100,
 ) -> object:
-    """A copy of `value` with `convert(ref)` in the place of each TensorRef, inside containers and
-    Stands.
+    """A copy of `value` with `convert(ref)` in the place of each TensorRef, and of each Stand of a
+    tensor, inside containers and other Stands.
 
     Each shared object is copied once, so sharing and cycles stay as they are and `convert` sees
     each TensorRef object once. Raises DamagedFileError when the nesting is deeper than `max_depth`.
@@ -184,9 +218,7 @@ def with_tensors(
 class _Copier:
     """One copy on its way; `memo` has what was copied by the identity of its original."""
 
-    def __init__(
-        self, convert: Callable[[TensorRef], object], file: str | None, max_depth: int
-    ) -> None:
+    def __init__(self, convert: Callable[[Any], object], file: str | None, max_depth: int) -> None:
         self._convert, self._file, self._max_depth = convert, file, max_depth
         self._memo: dict[int, object] = {}
 
@@ -200,7 +232,7 @@ class _Copier:
                 expected=f"at most {self._max_depth} levels",
             )
         copy: object = item
-        if isinstance(item, TensorRef):
+        if isinstance(item, TensorRef) or (isinstance(item, Stand) and item.qualname == TENSOR):
             copy = self._convert(item)
         elif isinstance(item, tuple) and type(item) is not Size:
             copy = tuple([self.walk(part, depth + 1) for part in item])
@@ -219,7 +251,7 @@ class _Copier:
             self._fill(made, item.items(), depth)
             return made
         if isinstance(item, Stand):
-            stand = self._memo[id(item)] = Stand(item.qualname)
+            stand = self._memo[id(item)] = Stand(item.qualname, made=item.made)
             stand.args = tuple([self.walk(part, depth + 1) for part in item.args])
             self._fill(stand.state, item.state.items(), depth)  # type: ignore[arg-type]
             return stand
@@ -241,8 +273,10 @@ class Machine:
     """One run over one pickle: the opcodes. Every value on the stack is plain data, a TensorRef,
     Stand or Global."""
 
-    def __init__(self, data: bytes, file: str, allow: frozenset[str], typed: bool = False) -> None:
-        self.typed = typed
+    def __init__(
+        self, data: bytes, file: str, allow: frozenset[str], strangers: set[str] | None = None
+    ) -> None:
+        self.strangers = strangers
         self.data, self.file, self.allow, self.pos = data, file, allow, 0
         self.stack: list[object] = []
         self.below: list[list[object]] = []  # the stacks under the open marks
@@ -311,7 +345,7 @@ class Machine:
         for _ in range(_MAX_KEY_DEPTH):
             below: list[object] = []
             for item in level:
-                if isinstance(item, Stand) and item.state and item.qualname != "numpy.scalar":
+                if isinstance(item, Stand) and item.state:
                     self.fail(f"an object of {item.qualname} is used as a dict key or set member")
                 parts = item.args if isinstance(item, Stand) else item
                 if isinstance(parts, tuple | frozenset):
@@ -336,28 +370,35 @@ class Machine:
         qualname = f"{module}.{name}".replace("numpy.core.", "numpy._core.", 1)
         if qualname not in self.globals:
             if qualname.startswith("torch.") and qualname[6:] in ITEMSIZE:
-                self.globals[qualname] = DtypeName(qualname) if self.typed else qualname
-            elif qualname in KNOWN or qualname in self.allow:
-                self.globals[qualname] = Global(qualname)
+                self.globals[qualname] = DtypeName(qualname)
             else:
-                shown = ascii(qualname[:200])
-                raise UnsafePickleError(
-                    f"the pickle asks for {shown}, which is not on the closed list",
-                    file=self.file,
-                    found=shown,
-                    expected="tensors, plain Python values and DeepSpeed's own records",
-                    fix=UnsafePickleError.fix
-                    + f"; or allow {shown} by name, which reads it as an inert stand-in",
-                )
+                if self._is_strange(qualname):
+                    if self.strangers is None:
+                        raise not_listed(qualname, self.file)
+                    self.strangers.add(qualname)
+                self.globals[qualname] = Global(qualname)
         self.stack.append(self.globals[qualname])
+
+    def _is_strange(self, qualname: str) -> bool:
+        return qualname not in KNOWN and qualname not in self.allow
 
     def call(self, func: object, args: object) -> object:
         if not isinstance(func, Global) or not isinstance(args, tuple):
             self.fail("the pickle calls what is no function", found=func)
+        if self._is_strange(func.qualname):
+            raise not_listed(func.qualname, self.file)
         build = KNOWN.get(func.qualname, stand)
         if build is None:
             self.fail(f"the pickle makes an object of {func.qualname}, which torch does not write")
         return build(self, func.qualname, args)
+
+    def new(self, kind: object, args: object) -> object:
+        """An object without a call of its class's `__init__`."""
+        if not isinstance(kind, Global) or not self._is_strange(kind.qualname):
+            return self.call(kind, args)
+        if not isinstance(args, tuple):
+            self.fail("the pickle makes an object of no arguments", found=args)
+        return Stand(kind.qualname, args, made="new")
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]

@@ -1,11 +1,14 @@
-"""What a pickle of torch can hold, as values without behaviour: tensors and storages by place,
-objects by name."""
+"""What a pickle of torch can hold besides plain values (`core/values`): tensors and storages, by
+place."""
 
-import datetime
-import reprlib
-from collections.abc import Callable
+import itertools
+import struct
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
+
+from megatron_ucp.core.values import TENSOR, Stand
+from megatron_ucp.errors import DamagedFileError, UnsupportedError
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -35,6 +38,8 @@ ITEMSIZE: dict[str, int] = {
 class StorageRef:
     """One storage record, `<archive>/data/<key>`, of `elems` elements of `dtype`."""
 
+    IS_SHORT: ClassVar = True  # of its text
+
     key: str
     dtype: str
     elems: int
@@ -49,6 +54,8 @@ class TensorRef:
     """A tensor as a view of a storage; offset and strides in elements. Its last element lies inside
     the storage."""
 
+    IS_SHORT: ClassVar = True
+
     storage: StorageRef
     offset_elems: int
     shape: tuple[int, ...]
@@ -57,6 +64,14 @@ class TensorRef:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        if not self.numel:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * ITEMSIZE[self.storage.dtype]
 
     @property
     def is_contiguous(self) -> bool:
@@ -68,6 +83,46 @@ class TensorRef:
                 return self.numel == 0
             expected *= size
         return True
+
+
+MAX_ELEMS = 2**20  # of a tensor that is a plain value
+_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+def tensor_value(ref: TensorRef, data: bytes | bytearray, file: str) -> Stand:
+    """A small tensor as a plain value; `data` are the `span_bytes` from its first element on.
+    Raises UnsupportedError for a large one."""
+    if ref.numel > MAX_ELEMS:
+        raise UnsupportedError(
+            "a tensor among plain values is too large",
+            file=file,
+            expected=f"at most {MAX_ELEMS} elements",
+            found=str(ref.shape),
+        )
+    size = ITEMSIZE[ref.storage.dtype]
+    if not ref.is_contiguous:
+        places = (
+            sum(at * step for at, step in zip(index, ref.stride, strict=True)) * size
+            for index in itertools.product(*map(range, ref.shape))
+        )
+        data = b"".join(data[place : place + size] for place in places)
+    return tensor_stand(ref.storage.dtype, ref.shape, bytes(data))
+
+
+def tensor_stand(dtype: str, shape: tuple[int, ...], data: bytes) -> Stand:
+    """A tensor as a plain value: its elements in C order."""
+    return Stand(TENSOR, (), {"dtype": dtype, "shape": tuple(shape), "data": data})
+
+
+def number_in(tensor: Stand, file: str) -> float:
+    """The number that a tensor of one element is. Raises DamagedFileError for any other."""
+    dtype, data = str(tensor.get("dtype")), tensor.get("data")
+    code = _CODES.get(dtype)
+    if code is None or not isinstance(data, bytes) or len(data) != struct.calcsize(code):
+        raise DamagedFileError(
+            "a scalar state is no number", file=file, found=f"{dtype} {tensor.get('shape')}"
+        )
+    return float(struct.unpack(code, data)[0])
 
 
 def storages_of(tree: object) -> list[StorageRef]:
@@ -86,101 +141,3 @@ def storages_of(tree: object) -> list[StorageRef]:
 
     walk(tree)
     return list(found.values())
-
-
-def _brief(value: object) -> str:
-    return reprlib.repr(value) if type(value) in SCALARS else type(value).__name__
-
-
-class _Short(reprlib.Repr):
-    def repr_instance(self, x: object, level: int) -> str:
-        """What `reprlib` does not cut itself (an OrderedDict, a Counter, a bytearray) it would show
-        in full."""
-        return (
-            repr(x)[:200] if isinstance(x, Stand | Global | StorageRef | TensorRef) else _brief(x)
-        )
-
-
-shown: Callable[[object], str] = _Short().repr
-"""A text of bounded length in bounded time: a hostile value shares its parts so often that a full
-text never ends."""
-
-
-class Stand:
-    """Stands for an object of a known foreign class: the class's name, the arguments and the
-    attributes, no behaviour.
-
-    numpy arrays and scalars have the attributes `dtype` (such as "<f4"), `shape`, `fortran_order`
-    and `data` (bytes). Of an `allow`ed subclass of list or dict, the content is under
-    `__elements__` or `__items__`.
-    """
-
-    __slots__ = ("qualname", "args", "state")
-
-    def __init__(
-        self, qualname: str, args: tuple[object, ...] = (), state: dict[str, object] | None = None
-    ) -> None:
-        self.qualname = qualname
-        self.args = args
-        self.state: dict[str, object] = {} if state is None else state
-
-    def get(self, name: str, default: object = None) -> object:
-        """The attribute `name` that was pickled, or `default`."""
-        return self.state.get(name, default)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Stand):
-            return NotImplemented
-        return (self.qualname, self.args, self.state) == (other.qualname, other.args, other.state)
-
-    def __hash__(self) -> int:
-        return hash((self.qualname, self.args))
-
-    def __repr__(self) -> str:  # one level only, see `shown`
-        args = ", ".join(_brief(item) for item in self.args[:6])
-        state = ", ".join(f"{name}={_brief(item)}" for name, item in list(self.state.items())[:12])
-        return f"Stand({self.qualname!r}, ({args}), {state})"
-
-
-class DtypeName(str):
-    """A torch.dtype, as its name ("torch.float32")."""
-
-    __slots__ = ()
-
-
-class Size(tuple[int, ...]):
-    """A torch.Size, as a tuple of numbers."""
-
-    __slots__ = ()
-
-
-class Global:
-    """A class or function that a pickle names, as a value: only its name."""
-
-    __slots__ = ("qualname",)
-
-    def __init__(self, qualname: str) -> None:
-        self.qualname = qualname
-
-    def __repr__(self) -> str:
-        return f"Global({self.qualname!r})"
-
-
-SCALARS = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        Global,
-        DtypeName,
-        datetime.date,
-        datetime.datetime,
-        datetime.time,
-        datetime.timedelta,
-        datetime.timezone,
-    }
-)

@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.engines.client_state import rebuilt
+from megatron_ucp.engines.built import Values
 from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.megatron.engine.inner import RATES
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.extras import OPERATIONS
-from megatron_ucp.formats.pt.unpickler import with_tensors
-from megatron_ucp.reshard.execute import tensor_at
 from megatron_ucp.reshard.resume import How
 
 if TYPE_CHECKING:
@@ -53,16 +51,12 @@ class MegatronExtras:
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
         saved, notes = source.extras, list[str]()
-
-        def own(value: Any) -> Any:
-            return with_tensors(
-                value, lambda ref: tensor_at(source.place_of(ref), ref), file=source.main_file
-            )
-
+        values = Values(source, "values" in how.allow)
         schedule: dict[str, Any] = {}
         samples = None
         if scheduler and stack.scheduler is not None:
-            found = own(saved.scheduler) or {}
+            here = stack.scheduler.state_dict()
+            found = values.built(saved.scheduler or {}, "opt_param_scheduler", here)
             schedule = _changed(stack.scheduler, found, source.main_file)
             samples = _samples(found, saved.counters, notes)
         elif scheduler and saved.scheduler is not None:
@@ -79,11 +73,11 @@ class MegatronExtras:
             groups if scheduler and not _keeps_own(stack.scheduler) else [],
             saved.counters,
             saved.scaler,
-            rebuilt(own(dict(saved.client_state))),
+            values.built(dict(saved.client_state), "client_state"),
             randoms,
             position,
             how.loader,
-            tuple(notes),
+            (*notes, *values.notes),
         )
 
     def restore(self, stack: "MegatronStack", own: "OwnPlace", optimizer: bool) -> list[str]:

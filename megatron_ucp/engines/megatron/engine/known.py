@@ -43,9 +43,3 @@ def refuse_unknown(optimizer: Any) -> None:
             found=f"{full} with {one}={getattr(optimizer, one)}",
             fix="leave --use-precision-aware-optimizer and its options out",
         )
-
-
-def decay_of(optimizer: Any) -> dict[str, bool]:
-    """What torch's groups say of the kind of weight decay, and the fused ones by an attribute."""
-    mode = getattr(optimizer, "adam_w_mode", None)
-    return {} if mode is None else {"decoupled_weight_decay": bool(mode)}

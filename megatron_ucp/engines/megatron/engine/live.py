@@ -27,7 +27,7 @@ from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
-from megatron_ucp.engines.settings import set_group
+from megatron_ucp.engines.settings import built_groups, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Told
@@ -210,7 +210,15 @@ class LiveMegatron:
         for number, piece in self._live[buffer].pieces.items():
             piece.set_scalars(members[number])
 
-    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    def built_groups(
+        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        live: list[Mapping[str, Any]] = [{} for _ in groups]
+        own = [group for _, group in self.own.param_groups()]
+        live[self.first_group : self.first_group + len(own)] = own
+        return built_groups(live, groups, file, allow)
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
         """A group that has no parameter at this stage gets what the same group has at another
         one."""
         notes: list[str] = []
@@ -223,7 +231,7 @@ class LiveMegatron:
         for number, (_, group) in enumerate(self.own.param_groups()):
             saved = groups[self.first_group + number] or elsewhere.get(_identity(own[number]), {})
             plain = {key: value for key, value in saved.items() if key not in STRUCTURE}
-            set_group(number, group, plain, notes)
+            set_group(number, group, plain, carried, notes)
         return notes
 
     def restore(self, extras: MegatronExtras, optimizer: bool) -> list[str]:

@@ -2,6 +2,7 @@
 live buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, plain_number, spec_of
+from megatron_ucp.engines.declared import dtype_name, spec_of
 from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
     RATES,
@@ -24,8 +25,8 @@ from megatron_ucp.engines.megatron.engine.inner import (
     is_distributed,
     pieces_of,
 )
-from megatron_ucp.engines.megatron.engine.known import decay_of
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
+from megatron_ucp.engines.settings import decay_of, group_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.experts import Spread, expert_name
@@ -114,15 +115,12 @@ class OwnPlace:
     def groups(self) -> tuple[ParamGroup, ...]:
         """The groups of all optimizers, one after the other. megatron-core gives every rank all of
         them, also those of which it holds nothing."""
-        return tuple(
-            ParamGroup(
-                {k: plain_number(v) for k, v in group.items() if k not in STRUCTURE}
-                | decay_of(inner.optimizer),
-                name_in_table(type(inner.optimizer)),
-                {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}},
-            )
-            for inner, group in self.param_groups()
-        )
+        return tuple(self._group(inner.optimizer, group) for inner, group in self.param_groups())
+
+    def _group(self, optimizer: Any, group: dict[str, Any]) -> ParamGroup:
+        found = group_of(group, STRUCTURE, name_in_table(type(optimizer)), optimizer)
+        marks = {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}}
+        return replace(found, settings={**found.settings, **decay_of(optimizer)}, marks=marks)
 
     def param_groups(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each optimizer with each of its groups."""
