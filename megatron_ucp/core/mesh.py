@@ -132,6 +132,11 @@ class Mesh:
             values[name] = value if name == "order" else int(value)
         return cls(**values)  # type: ignore[arg-type]
 
+    def has_ranks_of(self, other: "Mesh") -> bool:
+        """Whether every rank has the place that it has in another mesh; ZeRO does not decide
+        that."""
+        return replace(self, zero=0, vpp=1) == replace(other, zero=0, vpp=1)
+
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.cp * self.sp * self.dp

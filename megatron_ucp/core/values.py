@@ -249,7 +249,7 @@ _CALLED: dict[str, Any] = {kind.__name__: kind for kind in (*_DATES, *_PATHS)}
 
 def coded(value: Any) -> Any:
     """A value as JSON has it. Raises TypeError for one that is none of these."""
-    kind = type(value)
+    kind: type[Any] = type(value)
     if value is None or kind in (bool, str):
         return value
     if kind is list:
@@ -263,7 +263,7 @@ def coded(value: Any) -> Any:
     return _marked(value, kind)
 
 
-def _marked(value: Any, kind: type) -> dict[str, Any]:
+def _marked(value: Any, kind: type[Any]) -> dict[str, Any]:
     name = kind.__name__
     if name in _SEQUENCES and kind is _SEQUENCES[name]:
         items = [coded(item) for item in value]
@@ -305,7 +305,7 @@ def _marked_container(value: Any, name: str) -> dict[str, Any]:
     return {_MARK: name, "items": pairs, "factory": factory}
 
 
-def _marked_scalar(value: Any, kind: type) -> dict[str, Any]:
+def _marked_scalar(value: Any, kind: type[Any]) -> dict[str, Any]:
     if kind is int:
         return {_MARK: "int", "hex": hex(value)}
     if kind is float:
@@ -403,8 +403,8 @@ def alike(one: Any, other: Any) -> bool:
 def loose(value: Any) -> Any:
     """A value to compare with `==`: lists as tuples, mappings as sets of pairs by the text of their
     keys, a NaN as one that equals itself."""
-    if isinstance(value, float) and value != value:
-        return "NaN"
+    if isinstance(value, float | complex) and value != value:
+        return repr(value)
     if isinstance(value, list | tuple | deque):
         return tuple([loose(item) for item in cast("list[Any]", value)])
     if isinstance(value, Mapping):

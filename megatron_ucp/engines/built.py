@@ -26,6 +26,7 @@ from megatron_ucp.core.values import (
     Size,
     Stand,
     VersionName,
+    alike,
 )
 from megatron_ucp.engines.values import (
     DICTS,
@@ -33,13 +34,14 @@ from megatron_ucp.engines.values import (
     SPACES,
     WHAT_TRAVELS,
     empty_like,
+    inert,
     is_bare,
     named_in,
 )
 from megatron_ucp.errors import UnsafePickleError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import TensorRef
-from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
+from megatron_ucp.reshard.execute import tensor_at, tensor_of
 
 
 @dataclass
@@ -60,6 +62,15 @@ def built(value: Any, how: Building) -> Any:
     """The live value of an inert one, in memory of its own. Shared values stay shared. Raises
     UnsafePickleError for an object of a class that the live value has not."""
     return _Builder(how).of(value, how.like, how.place)
+
+
+def reducing(function: Callable[[str, list[Any]], Any]) -> Callable[[str, list[Any]], Any]:
+    """A function of a program, which makes one live value of several, as one of inert values."""
+
+    def reduced(name: str, values: list[Any]) -> Any:
+        return inert(function(name, [built(value, Building("", name)) for value in values]))
+
+    return reduced
 
 
 class Values:
@@ -152,6 +163,10 @@ class _Builder:
         if item.made == "member" and isinstance(kind, enum.EnumMeta):
             if (name := item.args[0]) in kind.__members__:
                 return kind[str(name)]
+        elif item.made == "call" and isinstance(kind, enum.EnumMeta) and not item.state:
+            found = [one for one in kind if alike(one.value, item.args[0])]
+            if found:
+                return found[0]
         elif item.made == "new" and isinstance(kind, type) and issubclass(kind, tuple):
             parts = self._parts(item.args, like, place)
             if len(parts) == len(getattr(kind, "_fields", ())):
@@ -211,16 +226,8 @@ def _array_of(item: Stand) -> Any:
     return np.ndarray(shape, dtype, bytearray(data), order=order)  # type: ignore[arg-type]
 
 
-def _tensor_of(item: Stand) -> torch.Tensor:
-    dtype, shape = TORCH_DTYPES[str(item.get("dtype"))], tuple(item.get("shape"))  # type: ignore[arg-type]
-    out = torch.empty(shape, dtype=dtype)
-    if out.numel():
-        bytes_of(out)[:] = item.get("data")  # type: ignore[assignment]
-    return out
-
-
 _OF_STANDS: dict[str, Callable[[Stand], Any]] = {
     ARRAY: _array_of,
     DTYPE: lambda item: np.dtype(str(item.get("dtype"))),
-    TENSOR: _tensor_of,
+    TENSOR: tensor_of,
 }

@@ -1,11 +1,12 @@
 """`load`: any checkpoint into a live engine, of DeepSpeed or megatron-core, on any mesh."""
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
@@ -45,6 +46,7 @@ def load(
     allow: Collection[str] = (),
     rng: bool = True,
     loader: ResumableLoader | None = None,
+    per_rank: Callable[[str, list[Any]], Any] | None = None,
 ) -> Report:
     """Fills a DeepSpeed engine, or the stack that `attach_megatron` gave, from a checkpoint that
     any engine on any number of ranks wrote. Collective.
@@ -53,12 +55,13 @@ def load(
     remembers it); an engine that AutoTP cut says its layouts itself. `rng` restores random states;
     `loader` goes on where the save was. Neither happens with `load_module_only`. `hyper`:
     "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums`
-    compares the CRC-32 of every record that the ranks read as a whole. `allow` names what else may
-    happen (see `ALLOWANCES`); all of it is listed in the report. Raises
+    compares the CRC-32 of every record that the ranks read as a whole. `per_rank(name, values)`
+    makes one value, on another mesh, of those that differed from rank to rank. `allow` names what
+    else may happen (see `ALLOWANCES`); all of it is listed in the report. Raises
     a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
     refuses to step and to save where it could not.
     """
-    check_options(hyper=hyper, allow=allow)
+    check_options(hyper=hyper, allow=allow, per_rank=per_rank)
     how = How(
         load_optimizer_states and not load_module_only,
         load_lr_scheduler_states,
@@ -68,6 +71,7 @@ def load(
         frozenset(allow),
         rng,
         loader,
+        None if per_rank is None else reducing(per_rank),
     )
     if isinstance(engine, MegatronStack):
         return resume(describe_stack(engine), path, tag, how)

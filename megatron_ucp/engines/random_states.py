@@ -109,7 +109,7 @@ class Restored:
             if isinstance(found, str):
                 return cls(f"random states: {found}, this process's own go on")
             return cls._exactly({name: _tensor(found[name]) for name in found}, source.main_file)
-        if kept and _ranks(manifest.mesh) == _ranks(here):
+        if kept and manifest.mesh.has_ranks_of(here):
             return cls._exactly(_parse(source.beside(file_name(rank)), file), file)
         seed, steps = manifest.run[SEED], manifest.run.get(STEPS, 0)
         text = f"{seed} {steps} {place[0]} {place[1]}"
@@ -142,11 +142,6 @@ class Restored:
             _set(self.states)
         elif self.seed is not None:
             _derive(self.seed)
-
-
-def _ranks(mesh: Mesh) -> tuple[Any, ...]:
-    """What decides which rank has which place; ZeRO does not."""
-    return (mesh.tp, mesh.pp, mesh.ep, mesh.etp, mesh.cp, mesh.sp, mesh.dp, mesh.order)
 
 
 def _parse(data: bytes | None, file: str) -> dict[str, torch.Tensor]:

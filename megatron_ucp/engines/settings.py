@@ -48,10 +48,10 @@ def decay_of(optimizer: Any) -> dict[str, bool]:
 
 def built_groups(
     live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], file: str, allow: bool
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The hyper-parameters of a checkpoint as live values, and notes of those that are left out.
     Raises UnsafePickleError."""
-    out: list[dict[str, Any]] = []
+    out: list[Mapping[str, Any]] = []
     left: list[str] = []
     for number, (group, settings) in enumerate(zip(live, saved, strict=True)):
         like = {key: value for key, value in group.items() if key != "params"}

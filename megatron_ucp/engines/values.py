@@ -179,9 +179,8 @@ def _object(item: Any) -> Stand | Global | None:
     if not _is_found(kind):
         return None
     if isinstance(item, enum.Enum):
-        # Python 3.12 and later pickle the value, by a call of the class, which no reader here does
-        by_name = item.__reduce_ex__(2) == (getattr, (kind, item.name))
-        return Stand(_qualname(kind), (item.name,), made="member") if by_name else None
+        known = kind.__members__.get(item.name) is item  # no combination of flags
+        return Stand(_qualname(kind), (item.name,), made="member") if known else None
     return _plain_object(item, kind)
 
 
@@ -191,7 +190,8 @@ def _plain_object(item: Any, kind: type) -> Stand | None:
     named = isinstance(item, tuple) and hasattr(kind, "_fields")
     if not (named or is_bare(kind)) or any(_overrides(kind, name) for name in own):
         return None
-    make, args, state, *more = (*item.__reduce_ex__(2), None)[:5]
+    reduced: Any = item.__reduce_ex__(2)
+    make, args, state, *more = (*reduced, None)[:5]
     bare = all(part is None for part in more) and make is copyreg.__newobj__  # type: ignore[attr-defined]
     if not bare or not isinstance(state, dict | None) or (named and state):
         return None
@@ -221,6 +221,15 @@ def _is_found(kind: Any) -> bool:
 def named_in(value: Any) -> dict[str, Any]:
     """Every class and function that a live value has anywhere, by module and name."""
     out: dict[str, Any] = {}
+    for item in _all_in(value):
+        odd = _inside(item, "") is None and bool(_wrong_leaf(item))
+        if odd and (stand := _object(item)) is not None:
+            out[stand.qualname] = item if isinstance(stand, Global) else type(item)
+    return out
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    """Everything in a live value, once: containers, objects of other classes, what is in them."""
     seen: dict[int, Any] = {}
     left = [value]
     while left:
@@ -228,13 +237,11 @@ def named_in(value: Any) -> dict[str, Any]:
         if id(item) in seen:
             continue
         seen[id(item)] = item
+        yield item
         found = _inside(item, "")
-        odd = found is None and bool(_wrong_leaf(item))
-        if odd and (stand := _object(item)) is not None:
-            out[stand.qualname] = item if isinstance(stand, Global) else type(item)
+        if found is None and _wrong_leaf(item) and (stand := _object(item)) is not None:
             found = _parts_of(stand, "")
         left += [inner for _, inner in found or ()]
-    return out
 
 
 # ------------------------------------------------ live to inert
@@ -324,6 +331,14 @@ def empty_like(item: Any) -> Any:
     if isinstance(item, defaultdict):
         return defaultdict(item.default_factory)
     return type(item)()
+
+
+def members_by_value(value: Any) -> list[tuple[str, Any, str]]:
+    """Class, value and name of every member of an enum in a live value that Python pickles by its
+    value (all of them from 3.12 on, those of IntEnum before it too)."""
+    found = [item for item in _all_in(value) if isinstance(item, enum.Enum)]
+    by_value = [item for item in found if item.__reduce_ex__(2)[0] is type(item)]
+    return [(_qualname(type(item)), item.value, item.name) for item in by_value]
 
 
 # ------------------------------------------------ refused before a save

@@ -21,6 +21,7 @@ from isal import isal_zlib
 
 from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Where
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
@@ -141,6 +142,15 @@ def tensor_at(where: Where, ref: TensorRef) -> torch.Tensor:
     if ref.numel:
         where.file.read_into(where.record, where.offset_bytes, bytes_of(memory))
     return torch.as_strided(memory.view(dtype), ref.shape, ref.stride).clone()
+
+
+def tensor_of(value: Stand) -> torch.Tensor:
+    """The tensor that a plain value is."""
+    dtype, shape = TORCH_DTYPES[str(value.get("dtype"))], value.get("shape")
+    out = torch.empty(cast("Any", shape), dtype=dtype)
+    if out.numel():
+        bytes_of(out)[:] = cast("Any", value.get("data"))
+    return out
 
 
 def fill_padding(fills: Sequence[Fill], target: TensorOf) -> None:

@@ -6,7 +6,7 @@ unusable, filled, refreshed and marked usable again. No collective stands inside
 
 import functools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +20,18 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import (
+    DamagedFileError,
     StateMismatchError,
     UsageError,
     some_of,
 )
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
+from megatron_ucp.formats.of_ranks import SCHEDULER, OwnValues, PerRank, differing, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.execute import Counts, check_runs, execute
+from megatron_ucp.reshard.execute import Counts, check_runs, execute, tensor_of
 from megatron_ucp.reshard.match import (
     ALLOWANCES,
     Fit,
@@ -68,7 +70,8 @@ class Report:
 @dataclass(frozen=True)
 class How:
     """What a load is asked for; see `load`. `loader` is the data loader whose position is
-    restored."""
+    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
+    gets of it (None: what all share), both known once its files were looked at."""
 
     optimizer: bool = True
     scheduler: bool = True
@@ -78,6 +81,9 @@ class How:
     allow: frozenset[str] = frozenset()
     rng: bool = True
     loader: Any = None
+    per_rank: Callable[[str, list[Any]], Any] | None = None
+    apart: PerRank = field(default_factory=PerRank)
+    own: OwnValues | None = None
 
 
 def check_options(
@@ -85,6 +91,7 @@ def check_options(
     checksums: bool = True,
     allow: Collection[str] = (),
     rng: bool = True,
+    per_rank: Callable[[str, list[Any]], Any] | None = None,
     **unknown: Any,
 ) -> None:
     """Raises UsageError for an option of `load` that is not known, before anybody trains for hours
@@ -92,7 +99,7 @@ def check_options(
     if unknown:
         raise UsageError(
             "an option is not known",
-            expected="hyper, checksums, allow, rng",
+            expected="hyper, checksums, allow, rng, per_rank",
             found=", ".join(sorted(unknown)),
         )
     if hyper not in ("checkpoint", "config"):
@@ -117,9 +124,12 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     metadata could show the reason, and refuses to step and to save where it could not."""
     started = time.perf_counter()
     with ExitStack() as opened:
-        with agree.together() as planned:
+        with agree.together() as looked:
             told = replace(engine.told(), weights="weights" in how.allow)
             source = opened.enter_context(open_checkpoint(path, tag, told=told))
+            looked.value = _check_files(source, how, engine)
+        how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
+        with agree.together() as planned:
             job = _Job.prepare(engine, source, how)
             planned.value = _inexact(job.plan, engine.manifest)
         job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
@@ -164,7 +174,6 @@ class _Job:
         at the whole engine, and plans for its own part."""
         file, bare = str(source.folder), engine.manifest
         optimizer = how.optimizer and engine.has_optimizer
-        _check_files(source, how.allow, optimizer)
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
         replicas = match_ties(source.manifest, optimizer, file)
@@ -174,13 +183,15 @@ class _Job:
         groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
         allow = how.allow if engine.has_optimizer else how.allow | {"narrow"}
         plan = _proved(source, target, _wants(engine, target, fit), fit, allow)
+        of_rank, apart = _own(source, bare, how)
+        how = replace(how, optimizer=optimizer, own=of_rank)
         extras = _extras(engine, source, how)
         own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
-        notes = [*source.notes, *_described(fit, replicas), *settings, *extras.notes]
+        notes = [*source.notes, *_described(fit, replicas), *settings, *apart, *extras.notes]
         return cls(
             engine,
             source,
-            replace(how, optimizer=optimizer),
+            how,
             plan,
             extras,
             {number: states[number] for number in own},
@@ -211,6 +222,8 @@ class _Job:
     def finish(self) -> list[str]:
         """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""
         self.notes += self.engine.drop_gradients()
+        if self.how.own is not None:
+            _set_buffers(self.engine, self.how.own.buffers)
         if self.how.optimizer:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
@@ -241,13 +254,75 @@ def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
     ]
 
 
-def _check_files(source: Checkpoint, allow: frozenset[str], optimizer: bool) -> None:
-    """Compares the files with each other; the ranks share the work."""
+def _check_files(source: Checkpoint, how: How, engine: Engine) -> PerRank:
+    """Compares the files with each other; the ranks share the work. Returns what differs from rank
+    to rank in those of this one."""
     rank, world = agree.world()
-    for name in source.file_names[rank::world]:
-        source.check(name, allow, optimizer)
+    optimizer = how.optimizer and engine.has_optimizer
+    own = source.file_names[rank::world]
+    for name in own:
+        source.check(name, how.allow, optimizer)
     if optimizer:
         refuse_lost_moments(source.manifest, str(source.folder))
+    return differing(source, own)
+
+
+def _own(source: Checkpoint, bare: Manifest, how: How) -> tuple[OwnValues | None, list[str]]:
+    """What this rank gets of all that differs from rank to rank (None: what all share), and notes.
+    Raises StateMismatchError on another mesh, unless that is allowed."""
+    what, rank = how.apart, agree.world()[0]
+    if not what:
+        return None, []
+    if source.manifest.mesh.has_ranks_of(bare.mesh):
+        own = source.of_rank(rank)
+        _check_buffers(own, bare, str(source.folder))
+        return own, []
+    if how.per_rank is not None:
+        held = [source.of_rank(number) for number in range(source.manifest.mesh.world)]
+        own = _reduced(what, held, how.per_rank)
+        _check_buffers(own, bare, str(source.folder))
+        return own, [f"made of those of all ranks: {what}"]
+    allowed = "per_rank" in how.allow
+    return None, [refuse_unless(allowed, what, str(source.folder), str(bare.mesh))]
+
+
+def _reduced(
+    what: PerRank, held: Sequence[OwnValues], reduce: Callable[[str, list[Any]], Any]
+) -> OwnValues:
+    """What a function makes of the values of all ranks."""
+
+    def client(key: Any) -> Any:
+        values = [own.client_state[key] for own in held if key in own.client_state]
+        return reduce(f"client_state[{key!r}]", values)
+
+    return OwnValues(
+        {n: reduce(n, [o.buffers[n] for o in held if n in o.buffers]) for n in what.buffers},
+        {key: client(key) for key in what.client_state},
+        reduce(SCHEDULER, [own.scheduler for own in held]) if what.scheduler else None,
+    )
+
+
+def _check_buffers(own: OwnValues, bare: Manifest, file: str) -> None:
+    """Raises DamagedFileError where a rank's own buffer has another shape than the model's."""
+    for name, value in own.buffers.items():
+        spec = bare.by_name.get(name)
+        if spec is not None and spec.shape != value.get("shape"):
+            raise DamagedFileError(
+                "a rank's own buffer has another shape than the one of the model",
+                file=file,
+                parameter=name,
+                expected=spec.shape,
+                found=value.get("shape"),
+            )
+
+
+def _set_buffers(engine: Engine, own: Mapping[str, Any]) -> None:
+    """Gives the engine what this rank had otherwise than the first one."""
+    for number, cut, part in engine.parts():
+        name = _first_of(engine.manifest, number)
+        if name in own and not engine.manifest.buffers[number].stepped:
+            memory = engine.tensor(Slot(number, cut, part, VALUE))
+            memory.copy_(tensor_of(own[name]).reshape(-1))
 
 
 def _fit(

@@ -51,7 +51,10 @@ class DeepSpeedExtras:
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
         saved, values = source.extras, Values(source, "values" in how.allow)
-        found, notes = saved.scheduler if scheduler else None, list[str]()
+        apart, own = how.apart, how.own
+        schedule = own.scheduler if own is not None and apart.scheduler else saved.scheduler
+        client = saved.client_state if own is None else own.over(saved.client_state, apart)
+        found, notes = schedule if scheduler else None, list[str]()
         if found is not None:
             here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
             found = scheduler_for(found, groups, len(source.manifest.groups), here)
@@ -69,7 +72,7 @@ class DeepSpeedExtras:
             found,
             saved.counters,
             {key: values.built(value, key) for key, value in saved.others.items()},
-            values.built(dict(saved.client_state), "client_state"),
+            values.built(dict(client), "client_state"),
             saved.scaler,
             (ranks.partitions, ranks.tp * ranks.pp),
             randoms,

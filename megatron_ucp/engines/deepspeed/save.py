@@ -25,19 +25,21 @@ from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
-from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
+from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
-from megatron_ucp.engines.values import refuse_strange
+from megatron_ucp.engines.values import members_by_value, refuse_strange
 from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats import durable
+from megatron_ucp.formats import durable, of_ranks
 from megatron_ucp.formats.deepspeed.experts import in_own_file
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
+from megatron_ucp.formats.deepspeed.folder import MEMBERS
 from megatron_ucp.formats.tags import LATEST
 from megatron_ucp.reshard import agree
 
@@ -111,13 +113,20 @@ def _save(
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
+        own = _own_values(engine, live, client_state)
+        apart = own.differing()
         written, stock_seconds = _stock(
             engine, stock_save, folder, aside, client_state, exclude_frozen
         )
         with as_save_error(), agree.together() as block:
-            block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
+            more = [own.write(aside, rank, apart)] if apart else []
+            block.value = _settle(aside, written, more, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
         said = _said(engine, model, waiting if middle else None)
+        members = [one for value in kept.of_engine(engine) for one in members_by_value(value.value)]
+        if members:
+            said[MEMBERS] = list(dict.fromkeys(members))
+        said[of_ranks.PER_RANK] = apart.as_value() if apart else {}
         with as_save_error(), agree.together():
             if rank == 0:
                 pointer = (LATEST, tag) if save_latest else None
@@ -126,6 +135,8 @@ def _save(
                 )
                 publish(aside, folder, tag, to_json(whole), pointer, sync)
     notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
+    if apart:
+        notes.append(f"differs from rank to rank, and is kept for each: {apart}")
     if rank == 0 and save_latest:
         notes += prune(folder, how.keep_latest)
     return _reported(folder / tag, started, stock_seconds, sync, notes)
@@ -266,14 +277,27 @@ def _catching_writes(engine: Any) -> Iterator[list[Path | SaveError]]:
                 setattr(owner, name, old)
 
 
+def _own_values(engine: Any, live: LiveEngine, client_state: Any) -> LiveValues:
+    """What this rank has that other ranks may have otherwise."""
+    buffers = {n: v.tensor for n, v in live.own.values.items() if v.kind == "buffer"}
+    scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    compared = bool(client_state) or live.wrapper.zero == 3
+    return LiveValues(buffers, client_state, scheduler, compared)
+
+
 def _settle(
-    aside: Path, written: list[Path | SaveError], how: Saving, rank: int, sync: durable.Syncs
+    aside: Path,
+    written: list[Path | SaveError],
+    more: list[Path],
+    how: Saving,
+    rank: int,
+    sync: durable.Syncs,
 ) -> list[FileEntry]:
     """This rank's files, on disk, as lines of the manifest. Raises SaveError."""
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
-    paths = [path for path in written if isinstance(path, Path)]
+    paths = [path for path in written if isinstance(path, Path)] + more
     if how.rng:
         paths.append(random_states.write(aside, rank))
     for path in [*paths, aside]:

@@ -20,8 +20,12 @@ def difference(ours: object, theirs: object) -> dict[str, str]:
         and len(ours) == len(theirs)
     ):
         for a, b in zip(ours, theirs, strict=True):
-            if a != b:
+            if not alike(a, b):
                 return difference(a, b)
+    if isinstance(ours, dict) and isinstance(theirs, Mapping):
+        for key in {**ours, **theirs}:
+            if not alike(ours.get(key), theirs.get(key)):
+                return difference({key: ours.get(key)}.popitem(), (key, theirs.get(key)))
     return {"expected": shown(ours), "found": shown(theirs)}
 
 

@@ -1,7 +1,9 @@
 """The files of one tag folder, each opened once."""
 
 import resource
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,11 +11,13 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Source, Where
 from megatron_ucp.formats.deepspeed.extras import HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
+from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Strangers, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 from megatron_ucp.formats.recorded import Recorded
 
@@ -27,6 +31,7 @@ WRONG_STRUCTURE = (
     ArithmeticError,
     RecursionError,
 )
+MEMBERS = "members"  # of a manifest's run: of enums that pickles name by value
 # keys of a model file under which a program's own values stand, beside its client state
 _OF_PROGRAMS = frozenset({"lr_scheduler", *HELPERS})
 
@@ -67,10 +72,23 @@ class TagFolder:
         if name not in self._open:
             _allow_descriptors(len(self._open))
             is_value = _is_value if name in self.names.model.values() else _is_no_value
-            file = self._closing.enter_context(PtFile(self.folder / name, is_value=is_value))
+            strangers = Strangers(is_value, self._members)
+            file = self._closing.enter_context(PtFile(self.folder / name, strangers=strangers))
             self._open[name] = file
             self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]
+
+    @cached_property
+    def _members(self) -> Mapping[tuple[str, Any], str]:
+        """Members of enums that the save's program pickled by their values, as its manifest says:
+        (class, value) -> name."""
+        said: Any = self.recorded.run.get(MEMBERS, ()) if self.recorded is not None else ()
+        try:
+            return {(str(kind), value): str(name) for kind, value, name in said}
+        except (TypeError, ValueError) as error:
+            raise DamagedFileError(
+                "the manifest does not say members of enums", file=self.folder, found=repr(error)
+            ) from error
 
     def opened(self, path: str) -> PtFile:
         """The open file for a full path."""
@@ -148,6 +166,15 @@ class TagFolder:
     def random_states(self, here: Mesh, rank: int) -> str:
         """DeepSpeed saves none."""
         return NO_RANDOM_STATES
+
+    def differs(self, name: str) -> PerRank:
+        """See `Checkpoint`: what the manifest says."""
+        return of_ranks.listed(self.recorded)
+
+    def of_rank(self, rank: int) -> OwnValues:
+        """See `Checkpoint`."""
+        found = of_ranks.listed(self.recorded)
+        return of_ranks.recorded_of(self.folder, rank, self.beside) if found else OwnValues()
 
     def copies(self) -> Source | None:
         """None but in DeepSpeed's own files."""

@@ -50,6 +50,7 @@ from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.muon import check_momentum
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFile
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
+from megatron_ucp.formats.deepspeed.own_values import differs_in, held_by
 from megatron_ucp.formats.deepspeed.paths import (
     expert_optimizer_name,
     is_universal,
@@ -62,6 +63,7 @@ from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile, Unpartitione
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
+from megatron_ucp.formats.of_ranks import PER_RANK, OwnValues, PerRank
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.tags import tag_folder
 
@@ -420,6 +422,20 @@ class NativeCheckpoint(TagFolder):
         # before any comparison of this rank's files: the cause, not what follows from it
         refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow, optimizer)
+
+    def differs(self, name: str) -> PerRank:
+        """Of ZeRO-3, where every rank has a model file, as the files show it."""
+        recorded = self.recorded
+        if self.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
+            return super().differs(name)
+        return differs_in(self, name)
+
+    def of_rank(self, rank: int) -> OwnValues:
+        """See `Checkpoint`."""
+        recorded = self.recorded
+        if self.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
+            return super().of_rank(rank)
+        return held_by(self, rank)
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees

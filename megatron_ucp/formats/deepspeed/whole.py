@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
+from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.base import ByteFile, Order, Record, Where
 from megatron_ucp.formats.deepspeed.evidence import difference
@@ -86,7 +87,9 @@ def _check_optimizer_file(
     _check_sharing(checkpoint, tree, found, rank, file)
     for what in ("engine", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
-        if ours != theirs:
+        if what == "groups":
+            ours, theirs = ([dict(group.settings) for group in one] for one in (ours, theirs))
+        if not (same(ours, theirs) if what == "groups" else ours == theirs):
             raise ForeignFileError(
                 f"an optimizer file differs from the first one in its {what}",
                 file=file,

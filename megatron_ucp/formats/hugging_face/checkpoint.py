@@ -34,6 +34,7 @@ from megatron_ucp.formats.base import (
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
+from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
@@ -296,6 +297,13 @@ class HuggingFaceCheckpoint:
 
     def check_read(self) -> None:
         """There are none to compare."""
+
+    def differs(self, name: str) -> PerRank:
+        """Nothing: it is nobody's but the model's."""
+        return PerRank()
+
+    def of_rank(self, rank: int) -> OwnValues:
+        return OwnValues()
 
     def beside(self, name: str) -> bytes | None:
         """No manifest lists any."""

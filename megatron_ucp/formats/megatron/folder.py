@@ -20,6 +20,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
+from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import (
     NO_RANDOM_STATES,
     ByteFile,
@@ -35,6 +36,7 @@ from megatron_ucp.formats.megatron.extras import iteration_of
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import layout_of
 from megatron_ucp.formats.megatron.random_states import WhereOf, generators
+from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
@@ -200,6 +202,15 @@ class MegatronFolder:
 
     def layers(self) -> Layers | None:
         return None
+
+    def differs(self, name: str) -> PerRank:
+        """See `Checkpoint`: what the manifest says."""
+        return of_ranks.listed(self.recorded)
+
+    def of_rank(self, rank: int) -> OwnValues:
+        """See `Checkpoint`."""
+        found = of_ranks.listed(self.recorded)
+        return of_ranks.recorded_of(self.folder, rank, self.beside) if found else OwnValues()
 
     def copies(self) -> None:
         """The masters are what an export reads."""

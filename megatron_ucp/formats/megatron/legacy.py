@@ -27,6 +27,7 @@ from megatron_ucp.core.mesh import (
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -222,12 +223,12 @@ class LegacyCheckpoint(MegatronFolder):
         out: list[SavedGroup] = []
         for number, tree in enumerate(listed):
             groups = tree["optimizer"]["param_groups"]
-            out += saved_groups(groups, None, self._number, self.main_file, number)
+            out += saved_groups(groups, None, self._tensor, self.main_file, number)
         return out
 
-    def _number(self, ref: TensorRef) -> float:
-        """A number that the main file keeps as a tensor."""
-        return self.scalar(f"{self._first}/{_MODEL_FILE}", ref)
+    def _tensor(self, ref: TensorRef) -> Stand:
+        """A small tensor of the main file."""
+        return self.tensor(f"{self._first}/{_MODEL_FILE}", ref)
 
     def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
@@ -469,7 +470,7 @@ class LegacyCheckpoint(MegatronFolder):
         trees: Any = self.main_tree.get("optimizer")
         first: Any = trees[0] if isinstance(trees, list) else trees
         saved = (first or {}).get("grad_scaler")
-        scaler = canonical_scaler(saved, self.arguments, self._number, self.iteration)
+        scaler = canonical_scaler(saved, self.arguments, self._tensor, self.iteration)
         tree, said = self.main_tree, self.arguments
         stateless = dict.fromkeys(self._stateless())
         return extras_of(tree, said, counters, scaler, False, stateless, self.main_file)

@@ -162,7 +162,7 @@ def _as_python_does(write: _Write, value: Any, depth: int) -> None:
 
 
 def _device_name(write: _Write, value: DeviceName, depth: int) -> None:
-    kind, _, index = value.partition(":")
+    kind, _, index = str(value).partition(":")
     _call(write, "torch.device", (kind, int(index)) if index else (kind,), depth)
 
 

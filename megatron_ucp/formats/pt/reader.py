@@ -9,7 +9,7 @@ are read. Tensors are read later, by byte offset, without torch.
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Self
@@ -28,6 +28,7 @@ from megatron_ucp.formats.pt.unpickler import (
     ITEMSIZE,
     MAX_PICKLE_BYTES,
     StorageRef,
+    Strangers,
     TensorRef,
     loads,
     refuse_outside,
@@ -47,20 +48,19 @@ class PtFile(OpenFile):
     records that do not overlap.
     """
 
-    is_value: Callable[[str], bool] | None = None
+    strangers: Strangers | None = None
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
         allow: frozenset[str] = frozenset(),
-        is_value: Callable[[str], bool] | None = None,
+        strangers: Strangers | None = None,
     ) -> None:
-        """`allow`: further globals that the pickle may name, see `unpickler.loads`. `is_value` says
-        under which keys of the tree a program's own values stand: there names of any class may be,
-        as in parameter groups."""
+        """`allow`: further globals that the pickle may name, `strangers` where others may stand as
+        names; see `unpickler.loads`."""
         super().__init__(path)
-        self.is_value = is_value
+        self.strangers = strangers
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._read_directory(allow)
@@ -97,12 +97,9 @@ class PtFile(OpenFile):
 
     def value_of(self, pickled: bytes) -> object:
         """The value of a pickle that lies in this file, or is the same as one that does."""
-        if self.is_value is None:
-            return loads(pickled, file=self.path, allow=self._allow)
-        strangers = set[str]()
-        tree = loads(pickled, file=self.path, allow=self._allow, strangers=strangers)
-        if strangers:
-            refuse_outside(tree, strangers, self.is_value, self.path)
+        tree = loads(pickled, file=self.path, allow=self._allow, strangers=self.strangers)
+        if self.strangers is not None and self.strangers.names:
+            refuse_outside(tree, self.strangers, self.path)
         return tree
 
     def pickled(self) -> bytes:

@@ -13,7 +13,8 @@ torch.save writes 2.
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron_ucp.core.values import SCALARS, TENSOR, DtypeName, Global, Size, Stand, shown
@@ -64,16 +65,15 @@ def loads(
     *,
     file: str,
     allow: frozenset[str] = frozenset(),
-    strangers: set[str] | None = None,
+    strangers: "Strangers | None" = None,
 ) -> object:
     """The value in the pickle `data` of `file`, with a `TensorRef` for each tensor and a `Stand`
     for each known object.
 
     `allow` names further globals ("package.module.Class") whose objects become `Stand`s; their code
-    is not run either. Any other global that nothing calls is added to `strangers`, where that is
-    given, and stands as a name. Raises UnsafePickleError for any other global, DamagedFileError
-    for a malformed pickle or an impossible tensor, and UnsupportedError for tensors and arrays
-    whose bytes alone do not say their values.
+    is not run either. With `strangers` others may stand as names, see there. Raises
+    UnsafePickleError for any other global, DamagedFileError for a malformed pickle or an impossible
+    tensor, and UnsupportedError for tensors and arrays whose bytes alone do not say their values.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise DamagedFileError(
@@ -95,17 +95,28 @@ def loads(
         ) from error
 
 
-def refuse_outside(
-    tree: object, strangers: Collection[str], is_value: Callable[[str], bool], file: str
-) -> None:
-    """Raises UnsafePickleError for a name that is not on the closed list anywhere but under a key
-    of the tree that `is_value`, or in parameter groups."""
+@dataclass
+class Strangers:
+    """Names that are not on the closed list and may stand as names: under a key of the tree that
+    `is_value` and in parameter groups, where a program's own values are. They may name an object
+    that is made without a call, or by one with a single plain argument, as members of enums are;
+    `members` says the names of those (class, value) that are known. `names` are those that were
+    found."""
+
+    is_value: Callable[[str], bool]
+    members: Mapping[tuple[str, Any], str] = field(default_factory=dict[tuple[str, Any], str])
+    names: set[str] = field(default_factory=set[str])
+
+
+def refuse_outside(tree: object, strangers: Strangers, file: str) -> None:
+    """Raises UnsafePickleError for a name that is not on the closed list in any other place."""
+    is_value = strangers.is_value
     inside: dict[object, object] = tree if isinstance(tree, dict) else {None: tree}
     left = [value for key, value in inside.items() if not (isinstance(key, str) and is_value(key))]
     seen = set[int]()
     while left:
         item = left.pop()
-        if isinstance(item, Global | Stand) and item.qualname in strangers:
+        if isinstance(item, Global | Stand) and item.qualname in strangers.names:
             raise not_listed(item.qualname, file)
         if id(item) in seen:
             continue
@@ -274,7 +285,7 @@ class Machine:
     Stand or Global."""
 
     def __init__(
-        self, data: bytes, file: str, allow: frozenset[str], strangers: set[str] | None = None
+        self, data: bytes, file: str, allow: frozenset[str], strangers: "Strangers | None" = None
     ) -> None:
         self.strangers = strangers
         self.data, self.file, self.allow, self.pos = data, file, allow, 0
@@ -375,7 +386,7 @@ class Machine:
                 if self._is_strange(qualname):
                     if self.strangers is None:
                         raise not_listed(qualname, self.file)
-                    self.strangers.add(qualname)
+                    self.strangers.names.add(qualname)
                 self.globals[qualname] = Global(qualname)
         self.stack.append(self.globals[qualname])
 
@@ -386,11 +397,18 @@ class Machine:
         if not isinstance(func, Global) or not isinstance(args, tuple):
             self.fail("the pickle calls what is no function", found=func)
         if self._is_strange(func.qualname):
-            raise not_listed(func.qualname, self.file)
+            return self._member(func.qualname, args)
         build = KNOWN.get(func.qualname, stand)
         if build is None:
             self.fail(f"the pickle makes an object of {func.qualname}, which torch does not write")
         return build(self, func.qualname, args)
+
+    def _member(self, qualname: str, args: tuple[object, ...]) -> Stand:
+        """What may be the member of an enum by its value: a call with a single plain argument."""
+        if self.strangers is None or len(args) != 1 or type(args[0]) not in SCALARS:
+            raise not_listed(qualname, self.file)
+        name = self.strangers.members.get((qualname, args[0]))
+        return Stand(qualname, args) if name is None else Stand(qualname, (name,), made="member")
 
     def new(self, kind: object, args: object) -> object:
         """An object without a call of its class's `__init__`."""

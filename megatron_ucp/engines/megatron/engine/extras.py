@@ -52,6 +52,9 @@ class MegatronExtras:
         than the checkpoint's, or the data position does not fit the loader."""
         saved, notes = source.extras, list[str]()
         values = Values(source, "values" in how.allow)
+        client = saved.client_state
+        if how.own is not None:
+            client = how.own.over(client, how.apart)
         schedule: dict[str, Any] = {}
         samples = None
         if scheduler and stack.scheduler is not None:
@@ -73,7 +76,7 @@ class MegatronExtras:
             groups if scheduler and not _keeps_own(stack.scheduler) else [],
             saved.counters,
             saved.scaler,
-            values.built(dict(saved.client_state), "client_state"),
+            values.built(dict(client), "client_state"),
             randoms,
             position,
             how.loader,

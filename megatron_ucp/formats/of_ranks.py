@@ -1,0 +1,134 @@
+"""Plain values and buffers that differ from rank to rank: which they are, and what each rank has.
+
+A manifest lists them under `PER_RANK` of its run, and a small file of each rank lies beside it. The
+values that all ranks share stand where they always do.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.values import coded, decoded, shown
+from megatron_ucp.errors import DamagedFileError, StateMismatchError, some_of
+from megatron_ucp.formats.base import Checkpoint
+
+PER_RANK = "per_rank"  # of a manifest's run
+BUFFERS, CLIENT_STATE, SCHEDULER = "buffers", "client_state", "lr_scheduler"
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """What differs from rank to rank: names of buffers, keys of the client state, and whether the
+    scheduler's state does."""
+
+    buffers: frozenset[str] = frozenset()
+    client_state: frozenset[Any] = frozenset()
+    scheduler: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.buffers or self.client_state or self.scheduler)
+
+    def __or__(self, other: "PerRank") -> "PerRank":
+        return PerRank(
+            self.buffers | other.buffers,
+            self.client_state | other.client_state,
+            self.scheduler or other.scheduler,
+        )
+
+    def __str__(self) -> str:
+        keys = sorted(f"client_state[{shown(key)}]" for key in self.client_state)
+        return some_of(
+            [*sorted(self.buffers), *keys, *([SCHEDULER] if self.scheduler else [])], _NAMED
+        )
+
+    def as_value(self) -> dict[str, Any]:
+        """As a manifest has it."""
+        keys = sorted(self.client_state, key=repr)
+        return {BUFFERS: sorted(self.buffers), CLIENT_STATE: keys, SCHEDULER: self.scheduler}
+
+
+@dataclass(frozen=True)
+class OwnValues:
+    """What one rank has of all that differs, in inert form. A key of the client state that it has
+    not is not there."""
+
+    buffers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    client_state: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    scheduler: Any = None
+
+    def over(self, shared: Mapping[Any, Any], what: PerRank) -> dict[Any, Any]:
+        """The client state of the rank, whose other values all share."""
+        rest = {key: value for key, value in shared.items() if key not in what.client_state}
+        return {**rest, **self.client_state}
+
+
+def file_name(rank: int) -> str:
+    return f"ucp_rank_{rank:05d}.json"
+
+
+def text_of(own: OwnValues) -> str:
+    """The text of a rank's file."""
+    data = {
+        BUFFERS: coded(dict(own.buffers)),
+        CLIENT_STATE: [[coded(key), coded(value)] for key, value in own.client_state.items()],
+        SCHEDULER: coded(own.scheduler),
+    }
+    return json.dumps(data)
+
+
+def listed(manifest: Manifest | None) -> PerRank:
+    """What a manifest says to differ. Raises DamagedFileError for what says nothing of the kind."""
+    said: Any = manifest.run.get(PER_RANK) if manifest is not None else None
+    if not said:
+        return PerRank()
+    try:
+        return PerRank(frozenset(said[BUFFERS]), frozenset(said[CLIENT_STATE]), said[SCHEDULER])
+    except (KeyError, TypeError) as error:
+        raise DamagedFileError(
+            "the manifest does not say what differs from rank to rank", found=repr(error)
+        ) from error
+
+
+def recorded_of(folder: Path, rank: int, beside: Callable[[str], bytes | None]) -> OwnValues:
+    """What a rank's file beside a manifest holds; `beside` reads it. Raises DamagedFileError."""
+    file = folder / file_name(rank)
+    data = beside(file.name)
+    if data is None:
+        raise DamagedFileError("the values of a rank are missing", file=file)
+    try:
+        found: Any = json.loads(data)
+        client = {decoded(key): decoded(value) for key, value in found[CLIENT_STATE]}
+        return OwnValues(decoded(found[BUFFERS]), client, decoded(found[SCHEDULER]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(
+            "the values of a rank can't be read",
+            file=file,
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+        ) from error
+
+
+def differing(checkpoint: Checkpoint, names: Iterable[str]) -> PerRank:
+    """What differs between some files of a checkpoint and the first ones of their kind."""
+    found = PerRank()
+    for name in names:
+        found |= checkpoint.differs(name)
+    return found
+
+
+def refuse_unless(allowed: bool, what: PerRank, file: str, here: str) -> str:
+    """A note that the first rank's values are taken on another mesh. Raises StateMismatchError
+    unless that is allowed."""
+    if not allowed:
+        raise StateMismatchError(
+            "values differ from rank to rank in the checkpoint, and this is another mesh",
+            file=file,
+            expected="the mesh that wrote it, where each rank gets its own back",
+            found=f"{what}; on {here}",
+            fix='take rank 0\'s with allow={"per_rank"}, or say what to make of those of all ranks '
+            "with per_rank=function(name, values)",
+        )
+    return f"differed from rank to rank, those of rank 0 were taken: {what}"

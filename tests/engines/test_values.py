@@ -1,0 +1,28 @@
+"""Plain values beside tensors come back in type and bits, in every place and by every way, or are
+refused by name before anything is written."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.value_jobs:"
+
+
+def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path) -> None:
+    for rank in ranks.run(2, JOBS + "matrix", str(tmp_path), timeout_s=300):
+        assert len(rank) == 8
+        for way, places in rank.items():
+            assert places == {key: [] for key in places}, way
+    for rank in ranks.run(2, JOBS + "stock_of_converted", str(tmp_path)):
+        assert rank == {key: [] for key in rank}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *LIVE_KINDS])
+def test_the_comparison_sees_another_value(kind: str) -> None:
+    one, other = {**KINDS, **LIVE_KINDS}[kind]()
+    assert exactly(one, one)
+    assert kind == "function of a module" or not exactly(one, other)

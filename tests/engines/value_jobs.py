@@ -1,0 +1,129 @@
+"""What the ranks do in the tests of plain values: every kind in every place, through saves, stock
+files and conversions."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from tests.engines.masters import base_of
+from tests.engines.model import GLOBAL_BATCH, WIDTH
+from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly, strangers
+
+PLACES = ("scheduler", "group", "client state")
+
+
+class Holding(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler whose state holds values of every kind."""
+
+    def __init__(self, optimizer: Any, kept: dict[str, Any]) -> None:
+        self.kept = kept
+        super().__init__(optimizer, rate)
+
+
+def rate(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+def values(which: int, live: bool = True) -> dict[str, Any]:
+    """A value of every kind: those that are saved (0), or others (1)."""
+    kinds = {**KINDS, **(LIVE_KINDS if live else {})}
+    return {name: make()[which] for name, make in kinds.items()}
+
+
+def engine_with(zero: int, which: int, attach: bool = True, **options: Any) -> Any:
+    """An engine whose scheduler and groups hold values."""
+    import deepspeed
+
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 1))
+    held = {f"kept {name}": value for name, value in values(which).items()}
+    optimizer = torch.optim.AdamW([{"params": list(net.parameters()), **held}], lr=1e-2)
+    config = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    engine = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=Holding(optimizer, values(which)),
+        config=config,
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(engine, **options) if attach else engine
+
+
+def step(engine: Any, number: int = 0) -> None:
+    inputs = torch.rand(2, WIDTH, generator=torch.Generator().manual_seed(number))
+    engine.backward(engine(inputs).square().mean())
+    engine.step()
+
+
+def held_in(engine: Any, client_state: Any) -> dict[str, dict[str, Any]]:
+    """What an engine holds now, by place and kind."""
+    group = base_of(engine).param_groups[0]
+    return {
+        "scheduler": engine.lr_scheduler.kept,
+        "group": {k.removeprefix("kept "): v for k, v in group.items() if k.startswith("kept ")},
+        "client state": client_state,
+    }
+
+
+def compare(engine: Any, client_state: Any) -> dict[str, list[str]]:
+    """By place: kinds that did not come back, and classes of the package that are there."""
+    want, out = values(0), {}
+    for place, have in held_in(engine, client_state).items():
+        kinds = want if place != "client state" else values(0, live=False)
+        out[place] = [name for name in kinds if not exactly(kinds[name], have.get(name))]
+        out[place] += strangers(have)
+    out["group"] += strangers(base_of(engine).param_groups)
+    out["scheduler"] += strangers(vars(engine.lr_scheduler) | {"optimizer": None})
+    return out
+
+
+def load(zero: int, folder: str, tag: str) -> dict[str, list[str]]:
+    engine = engine_with(zero, 1)
+    before = compare(engine, values(1, live=False))
+    _, client_state = engine.load_checkpoint(folder, tag=tag)
+    out = compare(engine, client_state)
+    step(engine, 7)
+    engine.destroy()
+    alike = [name for place in before.values() for name in place]
+    missed = {*KINDS, *LIVE_KINDS} - {*alike, "function of a module"}
+    return {**out, "the same before": sorted(missed)}
+
+
+def matrix(folder: str) -> dict[str, dict[str, list[str]]]:
+    """Of every way: by place the kinds that did not come back."""
+    out = {}
+    for attach in (True, False):
+        engine = engine_with(1, 0, attach)
+        step(engine)
+        name = "attached" if attach else "stock"
+        engine.save_checkpoint(folder, tag=name, client_state=values(0, live=False))
+        engine.destroy()
+        if dist.get_rank() == 0:
+            with contextlib.chdir(folder):
+                there, back = Path(f"{name}_there"), Path(f"{name}_back")
+                ucp.convert(name, there, target=ucp.Target(mesh=ucp.Mesh(dp=2, zero=3)))
+                ucp.convert(there, back, target=ucp.Target(mesh=ucp.Mesh(dp=2, zero=1)))
+        dist.barrier()
+        out[f"{name}, same mesh"] = load(1, folder, name)
+        out[f"{name}, another"] = load(3, folder, name)
+        out[f"{name}, converted"] = load(3, folder, f"{name}_there")
+        out[f"{name}, converted back"] = load(1, folder, f"{name}_back")
+    return out
+
+
+def stock_of_converted(folder: str) -> dict[str, list[str]]:
+    """Stock DeepSpeed's own load of a converted folder."""
+    engine = engine_with(3, 1, attach=False)
+    _, client_state = engine.load_checkpoint(folder, tag="attached_there")
+    out = compare(engine, client_state)
+    engine.destroy()
+    return out
