@@ -249,7 +249,7 @@ _CALLED: dict[str, Any] = {kind.__name__: kind for kind in (*_DATES, *_PATHS)}
 
 def coded(value: Any) -> Any:
     """A value as JSON has it. Raises TypeError for one that is none of these."""
-    kind: type[Any] = type(value)
+    kind = cast("type[Any]", type(value))
     if value is None or kind in (bool, str):
         return value
     if kind is list:

@@ -164,7 +164,8 @@ class _Builder:
             if (name := item.args[0]) in kind.__members__:
                 return kind[str(name)]
         elif item.made == "call" and isinstance(kind, enum.EnumMeta) and not item.state:
-            found = [one for one in kind if alike(one.value, item.args[0])]
+            members: list[Any] = list(kind)
+            found = [one for one in members if alike(one.value, item.args[0])]
             if found:
                 return found[0]
         elif item.made == "new" and isinstance(kind, type) and issubclass(kind, tuple):

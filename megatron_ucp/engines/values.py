@@ -190,12 +190,18 @@ def _plain_object(item: Any, kind: type) -> Stand | None:
     named = isinstance(item, tuple) and hasattr(kind, "_fields")
     if not (named or is_bare(kind)) or any(_overrides(kind, name) for name in own):
         return None
-    reduced: Any = item.__reduce_ex__(2)
-    make, args, state, *more = (*reduced, None)[:5]
+    parts: Any = (*reduced(item), None)[:5]
+    make, args, state, *more = parts
     bare = all(part is None for part in more) and make is copyreg.__newobj__  # type: ignore[attr-defined]
     if not bare or not isinstance(state, dict | None) or (named and state):
         return None
     return Stand(_qualname(kind), tuple(args[1:]), dict(state or {}), made="new")
+
+
+def reduced(item: Any) -> tuple[Any, ...]:
+    """What a pickle of an object says: what makes it, with which arguments, and its state."""
+    found: Any = item.__reduce_ex__(2)
+    return found
 
 
 def _overrides(kind: type, name: str) -> bool:
@@ -337,7 +343,7 @@ def members_by_value(value: Any) -> list[tuple[str, Any, str]]:
     """Class, value and name of every member of an enum in a live value that Python pickles by its
     value (all of them from 3.12 on, those of IntEnum before it too)."""
     found = [item for item in _all_in(value) if isinstance(item, enum.Enum)]
-    by_value = [item for item in found if item.__reduce_ex__(2)[0] is type(item)]
+    by_value = [item for item in found if reduced(item)[0] is type(item)]
     return [(_qualname(type(item)), item.value, item.name) for item in by_value]
 
 

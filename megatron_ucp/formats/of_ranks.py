@@ -5,7 +5,7 @@ values that all ranks share stand where they always do.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,29 @@ class OwnValues:
         """The client state of the rank, whose other values all share."""
         rest = {key: value for key, value in shared.items() if key not in what.client_state}
         return {**rest, **self.client_state}
+
+    def only(self, what: PerRank) -> "OwnValues":
+        """Without what all ranks share."""
+        return OwnValues(
+            {name: value for name, value in self.buffers.items() if name in what.buffers},
+            {key: value for key, value in self.client_state.items() if key in what.client_state},
+            self.scheduler if what.scheduler else None,
+        )
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What differs from rank to rank, and what each rank has of it."""
+
+    what: PerRank = field(default_factory=PerRank)
+    ranks: Sequence[OwnValues] = ()
+
+
+def apart_in(checkpoint: Checkpoint) -> Apart:
+    """All of it, of all ranks of a checkpoint. Raises DamagedFileError."""
+    what = differing(checkpoint, checkpoint.file_names)
+    count = checkpoint.manifest.mesh.world if what else 0
+    return Apart(what, [checkpoint.of_rank(rank).only(what) for rank in range(count)])
 
 
 def file_name(rank: int) -> str:

@@ -33,10 +33,12 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed import muon
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.experts import is_stacked
+from megatron_ucp.formats.deepspeed.folder import MEMBERS
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
+from megatron_ucp.formats.of_ranks import PER_RANK, Apart, file_name, text_of
 from megatron_ucp.formats.pt.output import Output, Stored, Weight
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 from megatron_ucp.formats.pt.values import StorageRef
@@ -69,7 +71,7 @@ from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
 from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
-ALLOWED = NARROW | {"mean", "stale"}
+ALLOWED = NARROW | {"mean", "stale", "per_rank"}
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ def convert(
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
+        origin.check_names()
+        origin.take_apart(wanted.target.mesh if to == "native" else None, allow)
         if to == TORCH_DIST:
             _refuse_muon(wanted, "folder for Megatron")
             out = written(wanted, source, target.mesh, origin.notes)
@@ -128,7 +132,7 @@ def convert(
             manifest, outputs = _WRITERS[to](origin, wanted, config)
             job = ConversionJob(source, manifest, frozenset(allow), progress)
             job.prove(outputs)
-            write_tag(job, outputs, folder)
+            write_tag(job, outputs, folder, origin.apart)
             files = len(outputs)
     notes = [*source.notes, *origin.notes, *point_at(folder, to)]
     return Converted(
@@ -401,8 +405,12 @@ class ConversionJob:
 # ------------------------------------------------ the output on disk
 
 
-def write_tag(job: ConversionJob, outputs: list[Output], folder: Path) -> None:
-    """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError."""
+def write_tag(
+    job: ConversionJob, outputs: list[Output], folder: Path, apart: Apart | None = None
+) -> None:
+    """The folder, whole or not at all; `apart` are values of single ranks. Raises SaveError,
+    UsageError, DamagedFileError."""
+    apart = apart or Apart()
     with written_aside(folder) as aside:
         for place in {(aside / output.name).parent for output in outputs} - {aside}:
             place.mkdir(parents=True, exist_ok=True)
@@ -411,9 +419,15 @@ def write_tag(job: ConversionJob, outputs: list[Output], folder: Path) -> None:
             in_threads(threads, files, job.stopped)
         job.reader.check(thorough=True)
         job.check_overflows()
+        of_ranks = [file_name(rank) for rank in range(len(apart.ranks))]
+        for name, own in zip(of_ranks, apart.ranks, strict=True):
+            (aside / name).write_text(text_of(own), encoding="utf-8")
         sync_all(aside)
-        entries = tuple(durable.entry_of(aside / output.name, output.name) for output in outputs)
+        names = [*(output.name for output in outputs), *of_ranks]
+        entries = tuple(durable.entry_of(aside / name, name) for name in names)
         manifest = _signed(job.manifest, job.source, entries)
+        run = {**manifest.run, PER_RANK: apart.what.as_value() if apart.what else {}}
+        manifest = replace(manifest, run=run)
         require_free(folder)  # a save may have taken the name meanwhile
         durable.commit(aside, to_json(manifest), durable.Syncs())
 
@@ -426,7 +440,7 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
     content = json.dumps([said.get("saved_at"), [asdict(entry) for entry in files]])
     run = {
-        **{key: said[key] for key in ("seed", "data") if key in said},
+        **{key: said[key] for key in ("seed", "data", MEMBERS) if key in said},
         **manifest.run,
         "converted_from": str(source.manifest.mesh),
         "saved_at": said.get("saved_at", newest),

@@ -19,6 +19,7 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.formats.base import PER_GROUP, Checkpoint
+from megatron_ucp.formats.of_ranks import Apart, apart_in, text_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
@@ -121,6 +122,10 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         a, b = one.extras.counters.get(key), two.extras.counters.get(key)
         if a != b:
             yield Difference("", key, repr(a), repr(b))
+    apart = [apart_in(checkpoint) for checkpoint in (one, two)]
+    if not _same_apart(*apart):
+        shown_apart = (str(each.what) or "none" for each in apart)
+        yield Difference("", "values that differ from rank to rank", *shown_apart)
     a, b = one.extras.scheduler, two.extras.scheduler
     staged = max(c.manifest.mesh.pp for c in (one, two)) > 1
     if staged or len(one.manifest.groups) != len(two.manifest.groups):
@@ -131,6 +136,13 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         )
     if not alike(a, b):
         yield Difference("", "lr_scheduler", shown(a), shown(b))
+
+
+def _same_apart(a: Apart, b: Apart) -> bool:
+    if a.what != b.what or len(a.ranks) != len(b.ranks):
+        return False
+    pairs = zip(a.ranks, b.ranks, strict=True)
+    return all(text_of(one) == text_of(other) for one, other in pairs)
 
 
 def _of_both(

@@ -1,12 +1,14 @@
 """What a conversion takes from its source besides tensors: config, scheduler, loss scale, the
 layers of its pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import UnsafePickleError
 from megatron_ucp.families import families
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.base import Checkpoint
@@ -14,7 +16,9 @@ from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.model_file import training_dtype
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
+from megatron_ucp.formats.of_ranks import Apart, apart_in, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by
+from megatron_ucp.formats.pt.known import names_in
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.target import Wanted
 
@@ -31,9 +35,41 @@ class Origin:
         self.manifest = with_model(source.manifest)
         self.config: Mapping[str, Any] = self.extras.config or {}
         self.notes: list[str] = []
+        self.apart = Apart()
         self._declared = ruled or says_layouts(self.manifest)
         trained = [spec.dtype for spec in self.manifest.params if spec.kind == "trainable"]
         self.dtype = trained[0] if trained else training_dtype({"ds_config": self.config}, {}, ())
+
+    def take_apart(self, mesh: Mesh | None, allow: Collection[str]) -> None:
+        """Finds what ranks have otherwise than each other. It goes to files for the same ranks
+        (None: to none); else it is refused, or the first rank's is taken where that is allowed.
+        Raises StateMismatchError."""
+        apart = apart_in(self.source)
+        if not apart.what:
+            return
+        if mesh is not None and mesh.has_ranks_of(self.manifest.mesh):
+            self.apart = apart
+            return
+        file, here = str(self.source.folder), str(mesh or "a format without ranks")
+        self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here))
+
+    def check_names(self) -> None:
+        """Notes classes of the run's program that values name, as the written files name them
+        again. Raises UnsafePickleError for what only a call makes: nobody here knows what it
+        would do."""
+        kept = [self.extras.scheduler, self.extras.client_state, dict(self.extras.others)]
+        names, calls = names_in([*kept, *(group.settings for group in self.manifest.groups)])
+        if calls:
+            raise UnsafePickleError(
+                "a value of the checkpoint is made by a call that a conversion can't vouch for",
+                file=self.source.main_file,
+                found=", ".join(sorted(calls))[:200],
+                fix="load the checkpoint into an engine of its program, attach it and save: "
+                "members of enums are known by name then",
+            )
+        if names:
+            listed = ", ".join(sorted(names))[:200]
+            self.notes.append(f"values name classes of the program that wrote them: {listed}")
 
     def wanted(self, target: Target, config: Mapping[str, Any] | None) -> Wanted:
         """What is asked for: the target with everything that the config of its job says, or else
@@ -91,6 +127,7 @@ class Origin:
             self._clip_grad(config),
             self._int_steps(manifest),
             lambda stage: self._scheduler(manifest, stage),
+            self.apart,
         )
 
     def _clip_grad(self, config: Mapping[str, Any]) -> float:

@@ -34,13 +34,17 @@ def values(which: int, live: bool = True) -> dict[str, Any]:
     return {name: make()[which] for name, make in kinds.items()}
 
 
-def engine_with(zero: int, which: int, attach: bool = True, **options: Any) -> Any:
+BY_VALUE = "enum"  # pickled by value, which only an attached save knows the name of
+
+
+def engine_with(zero: int, which: int, attach: bool = True, without: str = "") -> Any:
     """An engine whose scheduler and groups hold values."""
     import deepspeed
 
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 1))
-    held = {f"kept {name}": value for name, value in values(which).items()}
+    kept = {name: value for name, value in values(which).items() if name != without}
+    held = {f"kept {name}": value for name, value in kept.items()}
     optimizer = torch.optim.AdamW([{"params": list(net.parameters()), **held}], lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
@@ -51,11 +55,11 @@ def engine_with(zero: int, which: int, attach: bool = True, **options: Any) -> A
     engine = deepspeed.initialize(
         model=net,
         optimizer=optimizer,
-        lr_scheduler=Holding(optimizer, values(which)),
+        lr_scheduler=Holding(optimizer, kept),
         config=config,
         dist_init_required=False,
     )[0]
-    return ucp.attach(engine, **options) if attach else engine
+    return ucp.attach(engine) if attach else engine
 
 
 def step(engine: Any, number: int = 0) -> None:
@@ -86,11 +90,13 @@ def compare(engine: Any, client_state: Any) -> dict[str, list[str]]:
     return out
 
 
-def load(zero: int, folder: str, tag: str) -> dict[str, list[str]]:
+def load(zero: int, folder: str, tag: str, without: str = "") -> dict[str, list[str]]:
     engine = engine_with(zero, 1)
     before = compare(engine, values(1, live=False))
     _, client_state = engine.load_checkpoint(folder, tag=tag)
     out = compare(engine, client_state)
+    out["group"] = [name for name in out["group"] if name != without]
+    out["scheduler"] = [name for name in out["scheduler"] if name != without]
     step(engine, 7)
     engine.destroy()
     alike = [name for place in before.values() for name in place]
@@ -98,25 +104,43 @@ def load(zero: int, folder: str, tag: str) -> dict[str, list[str]]:
     return {**out, "the same before": sorted(missed)}
 
 
+def save(folder: str, tag: str, attach: bool, without: str = "") -> None:
+    engine = engine_with(1, 0, attach, without)
+    step(engine)
+    engine.save_checkpoint(folder, tag=tag, client_state=values(0, live=False))
+    engine.destroy()
+
+
+def converted(folder: str, tag: str) -> str:
+    """To another mesh, and back; the error, "" without one."""
+    with contextlib.chdir(folder):
+        there, back = Path(f"{tag}_there"), Path(f"{tag}_back")
+        try:
+            ucp.convert(tag, there, target=ucp.Target(mesh=ucp.Mesh(dp=2, zero=3)))
+            ucp.convert(there, back, target=ucp.Target(mesh=ucp.Mesh(dp=2, zero=1)))
+        except ucp.UcpError as error:
+            return str(error)
+    return ""
+
+
 def matrix(folder: str) -> dict[str, dict[str, list[str]]]:
     """Of every way: by place the kinds that did not come back."""
     out = {}
-    for attach in (True, False):
-        engine = engine_with(1, 0, attach)
-        step(engine)
-        name = "attached" if attach else "stock"
-        engine.save_checkpoint(folder, tag=name, client_state=values(0, live=False))
-        engine.destroy()
-        if dist.get_rank() == 0:
-            with contextlib.chdir(folder):
-                there, back = Path(f"{name}_there"), Path(f"{name}_back")
-                ucp.convert(name, there, target=ucp.Target(mesh=ucp.Mesh(dp=2, zero=3)))
-                ucp.convert(there, back, target=ucp.Target(mesh=ucp.Mesh(dp=2, zero=1)))
-        dist.barrier()
-        out[f"{name}, same mesh"] = load(1, folder, name)
-        out[f"{name}, another"] = load(3, folder, name)
-        out[f"{name}, converted"] = load(3, folder, f"{name}_there")
-        out[f"{name}, converted back"] = load(1, folder, f"{name}_back")
+    for tag, attach, without in (
+        ("attached", True, ""),
+        ("stock", False, ""),
+        ("stock without enums", False, BY_VALUE),
+    ):
+        save(folder, tag, attach, without)
+        out[f"{tag}, same mesh"] = load(1, folder, tag, without)
+        out[f"{tag}, another"] = load(3, folder, tag, without)
+        errors = [converted(folder, tag) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(errors)
+        if error := errors[0]:
+            out[f"{tag}, converted"] = {"error": [error]}
+            continue
+        out[f"{tag}, converted"] = load(3, folder, f"{tag}_there", without)
+        out[f"{tag}, converted back"] = load(1, folder, f"{tag}_back", without)
     return out
 
 

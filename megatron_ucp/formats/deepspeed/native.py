@@ -426,14 +426,14 @@ class NativeCheckpoint(TagFolder):
     def differs(self, name: str) -> PerRank:
         """Of ZeRO-3, where every rank has a model file, as the files show it."""
         recorded = self.recorded
-        if self.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
+        if self.manifest.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
             return super().differs(name)
         return differs_in(self, name)
 
     def of_rank(self, rank: int) -> OwnValues:
         """See `Checkpoint`."""
         recorded = self.recorded
-        if self.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
+        if self.manifest.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
             return super().of_rank(rank)
         return held_by(self, rank)
 

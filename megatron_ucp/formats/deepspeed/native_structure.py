@@ -1,7 +1,7 @@
 """A manifest as the ranks of a run hold it: what each one writes of."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.box import Ints
@@ -17,6 +17,7 @@ from megatron_ucp.formats.deepspeed.experts import (
     expert_name,
     in_own_file,
 )
+from megatron_ucp.formats.of_ranks import Apart
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class RunSettings:
     """What written files say besides the manifest. `extras` are the source's; `config`, `version`
     and `dtype` those of the run that the files are for; `scaler` is the loss scale's canonical
     form; `int_steps` says whether the optimizer keeps `step` as an int; `scheduler` gives the
-    state of a stage's scheduler."""
+    state of a stage's scheduler; `apart` are the values that ranks have otherwise than each
+    other."""
 
     extras: Extras
     config: Mapping[str, Any]
@@ -34,6 +36,7 @@ class RunSettings:
     clip_grad: float
     int_steps: bool
     scheduler: Callable[[int], Any]
+    apart: Apart = field(default_factory=Apart)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ DeepSpeed 0.19.8.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
@@ -37,6 +37,7 @@ from megatron_ucp.formats.deepspeed.paths import (
     optimizer_name,
 )
 from megatron_ucp.formats.deepspeed.stock_info import patterns_of
+from megatron_ucp.formats.of_ranks import OwnValues
 from megatron_ucp.formats.pt.output import Output, Weight
 from megatron_ucp.formats.pt.values import TensorRef
 
@@ -96,17 +97,32 @@ class NativeWriter(OptimizerTrees):
             "param_shapes": self._param_shapes(own) if split and mesh.zero else None,
             **self._frozen(output, own),
             "shared_params": shared if split else None,
-            "lr_scheduler": output.adopt(self.run.scheduler(own.stage)),
+            "lr_scheduler": output.adopt(self._scheduler_of(own)),
             **model_extras(output, extras),
             "dp_world_size": mesh.partitions,
             "mp_world_size": mesh.tp * mesh.pp,
             "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp, "tp_degree": mesh.tp},
             "ds_config": output.adopt(self.run.config),
             "ds_version": self.run.version,
-            **{key: output.adopt(value) for key, value in extras.client_state.items()},
+            **{key: output.adopt(value) for key, value in self._client_state(own).items()},
         }
         output.tree |= self._of_experts(output, own)
         return output
+
+    def _own_values(self, own: Own) -> OwnValues | None:
+        """What a rank has otherwise than others, where it has a model file of its own."""
+        each = self.mesh.zero == 3 and self.run.apart.what
+        return self.run.apart.ranks[own.rank] if each else None
+
+    def _client_state(self, own: Own) -> Mapping[Any, Any]:
+        shared, values = self.run.extras.client_state, self._own_values(own)
+        return shared if values is None else values.over(shared, self.run.apart.what)
+
+    def _scheduler_of(self, own: Own) -> Any:
+        values = self._own_values(own)
+        if values is None or not self.run.apart.what.scheduler:
+            return self.run.scheduler(own.stage)
+        return values.scheduler
 
     def _of_experts(self, output: Output, own: Own) -> dict[str, Any]:
         """What a model file says of experts; without any how parameters are cut, for stock."""
@@ -178,6 +194,9 @@ class NativeWriter(OptimizerTrees):
     def _value(self, output: Output, name: str, own: Own) -> TensorRef:
         number = self._number[own.stage, name]
         dtype = self.manifest.buffers[number].states[0][1]
+        values = self._own_values(own)
+        if values is not None and name in values.buffers:
+            return cast("TensorRef", output.adopt(values.buffers[name]))
         return output.tensor(own.slot(number, VALUE), dtype, self._local(name))
 
     def _fragments(

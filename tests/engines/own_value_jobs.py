@@ -1,0 +1,125 @@
+"""What the ranks do in the tests of values that differ from rank to rank: statistics of a
+BatchNorm, a rank's own place in its data, a scheduler that follows a rank's own loss."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from tests.engines.model import WIDTH
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 5)
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.down = torch.nn.Linear(5, 1)
+        self.register_buffer("shared", torch.arange(3.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(inputs)))
+
+
+def make(zero: int, attach: bool = True) -> Any:
+    import deepspeed
+
+    torch.manual_seed(5)
+    net = Normed()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    engine = deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=None, config=config, dist_init_required=False
+    )[0]
+    engine.lr_scheduler = schedule  # DeepSpeed would step it without a metric
+    return ucp.attach(engine) if attach else engine
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+    for number in range(steps):
+        seed = 100 * dist.get_rank() + number
+        inputs = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        loss = engine(inputs).square().mean()
+        engine.backward(loss)
+        engine.step()
+        scheduler.step(loss.item())
+    engine.lr_scheduler = scheduler
+
+
+def buffers(engine: Any) -> dict[str, Any]:
+    return {name: buffer.tolist() for name, buffer in engine.module.named_buffers()}
+
+
+def client_state() -> dict[str, Any]:
+    return {"place": {"rank": dist.get_rank(), "seen": torch.arange(3) + dist.get_rank()}, "run": 7}
+
+
+def held(engine: Any, client: Any) -> dict[str, Any]:
+    """All that may differ, as values that pickle takes."""
+    place = client.get("place", {})
+    shown = {**place, "seen": place["seen"].tolist()} if place else {}
+    best = engine.lr_scheduler.best if engine.lr_scheduler is not None else None
+    return {"buffers": buffers(engine), "place": shown, "run": client.get("run"), "best": best}
+
+
+def save(zero: int, folder: str, attach: bool, tag: str, alike: bool = False) -> dict[str, Any]:
+    """What this rank had when it saved."""
+    engine = make(zero, attach)
+    if not alike:
+        train(engine)
+    client = {"run": 7} if alike else client_state()
+    engine.save_checkpoint(folder, tag=tag, client_state=client)
+    out = held(engine, client)
+    out["notes"] = list(engine.ucp_save_report.notes) if attach else []
+    engine.destroy()
+    return out
+
+
+def load(zero: int, folder: str, tag: str, stock: bool = False, **options: Any) -> dict[str, Any]:
+    """What this rank has after a load, or the error."""
+    engine = make(zero, attach=False)
+    before = buffers(engine)
+    try:
+        if stock:
+            _, client = engine.load_checkpoint(folder, tag=tag)
+            notes: tuple[str, ...] = ()
+        else:
+            report = ucp.load(engine, folder, tag, **options)
+            client, notes = report.client_state, report.notes
+    except ucp.UcpError as error:
+        out = {"error": str(error), "unchanged": before == buffers(engine)}
+    else:
+        out = {**held(engine, client), "notes": list(notes)}
+    engine.destroy()
+    return out
+
+
+def mean(name: str, values: list[Any]) -> Any:
+    """A user's function: means of statistics, the largest count, the first of all else."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(values).mean(0) if first.is_floating_point() else max(values)
+    return first
+
+
+def load_with_mean(zero: int, folder: str, tag: str) -> dict[str, Any]:
+    return load(zero, folder, tag, per_rank=mean)
+
+
+def convert(folder: str, tag: str, to: str, zero: int, dp: int = 2, **options: Any) -> str:
+    """The error of a conversion, "" without one."""
+    target = ucp.Target(mesh=ucp.Mesh(dp=dp, zero=zero))
+    try:
+        ucp.convert(Path(folder) / tag, Path(folder) / to, target=target, **options)
+    except ucp.UcpError as error:
+        return str(error)
+    return ""
