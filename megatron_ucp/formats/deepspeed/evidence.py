@@ -25,7 +25,8 @@ def difference(ours: object, theirs: object) -> dict[str, str]:
     if isinstance(ours, dict) and isinstance(theirs, Mapping):
         for key in {**ours, **theirs}:
             if not alike(ours.get(key), theirs.get(key)):
-                return difference({key: ours.get(key)}.popitem(), (key, theirs.get(key)))
+                inner = difference(ours.get(key), theirs.get(key))
+                return {side: f"{key} {text}" for side, text in inner.items()}
     return {"expected": shown(ours), "found": shown(theirs)}
 
 

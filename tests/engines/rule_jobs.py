@@ -1,0 +1,173 @@
+"""What a rank does in the tests of optimizers that are who they are, and of schedules and groups
+with numpy's values."""
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import megatron_ucp as ucp
+from tests.engines.canonical import canonical, differences
+from tests.engines.masters import base_of
+from tests.engines.model import Setup, make_engine, train
+
+KINDS = ("AdamW", "Adam", "RAdam", "NAdam", "FusedAdam")
+
+
+def save_all(folder: str, zero: int, attach: bool) -> None:
+    """A tag for each kind of Adam."""
+    for kind in KINDS:
+        engine = make_engine(Setup(zero, "bf16", kind), attach)
+        train(engine, 2)
+        engine.save_checkpoint(folder, tag=kind)
+        engine.destroy()
+
+
+def load_all(folder: str, zero: int, kind: str, **options: Any) -> dict[str, Any]:
+    """For each tag: the error, or the notes, and whether the engine's groups say what they did."""
+    out = {}
+    for tag in KINDS:
+        engine = make_engine(Setup(zero, "bf16", kind, seed=9), attach=False)
+        before, rules = canonical(engine), _rules(engine)
+        try:
+            notes = list(ucp.load(engine, folder, tag, **options).notes)
+            out[tag] = {"error": "", "notes": notes, "rules": _rules(engine) == rules}
+        except ucp.UcpError as error:
+            unchanged = not differences(before, canonical(engine))
+            out[tag] = {"error": str(error), "unchanged": unchanged}
+        engine.destroy()
+    return out
+
+
+def _rules(engine: Any) -> list[Any]:
+    return [group.get("decoupled_weight_decay") for group in base_of(engine).param_groups]
+
+
+def milestones(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 3, 5]), 0.3)
+
+
+def linspaced(optimizer: Any) -> Any:
+    for group, rate in zip(optimizer.param_groups, np.linspace(1e-3, 1e-2, 2), strict=True):
+        group["lr"] = rate
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def plain_milestones(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 5], 0.3)
+
+
+SCHEDULES = {f.__name__: f for f in (milestones, linspaced, plain_milestones)}
+
+
+def scheduled(zero: int, name: str, attach: bool) -> Any:
+    engine = make_engine(Setup(zero), attach=False)
+    engine.lr_scheduler = SCHEDULES[name](base_of(engine))
+    return ucp.attach(engine) if attach else engine
+
+
+def rates(engine: Any, steps: int) -> list[list[float]]:
+    out = []
+    for number in range(steps):
+        train(engine, 1, first=number)
+        out.append([float(group["lr"]) for group in base_of(engine).param_groups])
+    return out
+
+
+def resumed_rates(folder: str, name: str, attach: bool) -> dict[str, Any]:
+    """The rates of a run, and those after a load of its checkpoint on the same and another stage,
+    by this package and by stock, and from a conversion."""
+    engine = scheduled(1, name, attach)
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag=name)
+    out: dict[str, Any] = {"run": rates(engine, 5)}
+    engine.destroy()
+    ucp.convert(Path(folder) / name, Path(folder) / "converted", target=ucp.Mesh(dp=1, zero=3))
+    for way, zero, tag in (("same", 1, name), ("another", 3, name), ("converted", 3, "converted")):
+        engine = scheduled(zero, name, attach=False)
+        report = ucp.load(engine, folder, tag)
+        out[way] = rates(engine, 5)
+        out[f"{way} notes"] = [note for note in report.notes if "random" not in note]
+        engine.destroy()
+    engine = scheduled(1, name, attach=False)
+    engine.load_checkpoint(folder, tag=name)
+    out["stock"] = rates(engine, 5)
+    engine.destroy()
+    return out
+
+
+def own_keys(folder: str) -> dict[str, Any]:
+    """A group holds a key that the engine's group has not, and one that has another value there."""
+    engine = make_engine(Setup(1))
+    base_of(engine).param_groups[0]["layer_id"] = np.int64(3)
+    base_of(engine).param_groups[0]["foreach"] = False
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="tag")
+    engine.destroy()
+    out: dict[str, Any] = {}
+    for way, options in {
+        "all": {},
+        "weights": {"load_module_only": True},
+        "masters": {"load_optimizer_states": False},
+        "config": {"hyper": "config"},
+    }.items():
+        engine = make_engine(Setup(3), attach=False)
+        notes = ucp.load(engine, folder, "tag", **options).notes
+        group = base_of(engine).param_groups[0]
+        out[way] = repr(group.get("layer_id")), group["foreach"], list(notes)
+        engine.destroy()
+    return out
+
+
+def refused_at_attach() -> dict[str, str]:
+    """What attach says of values that no load could give back, and with "values" allowed."""
+    out = {}
+    makes = {
+        "open file": lambda: open("/dev/null"),  # noqa: SIM115
+        "lambda": lambda: lambda: 1,
+        "structured array": lambda: np.zeros(2, [("x", "f4")]),
+        "local class": lambda: type("Local", (), {})(),
+    }
+    for name, make in makes.items():
+        for place in ("scheduler", "group"):
+            for allow in ((), ("values",)):
+                engine = make_engine(Setup(1), attach=False)
+                if place == "scheduler":
+                    engine.lr_scheduler.mine = make()
+                else:
+                    base_of(engine).param_groups[0]["mine"] = make()
+                try:
+                    ucp.attach(engine, allow=allow)
+                    out[f"{name}, {place}, {len(allow)}"] = ""
+                except ucp.UcpError as error:
+                    out[f"{name}, {place}, {len(allow)}"] = str(error)
+                engine.destroy()
+    return out
+
+
+class Mine(enum.Enum):
+    HERS = 1
+
+
+def left_to_the_engine(folder: str) -> dict[str, Any]:
+    """A value of a scheduler that is beyond us: the rest loads, where that is allowed."""
+    engine = make_engine(Setup(1), attach=False)
+    engine.lr_scheduler.mine = Mine.HERS
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="tag")
+    want = engine.lr_scheduler.last_epoch
+    engine.destroy()
+    out: dict[str, Any] = {"want": want}
+    for allow in ((), ("values",)):
+        engine = make_engine(Setup(1), attach=False)
+        engine.lr_scheduler.mine = "the engine's"
+        try:
+            report = ucp.load(engine, folder, "tag", allow=allow)
+            notes = [note for note in report.notes if "mine" in note]
+            out[str(allow)] = engine.lr_scheduler.mine, engine.lr_scheduler.last_epoch, notes
+        except ucp.UcpError as error:
+            out[str(allow)] = type(error).__name__, str(error)
+        engine.destroy()
+    return out

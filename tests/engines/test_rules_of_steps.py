@@ -1,0 +1,100 @@
+"""Optimizers are who they are; schedules and groups with numpy's values go on as the run's; what
+can't be represented is refused when it is attached."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_ucp as ucp
+from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.errors import ForeignFileError
+from megatron_ucp.formats.registry import open_checkpoint
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.rule_jobs:"
+DECOUPLED = {"AdamW", "FusedAdam"}
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_another_rule_is_refused_unless_it_is_allowed(
+    ranks: RankPool, tmp_path: Path, attach: bool
+) -> None:
+    ranks.run(1, JOBS + "save_all", str(tmp_path), 1, attach, timeout_s=200)
+    for kind in ("AdamW", "Adam"):
+        (refused,) = ranks.run(1, JOBS + "load_all", str(tmp_path), 1, kind)
+        (allowed,) = ranks.run(1, JOBS + "load_all", str(tmp_path), 1, kind, allow={"optimizer"})
+        for tag, found in refused.items():
+            same = tag == kind or {tag, kind} == DECOUPLED
+            if tag == "FusedAdam" and not attach:
+                continue  # its files don't say which Adam it is
+            if tag == "NAdam":  # keeps another state, which no allowance gives
+                assert "keeps other states" in found["error"]
+                continue
+            assert bool(found["error"]) is not same, (tag, kind, found)
+            if same:
+                continue
+            assert found["unchanged"] and 'allow={"optimizer"}' in found["error"]
+            assert f"found: {kind}" in found["error"]
+            assert allowed[tag]["rules"] and not allowed[tag]["error"]
+            assert any("the engine steps by" in note for note in allowed[tag]["notes"])
+
+
+@pytest.mark.parametrize("name", ["milestones", "linspaced", "plain_milestones"])
+@pytest.mark.parametrize("attach", [True, False])
+def test_the_next_rates_are_those_of_the_run(
+    ranks: RankPool, tmp_path: Path, name: str, attach: bool
+) -> None:
+    (found,) = ranks.run(1, JOBS + "resumed_rates", str(tmp_path), name, attach, timeout_s=200)
+    assert found["run"] == found["stock"] and found["run"][0] != found["run"][4]
+    for way in ("same", "another", "converted"):
+        assert found[way] == found["run"], way
+        if attach:
+            assert found[f"{way} notes"] == []
+
+
+def test_a_groups_own_keys(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run(1, JOBS + "own_keys", str(tmp_path))
+    assert found["all"][:2] == ("np.int64(3)", None)
+    assert any("foreach" in note and "stays" in note for note in found["all"][2])
+    for way in ("weights", "masters", "config"):
+        assert found[way][:2] == ("None", None), way
+    assert ucp.verify(tmp_path, deep=True).findings == ()
+
+
+def test_a_manifest_of_version_2_that_said_text_for_numpy(ranks: RankPool, tmp_path: Path) -> None:
+    """Saves of before were refused by every load: `3` is not "3"."""
+    ranks.run(1, JOBS + "own_keys", str(tmp_path))
+    file = tmp_path / "tag" / FILE_NAME
+    data: dict[str, Any] = json.loads(file.read_text())
+    for number, (name, settings, _) in enumerate(data["groups"]):
+        older = {**settings, "betas": settings["betas"]["items"]}
+        if "layer_id" in older:
+            older["layer_id"] = "3"
+        data["groups"][number] = [name, older]
+    data["version"] = 2
+    file.write_text(json.dumps(data))
+    assert ucp.verify(tmp_path, deep=True).findings == ()
+    data["groups"][0][1]["weight_decay"] = 0.75  # of another save
+    file.write_text(json.dumps(data))
+    with pytest.raises(ForeignFileError, match="weight_decay"), open_checkpoint(tmp_path):
+        pass
+
+
+def test_what_no_load_could_give_back_is_refused_at_attach(ranks: RankPool) -> None:
+    (found,) = ranks.run(1, JOBS + "refused_at_attach")
+    assert len(found) == 16
+    for case, said in found.items():
+        if case.endswith("1"):
+            assert said == "", case
+        else:
+            assert "mine" in said and 'allow={"values"}' in said, case
+
+
+def test_one_value_beyond_us_leaves_the_rest(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run(1, JOBS + "left_to_the_engine", str(tmp_path))
+    assert found["()"][0] == "UnsafePickleError" and "mine" in found["()"][1]
+    mine, epoch, (note,) = found["('values',)"]
+    assert (mine, epoch) == ("the engine's", found["want"]) and "Mine" in note
