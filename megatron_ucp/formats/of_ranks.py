@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import coded, decoded, shown
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, some_of
 from megatron_ucp.formats.base import Checkpoint
@@ -82,10 +83,15 @@ class Apart:
     ranks: Sequence[OwnValues] = ()
 
 
+def ranks_of(checkpoint: Checkpoint) -> Mesh:
+    """The mesh whose ranks saved, which files without ranks do not say."""
+    return (checkpoint.recorded or checkpoint.manifest).mesh
+
+
 def apart_in(checkpoint: Checkpoint) -> Apart:
     """All of it, of all ranks of a checkpoint. Raises DamagedFileError."""
     what = differing(checkpoint, checkpoint.file_names)
-    count = checkpoint.manifest.mesh.world if what else 0
+    count = ranks_of(checkpoint).world if what else 0
     return Apart(what, [checkpoint.of_rank(rank).only(what) for rank in range(count)])
 
 

@@ -16,7 +16,7 @@ from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.model_file import training_dtype
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
-from megatron_ucp.formats.of_ranks import Apart, apart_in, refuse_unless
+from megatron_ucp.formats.of_ranks import Apart, apart_in, ranks_of, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.formats.pt.known import names_in
 from megatron_ucp.reshard.match import scheduler_for
@@ -47,7 +47,7 @@ class Origin:
         apart = apart_in(self.source)
         if not apart.what:
             return
-        if mesh is not None and mesh.has_ranks_of(self.manifest.mesh):
+        if mesh is not None and mesh.has_ranks_of(ranks_of(self.source)):
             self.apart = apart
             return
         file, here = str(self.source.folder), str(mesh or "a format without ranks")

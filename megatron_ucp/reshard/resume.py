@@ -27,7 +27,14 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
-from megatron_ucp.formats.of_ranks import SCHEDULER, OwnValues, PerRank, differing, refuse_unless
+from megatron_ucp.formats.of_ranks import (
+    SCHEDULER,
+    OwnValues,
+    PerRank,
+    differing,
+    ranks_of,
+    refuse_unless,
+)
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
@@ -273,12 +280,13 @@ def _own(source: Checkpoint, bare: Manifest, how: How) -> tuple[OwnValues | None
     what, rank = how.apart, agree.world()[0]
     if not what:
         return None, []
-    if source.manifest.mesh.has_ranks_of(bare.mesh):
+    mesh = ranks_of(source)
+    if mesh.has_ranks_of(bare.mesh):
         own = source.of_rank(rank)
         _check_buffers(own, bare, str(source.folder))
         return own, []
     if how.per_rank is not None:
-        held = [source.of_rank(number) for number in range(source.manifest.mesh.world)]
+        held = [source.of_rank(number) for number in range(mesh.world)]
         own = _reduced(what, held, how.per_rank)
         _check_buffers(own, bare, str(source.folder))
         return own, [f"made of those of all ranks: {what}"]

@@ -14,7 +14,7 @@ from tests.engines.stack_jobs import Mcore
 from tests.engines.test_stack_loads import check
 from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE, SAVE, UNDER_DEEPSPEED, show
 from tests.formats.megatron_files import by_torch, split
-from tests.ranks import RanksFailed
+from tests.ranks import RankPool, RanksFailed
 
 ZERO_SAVE = "tests.engines.cross_jobs:save"
 RESUME, STOCK = "tests.engines.stack_jobs:resume", "tests.engines.stack_jobs:stock_load"
@@ -173,3 +173,16 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
     assert twice == {f"decoder.layers.{n}.pre_mlp_layernorm.weight" for n in range(2)}
     assert not ucp.verify(folder / "trained", deep=True).findings
     assert ucp.describe(folder / "trained").run["global_steps"] == 3
+
+
+def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) -> None:
+    setup = Mcore(**MIXTURE)
+    found = ranks.run(2, "tests.engines.stack_jobs:own_buffers", setup, str(tmp_path))
+    assert all(rank["same"] for rank in found) and found[0]["want"] != found[1]["want"]
+    for rank in found:
+        assert rank["error"].startswith("SaveError") and "mine" in rank["error"]
+    job = "tests.engines.stack_jobs:load_own_buffers"
+    (refused,) = ranks.run(1, job, setup, str(tmp_path))
+    assert refused.startswith("error: ") and "expert_bias" in refused
+    (noted,) = ranks.run(1, job, setup, str(tmp_path), allow={"per_rank"})
+    assert "expert_bias" in noted and not noted.startswith("error")

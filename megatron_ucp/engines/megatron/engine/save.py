@@ -26,14 +26,16 @@ from megatron_ucp.engines import random_states
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
-from megatron_ucp.engines.megatron.engine.inner import kind_of
+from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
+from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
 from megatron_ucp.engines.unusable import is_unusable
-from megatron_ucp.errors import EngineUnusableError, UnsupportedError, UsageError
+from megatron_ucp.engines.values import KeptValue, refuse_strange
+from megatron_ucp.errors import EngineUnusableError, SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of, write_at
@@ -51,6 +53,7 @@ from megatron_ucp.formats.megatron.writer import (
     plan_torch_dist,
     write_around,
 )
+from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.formats.tags import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
@@ -112,12 +115,15 @@ def _save(
                 left.callback(shutil.rmtree, aside, ignore_errors=True)
                 make_files(aside, job.plan)
         _check_one_folder(block.values)
+        apart = job.own.differing()
         with as_save_error(), agree.together():
             job.write(aside, how.rng, rank, sync)
+            if apart:
+                sync(job.own.write(aside, rank, apart))
         with as_save_error(), agree.together():
             if rank == 0:
                 job.finish(aside, arguments, sync)
-                whole = _recorded(job.manifest, _entries(aside), how.loader)
+                whole = _recorded(job.manifest, _entries(aside), how.loader, apart)
                 pointer = MEGATRON_LATEST, str(job.stack.iteration)
                 publish(aside, folder, tag, to_json(whole), pointer, sync)
                 job.notes += prune(folder, how.keep_latest)
@@ -146,6 +152,7 @@ def _check_one_folder(said: list[tuple[str, str]]) -> None:
 def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     """The engine with the states that its optimizers have now. Collective."""
     with agree.together():
+        refuse_strange(_kept(stack), SaveError)
         if is_unusable(stack.optimizer):
             raise EngineUnusableError(
                 "a load failed after bytes were written into this engine",
@@ -175,6 +182,16 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     return live, replace(live.manifest, buffers=buffers, run=run)
 
 
+def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
+    """Plain values that the files hold."""
+    if stack.scheduler is not None:
+        yield KeptValue("scheduler", stack.scheduler.state_dict(), live=False)
+    for inner in inner_optimizers(stack.optimizer):
+        for number, group in enumerate(inner.optimizer.param_groups):
+            own = {key: value for key, value in group.items() if key != "params"}
+            yield KeptValue(f"param_groups[{number}]", own, live=False)
+
+
 def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
     """What all pieces of all ranks have. Raises UsageError where it is not the same, or none, or
     not in fp32."""
@@ -202,6 +219,8 @@ class _Job:
     def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
         self.stack, self.live, self.manifest = stack, live, manifest
         self._params = {name: tensor for tensor, name in live.own.names.items()}
+        buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
+        self.own = LiveValues(buffers, {}, None, has_client_state=False)
         self.notes = list(live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
@@ -322,11 +341,16 @@ def _entries(aside: Path) -> list[FileEntry]:
 
 
 def _recorded(
-    manifest: Manifest, entries: list[FileEntry], loader: ResumableLoader | None
+    manifest: Manifest,
+    entries: list[FileEntry],
+    loader: ResumableLoader | None,
+    apart: PerRank,
 ) -> Manifest:
     """The manifest beside the files: mesh, random states and position of the data. Where an element
     lies is said by the files' own index."""
     run = {**manifest.run, "saved_at": time.time(), "moved_latest": True}
+    if apart:
+        run[PER_RANK] = apart.as_value()
     if loader is not None:
         run["data"] = loader.state_dict()
     files = tuple(sorted(entries, key=lambda entry: entry.name))
