@@ -24,7 +24,10 @@ STATE = "mp_rank_00_model_states.pt"
 KILLED = 9
 
 
-def manifest(content: str, at: float, moved: bool = True) -> str:
+RUN = "the run"
+
+
+def manifest(content: str, at: float, moved: bool = True, **said: str) -> str:
     return to_json(
         Manifest(
             "plain",
@@ -33,19 +36,21 @@ def manifest(content: str, at: float, moved: bool = True) -> str:
             (),
             files=(FileEntry(STATE, len(content)),),
             save_id=content,
-            run={"saved_at": at, "moved_latest": moved},
+            run={"saved_at": at, "moved_latest": moved, **said},
         )
     )
 
 
-def save(folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True) -> None:
+def save(
+    folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True, run: str = RUN
+) -> None:
     """A save as the engine does it, of one state file."""
-    aside = durable.begin(folder, tag)
-    (aside / STATE).write_text(content)
-    sync = durable.Syncs()
-    durable.commit(aside, manifest(content, at, moved), sync)
-    if moved:
-        durable.replace_text(folder / LATEST, tag, sync)
+    with durable.begin(folder, tag) as aside:
+        (aside / STATE).write_text(content)
+        sync = durable.Syncs()
+        durable.commit(aside, manifest(content, at, moved, tag=tag, run_id=run), sync)
+        if moved:
+            durable.replace_text(folder / LATEST, tag, sync)
 
 
 def content_of(folder: Path) -> str:
@@ -131,25 +136,26 @@ def check_that_saves_go_on(folder: Path) -> None:
 
 
 def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> None:
-    aside = durable.begin(tmp_path, "global_step1")
-    (aside / STATE).write_text("all of it")
-    assert nothing_there(tmp_path)
-    with pytest.raises(NotFoundError, match="was not finished"):
-        tag_folder(aside)
-    with pytest.raises(NotFoundError, match="no checkpoint"):
-        tag_folder(tmp_path)
+    with durable.begin(tmp_path, "global_step1") as aside:
+        (aside / STATE).write_text("all of it")
+        assert nothing_there(tmp_path)
+        with pytest.raises(NotFoundError, match="was not finished"):
+            tag_folder(aside)
+        with pytest.raises(NotFoundError, match="no checkpoint"):
+            tag_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])
 def test_a_tag_is_a_plain_name(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(UsageError, match="plain name"):
-        durable.begin(tmp_path, tag)
+    with pytest.raises(UsageError, match="plain name"), durable.begin(tmp_path, tag):
+        pass
 
 
 def test_a_file_in_the_place_of_the_tag_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "global_step1").write_text("mine")
     with pytest.raises(UsageError, match="a file has the name"):
-        durable.begin(tmp_path, "global_step1")
+        save(tmp_path, "global_step1", "new")
 
 
 def test_folders_of_a_user_are_kept_where_links_are_not_possible(
@@ -231,15 +237,3 @@ def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError, match="being removed"):
             Recorded(tmp_path / "step1", [STATE])
     Recorded(tmp_path / "step1", [STATE]).close()
-
-
-def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:
-    for name in (".left.saving", ".used.saving"):
-        (tmp_path / name).mkdir()
-    handle = os.open(tmp_path / ".used.saving", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    durable.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".next.saving", ".used.saving"]
-    os.close(handle)
-    durable.begin(tmp_path, "again")
-    assert [path.name for path in tmp_path.iterdir()] == [".again.saving"]

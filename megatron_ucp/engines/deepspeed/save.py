@@ -10,7 +10,6 @@ tag as they were; one in the last two steps says what is there.
 import dataclasses
 import json
 import pickle
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest
+from megatron_ucp.core.manifest import MOVED_LATEST, RECORDED, RUN, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.client_state import check_client_state
@@ -31,14 +30,14 @@ from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.same_model import recorded_settings
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
+from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish, run_of
 from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.experts import in_own_file
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
-from megatron_ucp.formats.tags import LATEST
+from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
@@ -105,9 +104,9 @@ def _save(
 ) -> SaveReport:
     started = time.perf_counter()
     rank = agree.world()[0]
-    aside, sync = durable.aside_of(folder, tag), durable.Syncs(how.durable)
+    sync = durable.Syncs(how.durable)
     with ExitStack() as left:
-        _begin(engine, folder, tag, client_state, left)
+        aside = _begin(engine, folder, tag, client_state, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
@@ -117,24 +116,25 @@ def _save(
         with as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said = _said(engine, model, waiting if middle else None)
-        with as_save_error(), agree.together():
+        said = _said(engine, model, tag, waiting if middle else None)
+        with as_save_error(), agree.together() as named:
             if rank == 0:
-                pointer = (LATEST, tag) if save_latest else None
+                pointer = LATEST if save_latest else None
                 whole = _complete(
                     live.manifest, entries, engine, how, save_latest, exclude_frozen, said
                 )
-                publish(aside, folder, tag, to_json(whole), pointer, sync)
+                named.value = publish(aside, folder, to_json(whole), pointer, sync)
+                named.value += prune(folder, pointer and how.keep_latest, engine)
     notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
-    if rank == 0 and save_latest:
-        notes += prune(folder, how.keep_latest)
-    return _reported(folder / tag, started, stock_seconds, sync, notes)
+    return _reported(folder / tag, started, stock_seconds, sync, [*notes, *(named.value or ())])
 
 
-def _said(engine: Any, model: Model | None, waiting: int | None) -> dict[str, Any]:
-    """What a manifest says of the engine besides what it holds. `waiting` are micro-batches since
-    the last step, where there are any."""
-    said: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
+def _said(engine: Any, model: Model | None, tag: str, waiting: int | None) -> dict[str, Any]:
+    """What a manifest says of the save and of the engine besides what it holds. `waiting` are
+    micro-batches since the last step, where there are any."""
+    said: dict[str, Any] = {TAG: tag, RUN: run_of(engine).id}
+    if waiting is not None:
+        said[MIDDLE] = waiting
     module = engine.module
     model_said = recorded(model, module) if model is not None else recorded_settings(module)
     return {**said, RECORDED: model_said} if model_said else said
@@ -174,9 +174,9 @@ def _stock(
     return written, time.perf_counter() - before
 
 
-def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> None:
-    """Everything that can refuse a save before a file is written, and the folder aside, which
-    `left` removes. Collective. Raises SaveError, UsageError."""
+def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> Path:
+    """Everything that can refuse a save before a file is written; then the folder aside, which is
+    this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
     with as_save_error(), agree.together() as block:
         block.value = (str(folder), tag)
         if not wrapper_of(engine).is_saved:
@@ -188,15 +188,14 @@ def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitSta
             )
         check_client_state(client_state, OWN_KEYS, Path(engine._get_ckpt_name(str(folder), tag)))
         if agree.world()[0] == 0:
-            durable.begin(folder, tag)
-            # there is none of that name after a save that went well
-            left.callback(shutil.rmtree, durable.aside_of(folder, tag), ignore_errors=True)
+            left.enter_context(durable.begin(folder, tag))
     if len(set(block.values)) > 1:
         raise UsageError(
             "the ranks don't save into one tag",
             expected=block.values[0],
             found=sorted(set(block.values))[:4],
         )
+    return durable.aside_of(folder, tag)
 
 
 def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
@@ -301,7 +300,7 @@ def _complete(
         random_states.SEED: torch.initial_seed(),
         "ds_version": deepspeed.__version__,
         "saved_at": time.time(),
-        "moved_latest": save_latest,
+        MOVED_LATEST: save_latest,
         **({CLASS: kind} if (kind := class_of(engine.lr_scheduler)) else {}),
         **said,
     }

@@ -2,6 +2,7 @@
 
 import resource
 import struct
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +35,7 @@ class TagFolder:
     lists."""
 
     main_file: str  # whose tree the extras come from: a full path
+    led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
