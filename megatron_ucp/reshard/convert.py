@@ -455,6 +455,18 @@ def point_at(folder: Path, to: str) -> list[str]:
         ]
     try:
         durable.replace_text(pointer, name, durable.Syncs())
+        return _behind_others(pointer, folder) if to != "universal" else []
     except OSError as error:  # the output is whole all the same
         return [f"{pointer} could not be written ({type(error).__name__}): load with tag={name}"]
+
+
+def _behind_others(pointer: Path, folder: Path) -> list[str]:
+    """Makes a pointer older than that of the run itself, where there is one: of two the one that
+    was written last is followed. Raises OSError."""
+    others = (pointer.with_name(name) for name in (LATEST, MEGATRON_LATEST))
+    for other in others:
+        if other.name != pointer.name and other.is_file():
+            before = other.stat().st_mtime_ns - 10**9
+            os.utime(pointer, ns=(before, before))
+            return [f"{other} is still followed, as it is the run's: load with tag={folder.name}"]
     return []

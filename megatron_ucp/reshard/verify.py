@@ -23,7 +23,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import ByteFile, Checkpoint, Record
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
+from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint
 from megatron_ucp.reshard.canonical import HeldAt, first_slot, one_parameter, read_copy, slots_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of
@@ -63,7 +63,8 @@ def verify(
     NotFoundError where there is no checkpoint, UnsupportedError for one that this version does not
     read, RuleError.
     """
-    folder = checkpoint_folder(path, tag)
+    found = find_checkpoint(path, tag)
+    folder = found.folder
     findings: list[Finding] = []
     try:
         with open_checkpoint(folder, rules=rules) as checkpoint:
@@ -72,7 +73,8 @@ def verify(
                 _note(findings, lambda name=name: checkpoint.check(name))
             _note(findings, checkpoint.check_beside)
             bare = [name for name in names if not checkpoint.file(name).has_checksums]
-            notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in bare)]
+            notes = [*found.notes, *checkpoint.notes]
+            notes += [f"{name} has no checksums" for name in bare]
             read = 0
             if deep:
                 read = _check_records(checkpoint, names, allow_nan, findings, progress)
@@ -84,7 +86,7 @@ def verify(
                 str(folder), tuple(dict.fromkeys(findings)), tuple(notes), len(names), read
             )
     except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
-        return Verified(str(folder), (*findings, finding_of(error)), (), 0, 0)
+        return Verified(str(folder), (*findings, finding_of(error)), found.notes, 0, 0)
 
 
 def _note(findings: list[Finding], check: Callable[[], object]) -> None:

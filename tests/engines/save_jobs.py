@@ -283,6 +283,29 @@ def crowded(setup: Setup, folder: str) -> dict[str, Any]:
     return out
 
 
+def runs_of_saves(setup: Setup, folder: str) -> list[str]:
+    """What saves say of their run: of an engine, of one that loaded its tag, of one that loaded its
+    weights alone, of a new one."""
+
+    def saved(engine: Any, tag: str) -> str:
+        engine.save_checkpoint(folder, tag=tag)
+        dist.barrier()
+        return ucp.describe(folder, tag).run["run_id"]
+
+    first = engine_of(setup)
+    train(first, 1)
+    found = [saved(first, "one"), saved(first, "two")]
+    first.destroy()
+    for tag, options in (("three", {}), ("four", {"load_module_only": True}), ("five", None)):
+        engine = engine_of(setup)
+        if options is not None:
+            engine.load_checkpoint(folder, tag="one", **options)
+        train(engine, 1)
+        found.append(saved(engine, tag))
+        engine.destroy()
+    return found
+
+
 def folders(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
 

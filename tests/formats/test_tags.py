@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
@@ -219,6 +220,74 @@ def test_the_last_whole_one_stays_when_newer_ones_are_damaged(tmp_path: Path) ->
         (tmp_path / f"step{number}" / STATE).unlink()
     durable.prune(tmp_path, 2)
     assert left(tmp_path) == ["step2", "step3", "step4", "step5"]
+
+
+def test_a_copy_and_a_link_of_a_users_stay(tmp_path: Path) -> None:
+    many(tmp_path)
+    shutil.copytree(tmp_path / "step1", tmp_path / "my_copy_of_step1")
+    shutil.move(tmp_path / "step2", tmp_path.parent / "elsewhere")
+    (tmp_path / "step2").symlink_to(tmp_path.parent / "elsewhere")
+    assert durable.prune(tmp_path, 1, RUN) == [
+        "removed step4",
+        "removed step3",
+        "removed step1",
+        "kept my_copy_of_step1: it is a copy of step1",
+        "kept step2: it is a link",
+    ]
+    assert left(tmp_path) == ["my_copy_of_step1", "step2", "step5"]
+    assert content_of(tmp_path / "my_copy_of_step1") == "content 1"
+    assert content_of(tmp_path / "step2") == "content 2"
+
+
+def test_tags_of_another_run_stay(tmp_path: Path) -> None:
+    """Of a run that shares the folder, and of an older version, which named no run."""
+    many(tmp_path)
+    for tag in ("other1", "other2"):
+        save(tmp_path, tag, tag, at=9.0, run="another")
+    for tag in ("step1", "step2"):
+        text = manifest(f"content {tag[4:]}", at=float(tag[4:]))
+        (tmp_path / tag / FILE_NAME).write_text(text)
+    assert durable.prune(tmp_path, 1, RUN) == [
+        "removed step4",
+        "removed step3",
+        "kept other1, other2: another run saved it",
+        "kept step1, step2: no manifest says which run saved it",
+    ]
+    assert left(tmp_path) == ["other1", "other2", "step1", "step2", "step5"], "its newest stays"
+    assert durable.retire(tmp_path / "other1", RUN) == "kept other1: another run saved it"
+    assert durable.retire(tmp_path / "other1", "another") == "removed other1"
+
+
+def test_a_tag_with_a_file_of_another_save_of_the_same_size_is_damaged(tmp_path: Path) -> None:
+    for tag in ("one", "two", "six"):
+        write_with_sums(tmp_path, tag)
+    shutil.copy(tmp_path / "two" / STATE, tmp_path / "one")
+    assert durable.prune(tmp_path, 1, RUN) == [
+        "removed two",
+        f"kept one: it is not whole: {STATE}",
+    ]
+    assert left(tmp_path) == ["one", "six"]
+
+
+def write_with_sums(folder: Path, tag: str) -> None:
+    """A save of a real file, which the manifest lists as it is."""
+    order = ("one", "two", "six").index(tag)
+    with durable.begin(folder, tag) as aside:
+        torch.save({"weight": torch.full((3,), float(order))}, aside / STATE)
+        text = json.loads(manifest("", float(order), tag=tag, run_id=RUN))
+        entry = durable.entry_of(aside / STATE)
+        text["files"] = [[entry.name, entry.size_bytes, entry.sha256]]
+        durable.commit(aside, json.dumps(text), durable.Syncs())
+        durable.replace_text(folder / LATEST, tag, durable.Syncs())
+
+
+def test_a_tag_is_left_alone_where_the_pointer_names_another_runs(tmp_path: Path) -> None:
+    """Two jobs take turns: the newest of each stays."""
+    for number in (1, 2, 3):
+        save(tmp_path, f"a{number}", f"a{number}", at=float(number), run="a")
+        save(tmp_path, f"b{number}", f"b{number}", at=float(number), run="b")
+    durable.prune(tmp_path, 1, "a")
+    assert left(tmp_path) == ["a3", "b1", "b2", "b3"]
 
 
 def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
