@@ -129,9 +129,9 @@ def require_free(folder: Path) -> None:
 
 def require_outside(folder: Path, source: Path) -> None:
     """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
-    parent = folder.resolve().parent
+    parent = Path(os.path.realpath(folder)).parent  # of a loop of links, too
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    if source.resolve() in (parent, *parent.parents) or any(
+    if Path(os.path.realpath(source)) in (parent, *parent.parents) or any(
         MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
     ):
         raise UsageError(
