@@ -18,6 +18,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.formats.base import PER_GROUP, Checkpoint
+from megatron_ucp.formats.megatron.schedule import one_spelling
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
@@ -128,7 +129,7 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         a, b = (
             state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
         )
-    if a != b:
+    if one_spelling(a) != one_spelling(b):
         yield Difference("", "lr_scheduler", repr(a), repr(b))
 
 

@@ -102,6 +102,18 @@ def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) 
     assert (copy / tags[-1]).is_dir()
 
 
+def test_a_conversion_for_megatron_is_no_difference(llama: Source, tmp_path: Path) -> None:
+    """Of a schedule in the other spelling; another one is."""
+    tag = llama.folder / f"global_step{SAVED}"
+    converted = tmp_path / "iter_0000004"
+    ucp.convert(tag, converted, "torch_dist", ucp.Mesh(tp=2, dp=2))
+    with open_checkpoint(tag) as one, open_checkpoint(converted) as two:
+        assert one.extras.scheduler != two.extras.scheduler
+    assert ucp.diff(tag, converted) == []
+    later = ucp.diff(llama.folder / f"global_step{ITERATIONS}", converted)
+    assert "lr_scheduler" in [found.what for found in later]
+
+
 def test_one_run_under_both_engines_goes_on_in_one_folder(
     ranks: RankPool, llama: Source, tmp_path: Path
 ) -> None:

@@ -91,8 +91,8 @@ def test_a_typing_error_in_the_mesh_is_answered_at_once(
 
 
 def test_a_mesh_of_the_api(small: Path, tmp_path: Path) -> None:
-    for sizes in ({"dp": 10**20}, {"tp": 10**6}, {"dp": 1024, "tp": 1024}, {"vpp": 10**9}):
-        mesh = ucp.Mesh(**sizes)
+    meshes = [ucp.Mesh(dp=10**20), ucp.Mesh(tp=10**6), ucp.Mesh(dp=1024, tp=1024)]
+    for mesh in (*meshes, ucp.Mesh(vpp=10**9)):
         with pytest.raises(UsageError, match="more ranks than any machine"):
             ucp.convert(small, tmp_path / "out", target=mesh)
         with pytest.raises(UsageError, match="more ranks than any machine"):
