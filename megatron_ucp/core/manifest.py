@@ -141,6 +141,12 @@ class Manifest:
 
     # ------------------------------------------------ parameters
 
+    @property
+    def saved_at(self) -> float | None:
+        """When it was saved, in seconds since the epoch; None where nothing says it."""
+        said = self.run.get("saved_at")
+        return float(said) if isinstance(said, int | float) and abs(said) < 1e15 else None
+
     @cached_property
     def by_name(self) -> dict[str, ParamSpec]:
         return {spec.name: spec for spec in self.params}

@@ -14,17 +14,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import UcpError, UsageError, some_of
 from megatron_ucp.formats.claims import claims_in, in_turn, removing, writing
-from megatron_ucp.formats.pointers import newest_named, saved_at
+from megatron_ucp.formats.pointers import newest_named
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.tags import SAVING, is_unfinished
 
@@ -58,7 +57,8 @@ def begin(save_dir: Path, tag: str) -> Iterator[Path]:
     save_dir.mkdir(parents=True, exist_ok=True)
     with held(aside_of(save_dir, tag)) as aside:
         for left in claims_in(save_dir) - {aside}:
-            with removing(left) as nobody_writes:
+            # what another user left is in nobody's way
+            with suppress(OSError), removing(left) as nobody_writes:
                 if nobody_writes:
                     clear(left)
         yield aside
@@ -241,17 +241,23 @@ def prune(save_dir: Path, keep: int, run: str | None = None) -> list[str]:
     """
     newest = newest_named(save_dir)
     named = newest.tag if newest is not None else ""
-    run = run or str(_said_by(save_dir / named).get(RUN, ""))
+    manifests = {
+        folder: manifest
+        for folder in sorted(save_dir.iterdir())
+        if not is_unfinished(folder.name) and (manifest := _manifest_or_none(folder)) is not None
+    }
+    if run is None:
+        newest_one = manifests.get(save_dir / named)
+        run = str(newest_one.run.get(RUN, "")) if newest_one is not None else ""
     mine: list[tuple[bool, float, str]] = []
     kept: dict[str, list[str]] = {}
-    for folder in sorted(save_dir.iterdir()):
-        said = _said_by(folder)
-        if not said.get(MOVED_LATEST) or is_unfinished(folder.name):
+    for folder, manifest in manifests.items():
+        if not manifest.run.get(MOVED_LATEST):
             continue
-        if reason := _not_ours(folder, said, run):
+        if reason := _not_ours(folder, manifest, run):
             kept.setdefault(reason, []).append(folder.name)
         else:
-            mine.append((folder.name == named, saved_at(folder) or 0.0, folder.name))
+            mine.append((folder.name == named, manifest.saved_at or 0.0, folder.name))
     older = [tag for is_named, _, tag in sorted(mine, reverse=True)[keep:] if not is_named]
     lines = [_remove(save_dir / tag, run) for tag in older]
     return lines + [f"kept {some_of(tags)}: {reason}" for reason, tags in kept.items()]
@@ -263,15 +269,16 @@ def retire(folder: Path, run: str) -> str:
     return _remove(folder, run)
 
 
-def _said_by(folder: Path) -> Mapping[str, Any]:
-    """What the manifest of a tag says of its run; nothing where it has none that can be read."""
+def _manifest_or_none(folder: Path) -> Manifest | None:
+    """The manifest of a tag; None where it has none that can be read."""
     with suppress(UcpError, OSError):
-        return manifest_of(folder).run
-    return {}
+        return manifest_of(folder)
+    return None
 
 
-def _not_ours(folder: Path, said: Mapping[str, Any], run: str) -> str:
+def _not_ours(folder: Path, manifest: Manifest | None, run: str) -> str:
     """Why a tag is nothing that saves of a run wrote, and that is whole; empty where it is."""
+    said = manifest.run if manifest is not None else {}
     if folder.is_symlink():
         return "it is a link"
     if RUN not in said or TAG not in said:
@@ -280,13 +287,13 @@ def _not_ours(folder: Path, said: Mapping[str, Any], run: str) -> str:
         return f"it is a copy of {said[TAG]}"
     if said[RUN] != run:
         return "another run saved it"
-    wrong = _first_damaged(folder)
+    wrong = _first_damaged(folder, manifest.files if manifest is not None else ())
     return f"it is not whole: {wrong}" if wrong else ""
 
 
-def _first_damaged(folder: Path) -> str:
+def _first_damaged(folder: Path, files: Sequence[FileEntry]) -> str:
     """The first file of a tag that is not as its manifest says; empty where all are."""
-    for entry in manifest_of(folder).files:
+    for entry in files:
         with suppress(UcpError, OSError):
             path = folder / entry.name
             if path.stat().st_size == entry.size_bytes:
@@ -302,7 +309,7 @@ def _remove(folder: Path, run: str) -> str:
     with removing(aside) as nobody_writes:
         if not nobody_writes:
             return f"kept {folder.name}: it is being saved"
-        if reason := _not_ours(folder, _said_by(folder), run):
+        if reason := _not_ours(folder, _manifest_or_none(folder), run):
             return f"kept {folder.name}: {reason}"
         clear(aside)
         with open(folder / FILE_NAME, "rb") as lock:

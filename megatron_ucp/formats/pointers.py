@@ -146,8 +146,7 @@ def saved_at(tag: Path) -> float | None:
     says it."""
     path = tag / FILE_NAME
     with suppress(OSError, UcpError):
-        said = from_json(path.read_bytes(), str(path)).run.get("saved_at")
-        return float(said) if isinstance(said, int | float) else None
+        return from_json(path.read_bytes(), str(path)).saved_at
     return None
 
 
