@@ -33,7 +33,7 @@ class Claim:
     def __init__(self, path: Path, handle: int, doing: str) -> None:
         self._path, self._handle = path, handle
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"doing": doing, **_this_process()}).encode(), 0)
+        os.write(handle, json.dumps({"doing": doing, **_this_process()}).encode())
 
     def release(self) -> None:
         """Lets go; the file goes first, so that nobody takes one that is on its way out."""

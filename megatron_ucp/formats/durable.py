@@ -56,12 +56,16 @@ def begin(save_dir: Path, tag: str) -> Iterator[Path]:
     _require_free_for_a_tag(save_dir, tag)
     save_dir.mkdir(parents=True, exist_ok=True)
     with held(aside_of(save_dir, tag)) as aside:
-        for left in claims_in(save_dir) - {aside}:
-            # what another user left is in nobody's way
-            with suppress(OSError), removing(left) as nobody_writes:
-                if nobody_writes:
-                    clear(left)
+        _sweep(claims_in(save_dir) - {aside})
         yield aside
+
+
+def _sweep(unfinished: set[Path]) -> None:
+    """Removes what nobody writes any more; what another user left is in nobody's way."""
+    for left in unfinished:
+        with suppress(OSError), removing(left) as nobody_writes:
+            if nobody_writes:
+                clear(left)
 
 
 def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
@@ -87,6 +91,8 @@ def held(aside: Path) -> Iterator[Path]:
     block. Raises SaveError where another process writes it, OSError."""
     with writing(aside):
         clear(aside)  # of a process that was killed
+        # claims of those that were killed when all had its name; the folders of others are a run's
+        _sweep({left for left in claims_in(aside.parent) - {aside} if not os.path.lexists(left)})
         aside.mkdir()
         try:
             yield aside

@@ -201,6 +201,23 @@ def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "latest", "next"]
 
 
+def test_a_claim_that_a_killed_process_left_alone_goes_with_the_next_output(tmp_path: Path) -> None:
+    """Killed behind the rename: nothing is unfinished, but the file beside it is there."""
+    with saver(tmp_path, "out") as pid:
+        os.rename(tmp_path / ".out.saving", tmp_path / "out")
+        (tmp_path / ".mine.saving").mkdir()
+        with durable.held(tmp_path / ".other.saving"):
+            assert (tmp_path / ".out.saving.lock").exists(), "it lives"
+        os.kill(pid, signal.SIGKILL)
+    with durable.held(tmp_path / ".other.saving"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            ".mine.saving",
+            ".other.saving",
+            ".other.saving.lock",
+            "out",
+        ]
+
+
 def test_pointers_of_two_jobs_take_turns(tmp_path: Path) -> None:
     def point(name: str) -> None:
         for number in range(200):
