@@ -24,14 +24,10 @@ from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
+from megatron_ucp.formats.pointers import iteration_name
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
-from megatron_ucp.formats.tags import (
-    has_state_files,
-    iteration_name,
-    nothing_there,
-    tag_folder,
-)
+from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.output_folder import require_plain
 from megatron_ucp.reshard.resume import Report

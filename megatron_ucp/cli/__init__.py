@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -28,18 +28,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `megatron-ucp`. Exit 0: done; 1: a difference or damage was found; 2: wrong
     usage or unusable input."""
     words = _dashed(sys.argv[1:] if argv is None else argv)
+    with contextlib.ExitStack() as left:
+        if sys.stderr is None:  # closed by the shell
+            nowhere = left.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            left.enter_context(contextlib.redirect_stderr(nowhere))
+        try:
+            with contextlib.redirect_stdout(_Output(sys.stdout)):
+                return _flushed(words)
+        except BrokenPipeError:
+            _forget_output()
+            return NOBODY_READS
+        except _OutputError as error:
+            _forget_output()
+            _say(error.told, words, sys.stderr)
+            return UNUSABLE
+        except KeyboardInterrupt:
+            print("megatron-ucp: interrupted", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _flushed(words: list[str]) -> int:
+    """The exit code, when all that was printed is where it belongs; also of `--help`."""
+    sys.stdout.flush()  # fails at once where there is none
     try:
-        with contextlib.redirect_stdout(_Plain(sys.stdout)):
-            code = _run(words)
-            sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # or Python says so again when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOBODY_READS
-    except KeyboardInterrupt:
-        print("megatron-ucp: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _run(words)
+    finally:
+        sys.stdout.flush()
+
+
+def _forget_output() -> None:
+    """Or Python says at its end, too, that it can't be written."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:
@@ -62,18 +82,17 @@ def _run(words: list[str]) -> int:
             "there is not enough memory for what the checkpoint asks for",
             fix="use a larger machine; if the checkpoint is small, distrust it",
         )
-    if "--json" in words:
-        print(
-            json.dumps(
-                {
-                    "error": type(told).__name__,
-                    **{k: v for k, v in told.__dict__.items() if v is not None},
-                }
-            )
-        )
-    else:
-        print(f"megatron-ucp: {told}", file=_Plain(sys.stderr))
+    _say(told, words, sys.stdout if "--json" in words else sys.stderr)
     return UNUSABLE
+
+
+def _say(told: UcpError, words: list[str], stream: Any) -> None:
+    """An error, with --json as JSON."""
+    if "--json" in words:
+        facts = {key: value for key, value in told.__dict__.items() if value is not None}
+        print(json.dumps({"error": type(told).__name__, **facts}), file=stream)
+    else:
+        print(f"megatron-ucp: {told}", file=_Plain(stream))
 
 
 def _dashed(words: Sequence[str]) -> list[str]:
@@ -103,6 +122,42 @@ class _Plain:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _OutputError(Exception):
+    """Standard output can't be written."""
+
+    def __init__(self, found: str) -> None:
+        self.told = UsageError(
+            "the output can't be written",
+            file="standard output",
+            found=found,
+            fix="give the output a place that is open and has room",
+        )
+        super().__init__(found)
+
+
+class _Output(_Plain):
+    """Standard output, which may be closed or full: that is no fault of a checkpoint."""
+
+    def write(self, text: str) -> int:
+        with self._checked():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._checked():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        if self._stream is None:
+            raise _OutputError("it is closed")
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _OutputError(f"{type(error).__name__}: {error.strerror}") from None
 
 
 class _Parser(argparse.ArgumentParser):

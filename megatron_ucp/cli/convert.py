@@ -7,6 +7,7 @@ never touched. Not needed to resume: an attached engine loads any checkpoint as 
 
 import argparse
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from megatron_ucp.cli.output import DONE, add_checkpoint, allowed, progress_bar
 from megatron_ucp.errors import UsageError
 
+_MOST_CHARS = 2000  # of the numbers of layers
 HELP = "write native files for another mesh, a universal folder, or one for Megatron"
 
 
@@ -75,7 +77,7 @@ def target_of(args: Any) -> Any:
     from megatron_ucp.formats.deepspeed.target import Target
 
     stages = args.stages
-    if stages and stages.replace(",", "").isdigit():
+    if stages and re.fullmatch("[0-9,]*[0-9][0-9,]*", stages) and len(stages) < _MOST_CHARS:
         stages = tuple(int(count) for count in stages.split(",") if count)
     groups = None
     if args.groups:

@@ -21,12 +21,15 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
+    from megatron_ucp.formats.registry import find_checkpoint
     from megatron_ucp.reshard.diff import diff
 
     found = diff(args.a, args.b, progress_bar(args, "B"), args.rules, args.rules_b)
     if args.json:
         print(json.dumps([asdict(d) for d in found]))
     else:
+        for note in (*find_checkpoint(args.a).notes, *find_checkpoint(args.b).notes):
+            print(f"note: {note}")
         for d in found[: args.limit]:
             print(f"{d.parameter or 'run'}: {d.what}: {d.a} and {d.b}")
         if len(found) > args.limit:

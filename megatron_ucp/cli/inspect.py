@@ -20,9 +20,11 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(args: Any) -> int:
     from megatron_ucp.families.arguments import with_model
+    from megatron_ucp.formats.registry import find_checkpoint
     from megatron_ucp.reshard.describe import experts, look, sizes
 
-    manifest = with_model(look(args.path, args.tag, args.rules))
+    found = find_checkpoint(args.path, args.tag)
+    manifest = with_model(look(found.folder, None, args.rules))
     rows = _rows(manifest)
     head = {
         "engine": manifest.engine,
@@ -41,6 +43,7 @@ def run(args: Any) -> int:
             for state, (dtypes, size) in sizes(manifest).items()
         },
         "groups": [dict(group.settings) for group in manifest.groups],
+        **({"notes": found.notes} if found.notes else {}),
     }
     if args.json:
         print(json.dumps({**head, "table": rows}, default=str))
@@ -65,6 +68,9 @@ def _print_head(head: dict[str, Any]) -> None:
         elif key == "model":
             for part, said in value.items():
                 print(f"{part:12} " + ", ".join(f"{k}={v}" for k, v in said.items()))
+        elif key == "notes":
+            for note in value:
+                print(f"note: {note}")
         elif key == NOT_SAVED:
             for sentence in value:
                 print(f"{'not saved':12} {sentence}")

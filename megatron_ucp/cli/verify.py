@@ -18,7 +18,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read everything: checksums, copies of one parameter, NaN",
     )
-    verb.add_argument("--allow-nan", action="store_true", help="NaN is no damage")
+    verb.add_argument(
+        "--allow-nan", action="store_true", help="don't look for NaN, which is no damage"
+    )
 
 
 def run(args: Any) -> int:

@@ -14,6 +14,9 @@ from megatron_ucp.errors import LayoutError
 
 FILE_NAME = "ucp_manifest.json"
 RECORDED = "model"  # of a manifest's run: sizes and architecture of the model, as its family says
+TAG = "tag"  # of a manifest's run: the name of the folder that was saved; a copy has another one
+RUN = "run_id"  # of a manifest's run: what all saves of one run say, and no other run's
+MOVED_LATEST = "moved_latest"  # of a manifest's run: whether it became the newest one
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
 KINDS = ("trainable", "frozen", "buffer")
 
@@ -139,6 +142,12 @@ class Manifest:
             raise ValueError(f"a buffer does not say which chunk of {member.param} it holds")
 
     # ------------------------------------------------ parameters
+
+    @property
+    def saved_at(self) -> float | None:
+        """When it was saved, in seconds since the epoch; None where nothing says it."""
+        said = self.run.get("saved_at")
+        return float(said) if isinstance(said, int | float) and abs(said) < 1e15 else None
 
     @cached_property
     def by_name(self) -> dict[str, ParamSpec]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -21,6 +22,10 @@ DENSE_CUT = ("tp",)  # the axes that cut what is no expert's
 EXPERT_CUT = ("etp",)  # those that cut experts
 EXPERT_RANK = "ep"
 EXPERTS = frozenset({EXPERT_RANK, "etp", "edp"})
+
+# Far above the largest machines: a typing error is answered at once, and not after hours of
+# arithmetic.
+MOST_RANKS = 2**17
 
 Coords = tuple[tuple[str, int], ...]  # a place along some axes: (axis, index)
 Place = Mapping[str, tuple[int, int]]  # mesh axis -> (size, index)
@@ -125,12 +130,24 @@ class Mesh:
         values: dict[str, int | str] = {}
         for item in filter(None, text.replace(" ", "").split(",")):
             name, _, value = item.partition("=")
-            if name not in known or name in values or (name != "order" and not value.isdigit()):
+            is_number = re.fullmatch(r"[0-9]{1,20}", value) is not None
+            if name not in known or name in values or not (name == "order" or is_number):
                 raise UsageError(
-                    "this is no mesh", expected="tp=2,pp=1,ep=1,dp=4,zero=1", found=text
+                    "this is no mesh", expected="tp=2,pp=1,ep=1,dp=4,zero=1", found=text[:200]
                 )
             values[name] = value if name == "order" else int(value)
-        return cls(**values)  # type: ignore[arg-type]
+        mesh = cls(**values)  # type: ignore[arg-type]
+        mesh.require_possible()
+        return mesh
+
+    def require_possible(self) -> None:
+        """Raises UsageError for a mesh that somebody asks for and nobody has."""
+        if max(self.world, self.vpp) > MOST_RANKS:
+            raise UsageError(
+                "the mesh has more ranks than any machine",
+                expected=f"at most {MOST_RANKS:,} ranks",
+                found=str(self)[:200],
+            )
 
     def has_ranks_of(self, other: "Mesh") -> bool:
         """Whether every rank has the place that it has in another mesh; ZeRO does not decide

@@ -13,6 +13,7 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.saves import go_on_with
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How, Report, check_options, resume
 
@@ -74,8 +75,12 @@ def load(
         None if per_rank is None else reducing(per_rank),
     )
     if isinstance(engine, MegatronStack):
-        return resume(describe_stack(engine), path, tag, how)
-    with agree.together():
-        model = model_of(engine, family)
-        refuse_engine(engine, model)
-    return resume(describe(engine, model), path, tag, how)
+        report = resume(describe_stack(engine), path, tag, how)
+    else:
+        with agree.together():
+            model = model_of(engine, family)
+            refuse_engine(engine, model)
+        report = resume(describe(engine, model), path, tag, how)
+    if not load_module_only:
+        go_on_with(engine, report.run_id)
+    return report

@@ -1,16 +1,18 @@
 """What saves of every engine share: how they are made, and their end. Files get their names, older
 tags go, and what failed is a SaveError."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.errors import DamagedFileError, SaveError, UsageError
+from megatron_ucp.errors import DamagedFileError, SaveError, UcpError, UsageError
 from megatron_ucp.formats import durable
-from megatron_ucp.formats.tags import LATEST, read_pointer
+from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
 
 
 @dataclass(frozen=True)
@@ -35,27 +37,48 @@ class Saving:
             )
 
 
+_RUN = "_ucp_run"  # of an engine
+
+
+@dataclass
+class OwnRun:
+    """The run that an engine's saves are of: `id` is born with its first save, or comes from the
+    checkpoint that it loaded. `said` are lines about older tags that no later save repeats."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    said: set[str] = field(default_factory=set[str])
+
+
+def run_of(engine: Any) -> OwnRun:
+    """The run that an engine's saves are of."""
+    return engine.__dict__.setdefault(_RUN, OwnRun())
+
+
+def go_on_with(engine: Any, run_id: str) -> None:
+    """The engine's next save is of the run that it loaded; of a new one, where that has no id."""
+    engine.__dict__[_RUN] = OwnRun(run_id) if run_id else OwnRun()
+
+
 def publish(
-    aside: Path,
-    folder: Path,
-    tag: str,
-    text: str,
-    pointer: tuple[str, str] | None,
-    sync: durable.Syncs,
-) -> None:
+    aside: Path, folder: Path, text: str, pointer: str | None, sync: durable.Syncs
+) -> list[str]:
     """Gives the files their names: the folder gets its manifest, of that `text`, then the tag's
-    name; then the `pointer` (name, text) to the newest tag is replaced. Raises SaveError, which
-    says what is there, where that stopped half-way; OSError where nothing has a name yet."""
+    name; then the pointers to the newest tag are replaced: all that the folder has, and the
+    program's own `pointer` (None: no pointer moves). Returns lines about those that can't name the
+    tag. Raises SaveError, which says what is there, where that stopped half-way; OSError where
+    nothing has a name yet."""
+    tag, name, wanted = durable.tag_of(aside), pointer or LATEST, ""
     try:
         durable.commit(aside, text, sync)
-        if pointer is not None:
-            durable.replace_text(folder / pointer[0], pointer[1], sync)
+        moving, notes = pointers_to(folder, tag, pointer) if pointer is not None else ({}, [])
+        for name, wanted in moving.items():
+            durable.replace_text(folder / name, wanted, sync)
+        return notes
     except OSError as error:
         written = folder / tag / FILE_NAME
         if not written.is_file() or written.read_text(encoding="utf-8") != text:
             raise
-        name, wanted = pointer or (LATEST, "")
-        named = read_pointer(folder / name)
+        named = read_pointer(folder / name) if (folder / name).is_file() else "nothing"
         if named == wanted or pointer is None:
             what = "the tag is there and whole, but it may not be on disk yet"
         else:
@@ -84,12 +107,16 @@ def as_save_error() -> Iterator[None]:
         ) from error
 
 
-def prune(folder: Path, keep: int | None) -> list[str]:
-    """Lines about older tags. The save is done by now: what can't be removed is said, and no
-    error."""
+def prune(folder: Path, keep: int | None, engine: Any) -> list[str]:
+    """Lines about older tags of an engine's run, of those that stay each once. The save is done by
+    now: what can't be removed is said, and no error."""
     if keep is None:
         return []
+    run = run_of(engine)
     try:
-        return durable.prune(folder, keep)
-    except OSError as error:
+        lines = durable.prune(folder, keep, run.id)
+    except (OSError, UcpError) as error:
         return [f"older tags could not be removed: {error}"]
+    new = [line for line in lines if line not in run.said]
+    run.said.update(lines)
+    return new

@@ -132,6 +132,7 @@ class Checkpoint(Source, Protocol):
     pickles were read."""
 
     folder: Path
+    led_here: Sequence[str]  # of `notes` those about the way from the path that was given
 
     def __enter__(self) -> Self: ...
 

@@ -6,7 +6,6 @@ name, so that a tag folder is whole from its first moment, and a save into a tag
 replaces it in one step or not at all.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,16 +14,18 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
+from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
-from megatron_ucp.errors import UcpError, UsageError
+from megatron_ucp.errors import UcpError, UsageError, some_of
+from megatron_ucp.formats.claims import claims_in, in_turn, removing, writing
+from megatron_ucp.formats.pointers import newest_named
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.tags import is_unfinished, newest_named
+from megatron_ucp.formats.tags import SAVING, is_unfinished
 
 _OURS = re.compile(r".*_states\.pt|ucp_.*|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt")
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one call writes
@@ -36,16 +37,38 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 def aside_of(save_dir: Path, tag: str) -> Path:
     """The folder that a save of the tag goes into."""
-    return save_dir / f".{tag}.saving"
+    return save_dir / f".{tag}{SAVING}"
 
 
-def begin(save_dir: Path, tag: str) -> Path:
-    """Makes the folder that a save of the tag goes into, and removes what saves that were killed
-    have left.
+def tag_of(aside: Path) -> str:
+    """The tag whose save goes into a folder."""
+    return aside.name.removeprefix(".").removesuffix(SAVING)
 
-    One writer at a time: a folder is one run's. Raises UsageError for a tag that is no plain name,
+
+@contextmanager
+def begin(save_dir: Path, tag: str) -> Iterator[Path]:
+    """The folder that a save of the tag goes into, this process's alone. Behind the block it is
+    gone, unless `commit` gave it the tag's name; what killed saves left went before.
+
+    Raises UsageError for a tag that is no plain name, SaveError where another process saves it,
     OSError.
     """
+    _require_free_for_a_tag(save_dir, tag)
+    save_dir.mkdir(parents=True, exist_ok=True)
+    with held(aside_of(save_dir, tag)) as aside:
+        _sweep(claims_in(save_dir) - {aside})
+        yield aside
+
+
+def _sweep(unfinished: set[Path]) -> None:
+    """Removes what nobody writes any more; what another user left is in nobody's way."""
+    for left in unfinished:
+        with suppress(OSError), removing(left) as nobody_writes:
+            if nobody_writes:
+                clear(left)
+
+
+def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
     if not tag or "/" in tag or tag.startswith("."):
         raise UsageError(
             "a tag is the plain name of a folder",
@@ -60,36 +83,32 @@ def begin(save_dir: Path, tag: str) -> Path:
             expected="a folder, or nothing",
             found="a file",
         )
-    save_dir.mkdir(parents=True, exist_ok=True)
-    for left in [
-        path for path in save_dir.iterdir() if is_unfinished(path.name) and not _in_use(path)
-    ]:
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
-    aside = aside_of(save_dir, tag)
-    aside.mkdir()
-    return aside
 
 
-def lock(aside: Path) -> int | None:
-    """A handle that holds an unfinished folder for one writer, as long as its process lives; None
-    where another has it."""
-    handle = os.open(aside, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    except OSError:  # a file system without locks
-        pass
-    return handle
+@contextmanager
+def held(aside: Path) -> Iterator[Path]:
+    """A new folder under the name of an unfinished one, this process's alone; gone behind the
+    block. Raises SaveError where another process writes it, OSError."""
+    with writing(aside):
+        clear(aside)  # of a process that was killed
+        # claims of those that were killed when all had its name; the folders of others are a run's
+        _sweep({left for left in claims_in(aside.parent) - {aside} if not os.path.lexists(left)})
+        aside.mkdir()
+        try:
+            yield aside
+        finally:
+            with suppress(OSError):
+                clear(aside)
 
 
-def _in_use(left: Path) -> bool:
-    """Whether a conversion is writing a folder: it holds a lock on it."""
-    handle = lock(left)
-    if handle is not None:
-        os.close(handle)
-    return handle is None
+def clear(path: Path) -> None:
+    """Removes a folder with all that lies in it, a file, or a link alone; also one that is being
+    removed already. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def entry_of(path: Path, name: str | None = None) -> FileEntry:
@@ -143,33 +162,36 @@ def write_joined_at(handle: int, pieces: Sequence[memoryview], place: int) -> No
 
 
 def replace_text(path: Path, text: str, sync: Syncs) -> None:
-    """Writes a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.saving")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Writes a small file whole or not at all; several processes that do so take turns. Raises
+    OSError, SaveError."""
+    temporary = aside_of(path.parent, path.name)
+    with in_turn(temporary):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def commit(aside: Path, manifest: str, sync: Syncs) -> Path:
     """Adds the manifest and gives the folder its tag's name; returns it. All other files are whole
     and on disk by now.
 
-    Files in an older folder of that name that belong to no save are kept.
+    Files in an older folder of that name that belong to no save are kept. Where the name is a link
+    to a folder elsewhere, the link alone goes.
     """
     replace_text(aside / FILE_NAME, manifest, sync)
-    folder = aside.with_name(aside.name[1:].removesuffix(".saving"))
+    folder = aside.with_name(tag_of(aside))
     if folder.is_dir():
         _keep_others(folder, aside)
+    if os.path.lexists(folder):
         _exchange(aside, folder)
     else:
         os.rename(aside, folder)
     sync(folder.parent)
-    if aside.is_dir():
-        shutil.rmtree(aside)
+    clear(aside)
     return folder
 
 
@@ -204,8 +226,7 @@ def _exchange(new: Path, old: Path) -> None:
     if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.EPERM, 0):
         raise OSError(number, os.strerror(number), str(old))
     replaced = old.with_name(f"{old.name}.replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    clear(replaced)
     os.rename(old, replaced)
     os.rename(new, old)
     os.rename(replaced, new)
@@ -214,59 +235,98 @@ def _exchange(new: Path, old: Path) -> None:
 # ------------------------------------------------ removing
 
 
-def prune(save_dir: Path, keep: int) -> list[str]:
-    """Removes all but the `keep` newest whole tags that the pointer to the newest one (`latest`, or
-    Megatron's) has named; returns lines that say what went, what stayed.
+def prune(save_dir: Path, keep: int, run: str | None = None) -> list[str]:
+    """Removes all but the `keep` newest whole tags that a run's saves wrote and the pointer to the
+    newest one (`latest`, or Megatron's) has named; returns lines that say what went, what stayed.
+    `run` is the id of that run (None: that of the tag which the pointer names).
 
-    Never touched: the tag that it names, one without our manifest or that is not whole, one
-    that was saved without moving `latest`, one that somebody reads (see NativeCheckpoint). A tag
-    stops looking like one before its first file goes.
+    Never touched: the tag that the pointer names, a copy or a link of a user's, one of another run,
+    one that is not whole by its own manifest, one that was saved without moving the pointer, one
+    that somebody reads (see NativeCheckpoint), or saves. A tag stops looking like one before its
+    first file goes.
     """
-    _, named = newest_named(save_dir) or ("", "")
-    mine: list[tuple[float, str]] = []
-    for folder in save_dir.iterdir():
-        if folder.is_dir() and not is_unfinished(folder.name) and folder.name != named:
-            run = _run_of_whole(folder)
-            if run.get("moved_latest") and "saved_at" in run:
-                mine.append((float(run["saved_at"]), folder.name))
-    return [_remove(save_dir / tag) for _, tag in sorted(mine, reverse=True)[keep - 1 :]]
+    newest = newest_named(save_dir)
+    named = newest.tag if newest is not None else ""
+    manifests = {
+        folder: manifest
+        for folder in sorted(save_dir.iterdir())
+        if not is_unfinished(folder.name) and (manifest := _manifest_or_none(folder)) is not None
+    }
+    if run is None:
+        newest_one = manifests.get(save_dir / named)
+        run = str(newest_one.run.get(RUN, "")) if newest_one is not None else ""
+    mine: list[tuple[bool, float, str]] = []
+    kept: dict[str, list[str]] = {}
+    for folder, manifest in manifests.items():
+        if not manifest.run.get(MOVED_LATEST):
+            continue
+        if reason := _not_ours(folder, manifest, run):
+            kept.setdefault(reason, []).append(folder.name)
+        else:
+            mine.append((folder.name == named, manifest.saved_at or 0.0, folder.name))
+    older = [tag for is_named, _, tag in sorted(mine, reverse=True)[keep:] if not is_named]
+    lines = [_remove(save_dir / tag, run) for tag in older]
+    return lines + [f"kept {some_of(tags)}: {reason}" for reason, tags in kept.items()]
 
 
-def retire(folder: Path) -> str:
-    """Removes one tag; returns a line that says so, or that it stayed. As `prune`, it leaves what
-    is not whole or not this package's, and what somebody reads."""
-    if folder.is_symlink() or not _run_of_whole(folder):
-        return f"kept {folder.name}: no whole tag that was saved here"
-    return _remove(folder)
+def retire(folder: Path, run: str) -> str:
+    """Removes one tag of a run; returns a line that says so, or that it stayed. As `prune`, it
+    leaves what is not whole or not that run's, and what somebody reads."""
+    return _remove(folder, run)
 
 
-def _run_of_whole(folder: Path) -> Mapping[str, Any]:
-    """What the manifest of a tag says of its run; nothing where it has none, or is not whole."""
-    with contextlib.suppress(UcpError):
-        manifest = manifest_of(folder) if (folder / FILE_NAME).is_file() else None
-        if manifest is not None and _all_there(folder, manifest.files):
-            return manifest.run
-    return {}
+def _manifest_or_none(folder: Path) -> Manifest | None:
+    """The manifest of a tag; None where it has none that can be read."""
+    with suppress(UcpError, OSError):
+        return manifest_of(folder)
+    return None
 
 
-def _all_there(folder: Path, files: Iterable[FileEntry]) -> bool:
-    return all(
-        (folder / f.name).is_file() and (folder / f.name).stat().st_size == f.size_bytes
-        for f in files
-    )
+def _not_ours(folder: Path, manifest: Manifest | None, run: str) -> str:
+    """Why a tag is nothing that saves of a run wrote, and that is whole; empty where it is."""
+    said = manifest.run if manifest is not None else {}
+    if folder.is_symlink():
+        return "it is a link"
+    if RUN not in said or TAG not in said:
+        return "no manifest says which run saved it"
+    if said[TAG] != folder.name:
+        return f"it is a copy of {said[TAG]}"
+    if said[RUN] != run:
+        return "another run saved it"
+    wrong = _first_damaged(folder, manifest.files if manifest is not None else ())
+    return f"it is not whole: {wrong}" if wrong else ""
 
 
-def _remove(folder: Path) -> str:
-    aside = folder.with_name(f".{folder.name}.removing.saving")
-    with open(folder / FILE_NAME, "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return f"kept {folder.name}: it is being read"
-        except OSError:  # a file system without locks: nobody can say that it reads
-            pass
-        os.rename(folder, aside)
-    shutil.rmtree(aside)
+def _first_damaged(folder: Path, files: Sequence[FileEntry]) -> str:
+    """The first file of a tag that is not as its manifest says; empty where all are."""
+    for entry in files:
+        with suppress(UcpError, OSError):
+            path = folder / entry.name
+            if path.stat().st_size == entry.size_bytes:
+                if not entry.sha256 or entry_of(path, entry.name) == entry:
+                    continue
+        return entry.name
+    return ""
+
+
+def _remove(folder: Path, run: str) -> str:
+    """Removes a tag where nobody reads or saves it, and it still is what it was."""
+    aside = aside_of(folder.parent, folder.name)
+    with removing(aside) as nobody_writes:
+        if not nobody_writes:
+            return f"kept {folder.name}: it is being saved"
+        if reason := _not_ours(folder, _manifest_or_none(folder), run):
+            return f"kept {folder.name}: {reason}"
+        clear(aside)
+        with open(folder / FILE_NAME, "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return f"kept {folder.name}: it is being read"
+            except OSError:  # a file system without locks: nobody can say that it reads
+                pass
+            os.rename(folder, aside)
+        clear(aside)
     return f"removed {folder.name}"
 
 

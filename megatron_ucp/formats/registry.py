@@ -11,7 +11,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceFormat
 from megatron_ucp.formats.megatron.formats import TorchDistFormat
 from megatron_ucp.formats.megatron.legacy import LegacyFormat
 from megatron_ucp.formats.rule_file import read_rules
-from megatron_ucp.formats.tags import tag_folder
+from megatron_ucp.formats.tags import FoundTag, find_tag
 
 # the first one that recognises a folder opens it
 _HUGGING_FACE = HuggingFaceFormat()
@@ -37,20 +37,27 @@ def open_checkpoint(
     stage-0 checkpoint without a manifest keeps optimizer states by position only: without
     `told.order` it is read without its optimizer. Raises a UcpError.
     """
-    folder = checkpoint_folder(path, tag)
-    found = rules if rules is None or isinstance(rules, RuleSet) else read_rules(rules)
+    found = find_checkpoint(path, tag)
+    read = rules if rules is None or isinstance(rules, RuleSet) else read_rules(rules)
     known = told or Told()
-    if found is not None:
-        known = replace(known, rules=found)
-    return format_of(folder).open(folder, known)
+    if read is not None:
+        known = replace(known, rules=read)
+    opened = format_of(found.folder).open(found.folder, known)
+    opened.led_here = found.notes
+    return opened
 
 
 def checkpoint_folder(path: str | Path, tag: str | None = None) -> Path:
+    """The folder that `find_checkpoint` finds."""
+    return find_checkpoint(path, tag).folder
+
+
+def find_checkpoint(path: str | Path, tag: str | None = None) -> FoundTag:
     """The folder that holds the files of a checkpoint: a Hugging Face folder itself, or a tag
     folder. Raises NotFoundError, UsageError."""
     if isinstance(path, str | Path) and tag is None and is_hugging_face(Path(path)):
-        return Path(path)
-    return tag_folder(path, tag)
+        return FoundTag(Path(path))
+    return find_tag(path, tag)
 
 
 def is_hugging_face(folder: Path) -> bool:

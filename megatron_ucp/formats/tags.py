@@ -2,34 +2,34 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ucp.errors import NotFoundError, UsageError
+from megatron_ucp.formats.pointers import LATEST, MEGATRON_LATEST, newest_named, read_pointer
 
-# The files that name the newest tag: DeepSpeed's, Megatron's, and that of converted folders, which
-# counts only where nothing else does.
-LATEST, MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
-LATEST_UNIVERSAL = "latest_universal"
-_RELEASE = "release"  # what Megatron names weights without an iteration
-_MAX_NAME_CHARS = 255
+LATEST_UNIVERSAL = "latest_universal"  # of converted folders: counts where nothing else does
+SAVING = ".saving"  # how the name of a folder ends that is not finished
 _LEGACY_FOLDER = re.compile(r"mp_rank_\d\d(_\d\d\d){0,2}")
 AS_SAFETENSORS = "save the model again: save_pretrained of transformers writes safetensors"
 
 
-def iteration_name(iteration: int) -> str:
-    """The tag folder of an iteration, as Megatron names it."""
-    return f"iter_{iteration:07d}"
+@dataclass(frozen=True)
+class FoundTag:
+    """The folder that a path leads to; `notes` say which other way was not taken."""
 
-
-def iteration_of_name(name: str) -> int | None:
-    """The iteration of a tag folder that Megatron named; None for another name."""
-    found = re.fullmatch(r"iter_(\d{7,18})", name, re.ASCII)
-    return int(found[1]) if found else None
+    folder: Path
+    notes: tuple[str, ...] = ()
 
 
 def tag_folder(path: str | Path, tag: str | None = None) -> Path:
-    """The tag folder for a path that is a tag folder or the folder above it. `latest` is always
-    followed.
+    """The folder that `find_tag` finds."""
+    return find_tag(path, tag).folder
+
+
+def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
+    """The tag folder for a path that is a tag folder or the folder above it, whose pointer to the
+    newest tag (see `pointers`) is always followed.
 
     Raises NotFoundError that lists what is there instead.
     """
@@ -58,14 +58,15 @@ def tag_folder(path: str | Path, tag: str | None = None) -> Path:
                 expected="global_step100",
                 found=tag,
             )
-        return _tag_folder(path, tag, "the tag that was asked for")
+        return FoundTag(_tag_folder(path, tag, "the tag that was asked for"))
     if (named := newest_named(path)) is not None:
-        return _tag_folder(path, named[1], f"the tag that `{named[0]}` names")
+        folder = _tag_folder(path, named.tag, f"the tag that `{named.pointer}` names")
+        return FoundTag(folder, (named.note,) if named.note else ())
     if has_state_files(path):
-        return path
+        return FoundTag(path)
     if (path / LATEST_UNIVERSAL).is_file():
         tag = read_pointer(path / LATEST_UNIVERSAL)
-        return _tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names")
+        return FoundTag(_tag_folder(path, tag, f"the tag that `{LATEST_UNIVERSAL}` names"))
     pickles = weights_as_pickles(path)
     raise NotFoundError(
         "this folder holds no checkpoint",
@@ -83,47 +84,9 @@ def weights_as_pickles(folder: Path) -> str:
     return min((path.name for path in folder.glob("pytorch_model*.bin")), default="")
 
 
-def newest_named(path: Path) -> tuple[str, str] | None:
-    """The file that names the newest tag, and the tag; None where there is none. Raises
-    NotFoundError for one that names none."""
-    if (path / LATEST).is_file():
-        return LATEST, read_pointer(path / LATEST)
-    if (path / MEGATRON_LATEST).is_file():
-        text = read_pointer(path / MEGATRON_LATEST)
-        if text != _RELEASE and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-            raise _bad_pointer(path / MEGATRON_LATEST, f"an iteration, or {_RELEASE}", text)
-        return MEGATRON_LATEST, text if text == _RELEASE else iteration_name(int(text))
-    return None
-
-
 def is_unfinished(name: str) -> bool:
     """Whether a folder of that name is a save on its way, or what is left of one."""
-    return name.startswith(".") and name.endswith(".saving")
-
-
-def read_pointer(path: Path) -> str:
-    """The tag that a file like `latest` names. Raises NotFoundError for one that names none."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:  # some editors add a mark
-        text = file.read(_MAX_NAME_CHARS + 2).strip()
-    if (
-        not text
-        or "/" in text
-        or "\0" in text
-        or text in (".", "..")
-        or len(text) > _MAX_NAME_CHARS
-    ):
-        raise _bad_pointer(path, "the name of a folder", text)
-    return text
-
-
-def _bad_pointer(path: Path, expected: str, text: str) -> NotFoundError:
-    return NotFoundError(
-        "the pointer to the newest tag can't be used",
-        file=path,
-        expected=expected,
-        found=repr(text[:80]),
-        fix="give tag=",
-    )
+    return name.startswith(".") and name.endswith(SAVING)
 
 
 def _tag_folder(path: Path, tag: str, what: str) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.manifest import FileEntry, Manifest
+from megatron_ucp.core.manifest import MOVED_LATEST, RUN, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
@@ -39,18 +39,18 @@ from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
 from megatron_ucp.formats.of_ranks import PER_RANK, Apart, file_name, text_of
+from megatron_ucp.formats.pointers import (
+    LATEST,
+    MEGATRON_LATEST,
+    iteration_name,
+    iteration_of_name,
+)
 from megatron_ucp.formats.pt.output import Output, Stored, Weight
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 from megatron_ucp.formats.pt.values import StorageRef
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import (
-    LATEST,
-    LATEST_UNIVERSAL,
-    MEGATRON_LATEST,
-    iteration_name,
-    iteration_of_name,
-)
+from megatron_ucp.formats.tags import LATEST_UNIVERSAL
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress
@@ -440,11 +440,11 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
     content = json.dumps([said.get("saved_at"), [asdict(entry) for entry in files]])
     run = {
-        **{key: said[key] for key in ("seed", "data", MEMBERS) if key in said},
+        **{key: said[key] for key in ("seed", "data", RUN, MEMBERS) if key in said},
         **manifest.run,
         "converted_from": str(source.manifest.mesh),
         "saved_at": said.get("saved_at", newest),
-        "moved_latest": False,
+        MOVED_LATEST: False,
     }
     save_id = hashlib.sha256(content.encode()).hexdigest()[:32]
     return replace(manifest, files=files, save_id=save_id, run=run)
@@ -469,6 +469,18 @@ def point_at(folder: Path, to: str) -> list[str]:
         ]
     try:
         durable.replace_text(pointer, name, durable.Syncs())
+        return _behind_others(pointer, folder) if to != "universal" else []
     except OSError as error:  # the output is whole all the same
         return [f"{pointer} could not be written ({type(error).__name__}): load with tag={name}"]
+
+
+def _behind_others(pointer: Path, folder: Path) -> list[str]:
+    """Makes a pointer older than that of the run itself, where there is one: of two the one that
+    was written last is followed. Raises OSError."""
+    others = (pointer.with_name(name) for name in (LATEST, MEGATRON_LATEST))
+    for other in others:
+        if other.name != pointer.name and other.is_file():
+            before = other.stat().st_mtime_ns - 10**9
+            os.utime(pointer, ns=(before, before))
+            return [f"{other} is still followed, as it is the run's: load with tag={folder.name}"]
     return []

@@ -19,6 +19,7 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.formats.base import PER_GROUP, Checkpoint
+from megatron_ucp.formats.megatron.schedule import one_spelling
 from megatron_ucp.formats.of_ranks import Apart, apart_in, text_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
@@ -134,7 +135,7 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         a, b = (
             state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
         )
-    if not alike(a, b):
+    if not alike(one_spelling(a), one_spelling(b)):
         yield Difference("", "lr_scheduler", shown(a), shown(b))
 
 

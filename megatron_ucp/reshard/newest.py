@@ -1,6 +1,5 @@
 """The tag of a folder to resume from: the newest one that is whole."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,9 @@ from pathlib import Path
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import NotFoundError, UcpError
 from megatron_ucp.formats.base import Told
-from megatron_ucp.formats.durable import manifest_of
+from megatron_ucp.formats.pointers import Named, newest_named, saved_at
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import has_state_files, is_unfinished, newest_named, state_files
+from megatron_ucp.formats.tags import has_state_files, is_unfinished, state_files
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ def newest_whole(
     specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None,
     names: Mapping[str, str] | None = None,
 ) -> Newest:
-    """The tag that `latest` names, if it is whole; else the newest one that is, by the time of its
-    save.
+    """The tag that the pointer names which is followed (see `formats/pointers`), if it is whole;
+    else the newest one that is, by the time of its save.
 
     Whole: every file is there, with the size, directory, step and mesh that belong to it; tensor
     bytes are not read. `specs` gives those of Told for a tag folder, and `names` are its
@@ -35,8 +34,11 @@ def newest_whole(
     """
     path = Path(path)
     passed: list[str] = []
-    pointer, named = newest_named(path) or ("", "")
+    newest = newest_named(path) or Named("", "")
+    pointer, named = newest.pointer, newest.tag
     tags = {p.name: _saved_at(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
+    if newest.note:
+        passed.append(newest.note)
     if named and named not in tags:
         passed.append(f"{named}: `{pointer}` names it, and it is not there")
     for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
@@ -83,6 +85,5 @@ def check_whole(
 def _saved_at(folder: Path) -> float:
     """Seconds since the epoch: as the manifest says; for a folder without one the time of its
     newest state file."""
-    with contextlib.suppress(UcpError, OSError, KeyError):
-        return float(manifest_of(folder).run["saved_at"])
-    return max(path.stat().st_mtime for path in state_files(folder))
+    said = saved_at(folder)
+    return said if said is not None else max(path.stat().st_mtime for path in state_files(folder))

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -25,12 +24,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
     try:
         with ExitStack() as left:
             aside.parent.mkdir(parents=True, exist_ok=True)
-            if aside.exists():
-                os.close(_locked(aside))
-                shutil.rmtree(aside)  # of a process that was killed
-            aside.mkdir()
-            left.callback(os.close, _locked(aside))
-            left.callback(shutil.rmtree, aside, ignore_errors=True)
+            _hold(aside, left)
             yield aside
     except OSError as error:
         raise SaveError(
@@ -41,17 +35,18 @@ def written_aside(folder: Path) -> Iterator[Path]:
         ) from error
 
 
-def _locked(aside: Path) -> int:
-    """A handle that holds a folder for this process. Raises UsageError where another has it."""
-    handle = durable.lock(aside)
-    if handle is None:
+def _hold(aside: Path, left: ExitStack) -> None:
+    """Holds a folder for this process until `left`. Raises UsageError where another has it."""
+    try:
+        left.enter_context(durable.held(aside))
+    except SaveError as error:
         raise UsageError(
             "another conversion is writing this output",
-            file=aside,
-            expected="one at a time",
-            fix="give another name, or wait for it",
-        )
-    return handle
+            file=error.file,
+            expected=error.expected,
+            found=error.found,
+            fix=error.what_to_do,
+        ) from None
 
 
 FileRun = tuple[Path, int, int]  # file, first byte, how many bytes (0: all from there on)
@@ -134,9 +129,9 @@ def require_free(folder: Path) -> None:
 
 def require_outside(folder: Path, source: Path) -> None:
     """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
-    parent = folder.resolve().parent
+    parent = Path(os.path.realpath(folder)).parent  # of a loop of links, too
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    if source.resolve() in (parent, *parent.parents) or any(
+    if Path(os.path.realpath(source)) in (parent, *parent.parents) or any(
         MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
     ):
         raise UsageError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Scalars
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import RUN, Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.shares import WEIGHTS
@@ -60,7 +60,7 @@ _NAMED = 5  # parameters that a note lists by name
 @dataclass(frozen=True)
 class Report:
     """What a load did, on this rank. `notes` name everything that was not carried over bit for bit,
-    or not at all."""
+    or not at all. `run_id` is that of the run which saved it, where the manifest says one."""
 
     path: str
     source: str
@@ -72,6 +72,7 @@ class Report:
     client_state: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     global_steps: int = 0
+    run_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
             notes = job.finish()
         engine.mark_usable()
     steps = source.extras.counters.get("global_steps", 0)
+    said = source.recorded.run if source.recorded is not None else {}
     return Report(
         str(source.folder),
         str(source.manifest.mesh),
@@ -157,6 +159,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         job.extras.client_state,
         tuple(notes),
         steps,
+        str(said.get(RUN, "")),
     )
 
 

@@ -48,7 +48,7 @@ class _Check:
         self._seen, self._rules = seen, rules
         self._manifest_file = str(seen.checkpoint.folder / FILE_NAME)
         self.findings: list[Finding] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = [*seen.checkpoint.led_here]
 
     def run(self) -> Checked:
         for held in self._seen.held:

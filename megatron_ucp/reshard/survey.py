@@ -18,7 +18,7 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import tag_folder
+from megatron_ucp.formats.tags import find_tag
 from megatron_ucp.reshard.canonical import HeldAt, read_copy
 from megatron_ucp.reshard.findings import Progress
 
@@ -78,9 +78,11 @@ def survey(
     """Opens a checkpoint without being told how it is cut, and compares the ranks' copies of each
     parameter up to the first byte that differs. `progress(done, total)` counts parameters. Raises a
     UcpError."""
-    folder = tag_folder(path, tag)
+    found = find_tag(path, tag)
+    folder = found.folder
     has_manifest = (folder / FILE_NAME).is_file()
     with open_checkpoint(folder, rules=None if has_manifest else _NOTHING_KNOWN) as checkpoint:
+        checkpoint.led_here = found.notes
         manifest, held = checkpoint.manifest, list[Held]()
         pipes = {name: pipe for pipe, name in manifest.names.items()}
         for spec in manifest.params:

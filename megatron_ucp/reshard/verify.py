@@ -20,10 +20,12 @@ from megatron_ucp.errors import (
     UcpError,
     UnsafePickleError,
     UsageError,
+    some_of,
 )
 from megatron_ucp.formats.base import ByteFile, Checkpoint, Record
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
+from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint
+from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.canonical import HeldAt, first_slot, one_parameter, read_copy, slots_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of
@@ -58,24 +60,29 @@ def verify(
     exactly.
 
     `deep` also compares every record with its CRC-32, copies of one parameter (tied ones, and those
-    that tensor-parallel ranks each have) with each other, and looks for NaN unless `allow_nan`.
-    `progress(done, total)` counts bytes. `rules` is a file of rules (docs/rules.md). Raises
-    NotFoundError where there is no checkpoint, UnsupportedError for one that this version does not
-    read, RuleError.
+    that tensor-parallel ranks each have) with each other, and looks for NaN unless `allow_nan`: a
+    note says where some is, as a run that diverged is no damage. `progress(done, total)` counts
+    bytes. `rules` is a file of rules (docs/rules.md). Raises NotFoundError where there is no
+    checkpoint, or no such file of rules, UnsupportedError for one that this version does not read,
+    RuleError.
     """
-    folder = checkpoint_folder(path, tag)
+    known = read_rules(rules) if rules is not None else None
+    found = find_checkpoint(path, tag)
+    folder = found.folder
     findings: list[Finding] = []
     try:
-        with open_checkpoint(folder, rules=rules) as checkpoint:
+        with open_checkpoint(folder, rules=known) as checkpoint:
             names = checkpoint.file_names
             for name in names:
                 _note(findings, lambda name=name: checkpoint.check(name))
             _note(findings, checkpoint.check_beside)
             bare = [name for name in names if not checkpoint.file(name).has_checksums]
-            notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in bare)]
+            notes = [*found.notes, *checkpoint.notes]
+            notes += [f"{name} has no checksums" for name in bare]
             read = 0
             if deep:
-                read = _check_records(checkpoint, names, allow_nan, findings, progress)
+                read, more = _check_records(checkpoint, names, allow_nan, findings, progress)
+                notes += more
                 findings += _copies(checkpoint)
                 _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
             else:
@@ -84,7 +91,7 @@ def verify(
                 str(folder), tuple(dict.fromkeys(findings)), tuple(notes), len(names), read
             )
     except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
-        return Verified(str(folder), (*findings, finding_of(error)), (), 0, 0)
+        return Verified(str(folder), (*findings, finding_of(error)), found.notes, 0, 0)
 
 
 def _note(findings: list[Finding], check: Callable[[], object]) -> None:
@@ -117,9 +124,9 @@ def _check_records(
     allow_nan: bool,
     findings: list[Finding],
     progress: Progress | None,
-) -> int:
+) -> tuple[int, list[str]]:
     """Compares every record of every file with its CRC-32, on all cores, and looks at the cover
-    meanwhile; returns the bytes that were read."""
+    meanwhile; returns the bytes that were read, and a note about NaN."""
     records = _all_records(checkpoint, names)
     total, done = sum(record.size_bytes for _, record, _ in records), 0
     unused = {} if allow_nan else _unused(checkpoint, findings)
@@ -140,8 +147,14 @@ def _check_records(
                 nans.add(number)
             if progress is not None:
                 progress(done, total)
-    findings += _wrong_records(records, sums, nans)
-    return total
+    findings += _wrong_records(records, sums)
+    return total, _nan_note([records[number] for number in sorted(nans)])
+
+
+def _nan_note(records: list[tuple[ByteFile, Record, str]]) -> list[str]:
+    """A run that diverged is no damage: the files hold what it had."""
+    places = [f"{Path(file.path).name}: {record.name}" for file, record, _ in records]
+    return [f"NaN, as a run has that diverged, in {some_of(places)}"] if places else []
 
 
 def _floating(dtype: str) -> str:
@@ -165,13 +178,11 @@ def _pieces(records: list[tuple[ByteFile, Record, str]]) -> Iterator[tuple[int, 
 
 
 def _wrong_records(
-    records: list[tuple[ByteFile, Record, str]], sums: list[int], nans: set[int]
+    records: list[tuple[ByteFile, Record, str]], sums: list[int]
 ) -> Iterator[Finding]:
     for number, (file, record, _) in enumerate(records):
         if file.has_checksums and sums[number] != record.crc32:
             yield Finding("a record has a wrong checksum", file.path, record.name)
-        if number in nans:
-            yield Finding("a record holds NaN", file.path, record.name)
 
 
 def _unused(

@@ -3,8 +3,9 @@
 import os
 import random
 import resource
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,66 @@ def save_twice_into(setup: Setup, folder: str, tag: str) -> list[str]:
     found = differences(want, canonical(fresh))
     fresh.destroy()
     return found
+
+
+def crowded(setup: Setup, folder: str) -> dict[str, Any]:
+    """Another holder has the tag `taken`, and a copy of a tag lies there. What saves say, and
+    what lies there."""
+    from megatron_ucp.formats import durable
+
+    engine = engine_of(setup, keep_latest=1)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    if dist.get_rank() == 0:
+        shutil.copytree(Path(folder) / "global_step1", Path(folder) / "mine")
+    dist.barrier()
+    out: dict[str, Any] = {}
+    with durable.begin(Path(folder), "taken") if dist.get_rank() == 0 else nullcontext():
+        dist.barrier()
+        try:
+            engine.save_checkpoint(folder, tag="taken")
+        except ucp.UcpError as error:
+            out["error"] = str(error)
+        train(engine, 1, first=1)
+        engine.save_checkpoint(folder)
+        out["notes"] = engine.ucp_save_report.notes
+        dist.barrier()
+        out["beside"] = folders(folder)
+        dist.barrier()
+    train(engine, 1, first=2)
+    engine.save_checkpoint(folder, tag="taken")
+    out["then"] = engine.ucp_save_report.notes
+    dist.barrier()
+    out["left"] = folders(folder)
+    engine.destroy()
+    return out
+
+
+def runs_of_saves(setup: Setup, folder: str) -> list[str]:
+    """What saves say of their run: of an engine, of one that loaded its tag, of one that loaded its
+    weights alone, of a new one."""
+
+    def saved(engine: Any, tag: str) -> str:
+        engine.save_checkpoint(folder, tag=tag)
+        dist.barrier()
+        return ucp.describe(folder, tag).run["run_id"]
+
+    first = engine_of(setup)
+    train(first, 1)
+    found = [saved(first, "one"), saved(first, "two")]
+    first.destroy()
+    for tag, options in (("three", {}), ("four", {"load_module_only": True}), ("five", None)):
+        engine = engine_of(setup)
+        if options is not None:
+            engine.load_checkpoint(folder, tag="one", **options)
+        train(engine, 1)
+        found.append(saved(engine, tag))
+        engine.destroy()
+    return found
+
+
+def folders(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
 
 
 def count_syncs(setup: Setup, folder: str, durable: bool) -> int:

@@ -499,7 +499,7 @@ def own_buffers(setup: Mcore, folder: str) -> dict[str, Any]:
         value.zero_()
     report = ucp.load(engine.handle, folder)
     have = {name: value.tolist() for name, value in biases(engine).items()}
-    engine.stack.optimizer.chained_optimizers[0].optimizer.param_groups[0]["mine"] = object()
+    engine.handle.optimizer.chained_optimizers[0].optimizer.param_groups[0]["mine"] = object()
     said = ""
     try:
         ucp.save(engine.handle, folder)

@@ -182,6 +182,26 @@ def test_keep_latest(ranks: RankPool, tmp_path: Path) -> None:
     assert notes == ("removed global_step3",)
 
 
+def test_a_tag_that_another_process_saves_is_refused_and_a_copy_stays(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    first, second = ranks.run(2, JOBS + "crowded", SETUP, str(tmp_path))
+    for found in (first, second):
+        assert "another process is writing this folder" in found["error"]
+        assert found["beside"] == [".taken.saving", "global_step2", "mine"]
+        assert found["left"] == ["mine", "taken"]
+    copy = "kept mine: it is a copy of global_step1"
+    assert first["notes"] == ("removed global_step1", copy)
+    assert first["then"] == ("removed global_step2",), "what stays is said once"
+
+
+def test_a_run_is_one_through_loads(ranks: RankPool, tmp_path: Path) -> None:
+    found, other = ranks.run(2, JOBS + "runs_of_saves", SETUP, str(tmp_path))
+    one, two, three, four, five = found
+    assert one == two == three and found == other
+    assert len({one, four, five}) == 3
+
+
 @pytest.mark.parametrize("value", [0, -1, True])
 def test_keep_latest_is_a_number_of_tags(value: int) -> None:
     from megatron_ucp.engines.saves import Saving

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
@@ -24,7 +25,10 @@ STATE = "mp_rank_00_model_states.pt"
 KILLED = 9
 
 
-def manifest(content: str, at: float, moved: bool = True) -> str:
+RUN = "the run"
+
+
+def manifest(content: str, at: float, moved: bool = True, **said: str) -> str:
     return to_json(
         Manifest(
             "plain",
@@ -33,19 +37,21 @@ def manifest(content: str, at: float, moved: bool = True) -> str:
             (),
             files=(FileEntry(STATE, len(content)),),
             save_id=content,
-            run={"saved_at": at, "moved_latest": moved},
+            run={"saved_at": at, "moved_latest": moved, **said},
         )
     )
 
 
-def save(folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True) -> None:
+def save(
+    folder: Path, tag: str, content: str, at: float = 0.0, moved: bool = True, run: str = RUN
+) -> None:
     """A save as the engine does it, of one state file."""
-    aside = durable.begin(folder, tag)
-    (aside / STATE).write_text(content)
-    sync = durable.Syncs()
-    durable.commit(aside, manifest(content, at, moved), sync)
-    if moved:
-        durable.replace_text(folder / LATEST, tag, sync)
+    with durable.begin(folder, tag) as aside:
+        (aside / STATE).write_text(content)
+        sync = durable.Syncs()
+        durable.commit(aside, manifest(content, at, moved, tag=tag, run_id=run), sync)
+        if moved:
+            durable.replace_text(folder / LATEST, tag, sync)
 
 
 def content_of(folder: Path) -> str:
@@ -131,25 +137,26 @@ def check_that_saves_go_on(folder: Path) -> None:
 
 
 def test_an_unfinished_save_does_not_look_like_a_checkpoint(tmp_path: Path) -> None:
-    aside = durable.begin(tmp_path, "global_step1")
-    (aside / STATE).write_text("all of it")
-    assert nothing_there(tmp_path)
-    with pytest.raises(NotFoundError, match="was not finished"):
-        tag_folder(aside)
-    with pytest.raises(NotFoundError, match="no checkpoint"):
-        tag_folder(tmp_path)
+    with durable.begin(tmp_path, "global_step1") as aside:
+        (aside / STATE).write_text("all of it")
+        assert nothing_there(tmp_path)
+        with pytest.raises(NotFoundError, match="was not finished"):
+            tag_folder(aside)
+        with pytest.raises(NotFoundError, match="no checkpoint"):
+            tag_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", ".hidden"])
 def test_a_tag_is_a_plain_name(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(UsageError, match="plain name"):
-        durable.begin(tmp_path, tag)
+    with pytest.raises(UsageError, match="plain name"), durable.begin(tmp_path, tag):
+        pass
 
 
 def test_a_file_in_the_place_of_the_tag_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "global_step1").write_text("mine")
     with pytest.raises(UsageError, match="a file has the name"):
-        durable.begin(tmp_path, "global_step1")
+        save(tmp_path, "global_step1", "new")
 
 
 def test_folders_of_a_user_are_kept_where_links_are_not_possible(
@@ -215,6 +222,74 @@ def test_the_last_whole_one_stays_when_newer_ones_are_damaged(tmp_path: Path) ->
     assert left(tmp_path) == ["step2", "step3", "step4", "step5"]
 
 
+def test_a_copy_and_a_link_of_a_users_stay(tmp_path: Path) -> None:
+    many(tmp_path)
+    shutil.copytree(tmp_path / "step1", tmp_path / "my_copy_of_step1")
+    shutil.move(tmp_path / "step2", tmp_path.parent / "elsewhere")
+    (tmp_path / "step2").symlink_to(tmp_path.parent / "elsewhere")
+    assert durable.prune(tmp_path, 1, RUN) == [
+        "removed step4",
+        "removed step3",
+        "removed step1",
+        "kept my_copy_of_step1: it is a copy of step1",
+        "kept step2: it is a link",
+    ]
+    assert left(tmp_path) == ["my_copy_of_step1", "step2", "step5"]
+    assert content_of(tmp_path / "my_copy_of_step1") == "content 1"
+    assert content_of(tmp_path / "step2") == "content 2"
+
+
+def test_tags_of_another_run_stay(tmp_path: Path) -> None:
+    """Of a run that shares the folder, and of an older version, which named no run."""
+    many(tmp_path)
+    for tag in ("other1", "other2"):
+        save(tmp_path, tag, tag, at=9.0, run="another")
+    for tag in ("step1", "step2"):
+        text = manifest(f"content {tag[4:]}", at=float(tag[4:]))
+        (tmp_path / tag / FILE_NAME).write_text(text)
+    assert durable.prune(tmp_path, 1, RUN) == [
+        "removed step4",
+        "removed step3",
+        "kept other1, other2: another run saved it",
+        "kept step1, step2: no manifest says which run saved it",
+    ]
+    assert left(tmp_path) == ["other1", "other2", "step1", "step2", "step5"], "its newest stays"
+    assert durable.retire(tmp_path / "other1", RUN) == "kept other1: another run saved it"
+    assert durable.retire(tmp_path / "other1", "another") == "removed other1"
+
+
+def test_a_tag_with_a_file_of_another_save_of_the_same_size_is_damaged(tmp_path: Path) -> None:
+    for tag in ("one", "two", "six"):
+        write_with_sums(tmp_path, tag)
+    shutil.copy(tmp_path / "two" / STATE, tmp_path / "one")
+    assert durable.prune(tmp_path, 1, RUN) == [
+        "removed two",
+        f"kept one: it is not whole: {STATE}",
+    ]
+    assert left(tmp_path) == ["one", "six"]
+
+
+def write_with_sums(folder: Path, tag: str) -> None:
+    """A save of a real file, which the manifest lists as it is."""
+    order = ("one", "two", "six").index(tag)
+    with durable.begin(folder, tag) as aside:
+        torch.save({"weight": torch.full((3,), float(order))}, aside / STATE)
+        text = json.loads(manifest("", float(order), tag=tag, run_id=RUN))
+        entry = durable.entry_of(aside / STATE)
+        text["files"] = [[entry.name, entry.size_bytes, entry.sha256]]
+        durable.commit(aside, json.dumps(text), durable.Syncs())
+        durable.replace_text(folder / LATEST, tag, durable.Syncs())
+
+
+def test_a_tag_is_left_alone_where_the_pointer_names_another_runs(tmp_path: Path) -> None:
+    """Two jobs take turns: the newest of each stays."""
+    for number in (1, 2, 3):
+        save(tmp_path, f"a{number}", f"a{number}", at=float(number), run="a")
+        save(tmp_path, f"b{number}", f"b{number}", at=float(number), run="b")
+    durable.prune(tmp_path, 1, "a")
+    assert left(tmp_path) == ["a3", "b1", "b2", "b3"]
+
+
 def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
     many(tmp_path)
     reader = Recorded(tmp_path / "step1", [STATE])
@@ -231,15 +306,3 @@ def test_one_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError, match="being removed"):
             Recorded(tmp_path / "step1", [STATE])
     Recorded(tmp_path / "step1", [STATE]).close()
-
-
-def test_a_conversion_on_its_way_is_not_removed(tmp_path: Path) -> None:
-    for name in (".left.saving", ".used.saving"):
-        (tmp_path / name).mkdir()
-    handle = os.open(tmp_path / ".used.saving", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    durable.begin(tmp_path, "next")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".next.saving", ".used.saving"]
-    os.close(handle)
-    durable.begin(tmp_path, "again")
-    assert [path.name for path in tmp_path.iterdir()] == [".again.saving"]

@@ -102,6 +102,39 @@ def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) 
     assert (copy / tags[-1]).is_dir()
 
 
+def test_a_conversion_for_megatron_is_no_difference(llama: Source, tmp_path: Path) -> None:
+    """Of a schedule in the other spelling; another one is."""
+    tag = llama.folder / f"global_step{SAVED}"
+    converted = tmp_path / "iter_0000004"
+    ucp.convert(tag, converted, "torch_dist", ucp.Mesh(tp=2, dp=2))
+    with open_checkpoint(tag) as one, open_checkpoint(converted) as two:
+        assert one.extras.scheduler != two.extras.scheduler
+    assert ucp.diff(tag, converted) == []
+    later = ucp.diff(llama.folder / f"global_step{ITERATIONS}", converted)
+    assert "lr_scheduler" in [found.what for found in later]
+
+
+def test_one_run_under_both_engines_goes_on_in_one_folder(
+    ranks: RankPool, llama: Source, tmp_path: Path
+) -> None:
+    """Each start goes on where the one before it ended, whichever engine saved there."""
+    where = ["--load", str(tmp_path), "--save", str(tmp_path), "--universal-checkpoint"]
+    pointer = tmp_path / "latest_checkpointed_iteration.txt"
+    engines = [["--zero-stage", "1"], SHARED, SHARED, ["--zero-stage", "3"]]
+    for number, engine in enumerate(engines):
+        first, last = 2 * number, 2 * number + 2
+        found = ranks.run(2, JOB, llama.argv(where, engine, "--exit-interval", str(last)))
+        assert (found[-1]["first"], found[-1]["iteration"]) == (first, last)
+        newest = f"iter_{last:07d}" if engine == SHARED else f"global_step{last}"
+        assert (tmp_path / "latest").read_text() == newest
+        assert ucp.newest_whole(tmp_path).folder.name == newest
+        if engine == SHARED:
+            assert pointer.read_text() == str(last)
+    assert "still names iter_0000006" in found[-1]["said"]
+    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval", "9"))[-1]
+    assert again["first"] == ITERATIONS and "names iter_0000006" in again["said"]
+
+
 SCHEDULE = ["--use-checkpoint-opt_param-scheduler", "--universal-checkpoint"]
 
 

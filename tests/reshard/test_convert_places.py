@@ -1,12 +1,9 @@
 """Conversions into odd places, what happens meanwhile, and how stock's own converter cuts."""
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +15,7 @@ from megatron_ucp.core.layout import Partial, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import InexactError, SaveError, UsageError
 from megatron_ucp.families.base import Sizes
+from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import convert as module
@@ -142,25 +140,15 @@ def test_relative_paths(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         ucp.convert("source/step7", "dangling", target=target())
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    folder.mkdir()
-    handle = os.open(folder, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
 def test_two_conversions_into_one_folder(model: paper.Model, source: Path, tmp_path: Path) -> None:
     aside = tmp_path / ".out.saving"
-    with held(aside):
+    with durable.held(aside):
         (aside / "file").touch()
         with pytest.raises(UsageError, match="another conversion"):
             ucp.convert(source, tmp_path / "out", target=target())
         assert (aside / "file").exists(), "the other one's files are gone"
-    ucp.convert(source, tmp_path / "out", target=target())  # what a killed one has left
+    aside.mkdir()  # what a killed one has left
+    ucp.convert(source, tmp_path / "out", target=target())
     whole(model, source, tmp_path / "out", target())
     assert not aside.exists()
 

@@ -273,6 +273,7 @@ def test_killed_at_random_moments(sources: Sources, tmp_path: Path, trials: int)
     assert any(trial["killed"] and trial["left"] for trial in found), (
         "no kill fell into a conversion"
     )
+    ucp.convert(f"{folder}/filled", tmp_path / "next", target=ucp.Mesh(dp=1, zero=1))
     assert not list(tmp_path.glob(".*")), (
         "what a killed conversion left was not removed by the next one"
     )

@@ -9,7 +9,6 @@ tag as they were; one in the last two steps says what is there.
 
 import dataclasses
 import pickle
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest
+from megatron_ucp.core.manifest import MOVED_LATEST, RECORDED, RUN, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.deepspeed import kept
@@ -31,7 +30,7 @@ from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.same_model import recorded_settings
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
+from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish, run_of
 from megatron_ucp.engines.values import members_by_value, refuse_strange
 from megatron_ucp.errors import RankError, SaveError, UsageError
 from megatron_ucp.families.architecture import recorded
@@ -40,7 +39,7 @@ from megatron_ucp.formats import durable, of_ranks
 from megatron_ucp.formats.deepspeed.experts import in_own_file
 from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
 from megatron_ucp.formats.deepspeed.folder import MEMBERS
-from megatron_ucp.formats.tags import LATEST
+from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
@@ -107,9 +106,9 @@ def _save(
 ) -> SaveReport:
     started = time.perf_counter()
     rank = agree.world()[0]
-    aside, sync = durable.aside_of(folder, tag), durable.Syncs(how.durable)
+    sync = durable.Syncs(how.durable)
     with ExitStack() as left:
-        _begin(engine, how, folder, tag, client_state, left)
+        aside = _begin(engine, how, folder, tag, client_state, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
@@ -122,30 +121,31 @@ def _save(
             more = [own.write(aside, rank, apart)] if apart else []
             block.value = _settle(aside, written, more, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said = _said(engine, model, waiting if middle else None)
+        said = _said(engine, model, tag, waiting if middle else None)
         members = [one for value in kept.of_engine(engine) for one in members_by_value(value.value)]
         if members:
             said[MEMBERS] = list(dict.fromkeys(members))
         said[of_ranks.PER_RANK] = apart.as_value() if apart else {}
-        with as_save_error(), agree.together():
+        with as_save_error(), agree.together() as named:
             if rank == 0:
-                pointer = (LATEST, tag) if save_latest else None
+                pointer = LATEST if save_latest else None
                 whole = _complete(
                     live.manifest, entries, engine, how, save_latest, exclude_frozen, said
                 )
-                publish(aside, folder, tag, to_json(whole), pointer, sync)
+                named.value = publish(aside, folder, to_json(whole), pointer, sync)
+                named.value += prune(folder, pointer and how.keep_latest, engine)
     notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
     if apart:
         notes.append(f"differs from rank to rank, and is kept for each: {apart}")
-    if rank == 0 and save_latest:
-        notes += prune(folder, how.keep_latest)
-    return _reported(folder / tag, started, stock_seconds, sync, notes)
+    return _reported(folder / tag, started, stock_seconds, sync, [*notes, *(named.value or ())])
 
 
-def _said(engine: Any, model: Model | None, waiting: int | None) -> dict[str, Any]:
-    """What a manifest says of the engine besides what it holds. `waiting` are micro-batches since
-    the last step, where there are any."""
-    said: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
+def _said(engine: Any, model: Model | None, tag: str, waiting: int | None) -> dict[str, Any]:
+    """What a manifest says of the save and of the engine besides what it holds. `waiting` are
+    micro-batches since the last step, where there are any."""
+    said: dict[str, Any] = {TAG: tag, RUN: run_of(engine).id}
+    if waiting is not None:
+        said[MIDDLE] = waiting
     module = engine.module
     model_said = recorded(model, module) if model is not None else recorded_settings(module)
     return {**said, RECORDED: model_said} if model_said else said
@@ -187,9 +187,9 @@ def _stock(
 
 def _begin(
     engine: Any, how: Saving, folder: Path, tag: str, client_state: Any, left: ExitStack
-) -> None:
-    """Everything that can refuse a save before a file is written, and the folder aside, which
-    `left` removes. Collective. Raises SaveError, UsageError."""
+) -> Path:
+    """Everything that can refuse a save before a file is written; then the folder aside, which is
+    this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
     with as_save_error(), agree.together() as block:
         block.value = (str(folder), tag)
         if not wrapper_of(engine).is_saved:
@@ -204,15 +204,14 @@ def _begin(
         if not how.values_left:
             refuse_strange(kept.of_engine(engine), SaveError, file)
         if agree.world()[0] == 0:
-            durable.begin(folder, tag)
-            # there is none of that name after a save that went well
-            left.callback(shutil.rmtree, durable.aside_of(folder, tag), ignore_errors=True)
+            left.enter_context(durable.begin(folder, tag))
     if len(set(block.values)) > 1:
         raise UsageError(
             "the ranks don't save into one tag",
             expected=block.values[0],
             found=sorted(set(block.values))[:4],
         )
+    return durable.aside_of(folder, tag)
 
 
 def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
@@ -330,7 +329,7 @@ def _complete(
         random_states.SEED: torch.initial_seed(),
         "ds_version": deepspeed.__version__,
         "saved_at": time.time(),
-        "moved_latest": save_latest,
+        MOVED_LATEST: save_latest,
         **({CLASS: kind} if (kind := class_of(engine.lr_scheduler)) else {}),
         **said,
     }

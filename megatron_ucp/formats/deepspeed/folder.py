@@ -1,7 +1,7 @@
 """The files of one tag folder, each opened once."""
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ class TagFolder:
     lists."""
 
     main_file: str  # whose tree the extras come from: a full path
+    led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -407,7 +407,7 @@ class NativeCheckpoint(TagFolder):
     @property
     def notes(self) -> list[str]:
         positions = [MATCHED] if by_position(self) else []
-        return [*self.declared.notes, *positions, *said_of(self.manifest)]
+        return [*self.led_here, *self.declared.notes, *positions, *said_of(self.manifest)]
 
     def read_extras(self) -> Extras:
         return extras_of(self)

@@ -85,6 +85,7 @@ class Target:
     offloaded: bool | None = None
 
     def __post_init__(self) -> None:
+        self.mesh.require_possible()
         if self.dtype not in (None, *TRAINING_DTYPES) or (
             self.sub_group_size is not None and self.sub_group_size < 1
         ):

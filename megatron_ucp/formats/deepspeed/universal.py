@@ -124,7 +124,7 @@ class UniversalCheckpoint(TagFolder):
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how parameters are cut."""
-        return self.declared.notes
+        return [*self.led_here, *self.declared.notes]
 
     def _lost(self, name: str) -> NotFoundError:
         return NotFoundError(

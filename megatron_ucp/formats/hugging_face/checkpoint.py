@@ -59,6 +59,8 @@ class HuggingFaceCheckpoint:
     shapes in one error. Tensor bytes are not read, but for a head that must be a copy.
     """
 
+    led_here: Sequence[str] = ()  # a path is that of the folder itself
+
     def __init__(
         self,
         folder: Path,

@@ -16,6 +16,7 @@ from megatron_ucp.formats.megatron.arguments import written_arguments
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER
 from megatron_ucp.formats.megatron.groups import is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
+from megatron_ucp.formats.megatron.schedule import OF_WSD, is_schedule
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
 from megatron_ucp.formats.optimizers import steps_in_group
 from megatron_ucp.formats.pt.output import Output
@@ -42,8 +43,6 @@ _TORCH_DEFAULTS = {
     "decoupled_weight_decay": True,
     "bias_correction": True,
 }
-_OF_WSD = ("wsd_decay_steps", "lr_wsd_decay_style")
-_SCHEDULE = ("max_lr", "min_lr", "num_steps", "lr_decay_style")
 
 
 @dataclass
@@ -232,7 +231,7 @@ class CommonFile:
             "wd_incr_style": "constant",
             "wd_incr_steps": max(1, samples),
         }
-        if all(key in found for key in _SCHEDULE):
+        if is_schedule(found):
             self._note_flags(found)
             return {key: found.get(key, value) for key, value in usual.items()}
         self._note(
@@ -244,7 +243,7 @@ class CommonFile:
     def _note_flags(self, found: Mapping[str, Any]) -> None:
         """Says which settings of a schedule Megatron keeps in no file: its run takes its flags."""
         style = found["lr_decay_style"]
-        names = ("init_lr", *(_OF_WSD if style == "WSD" else ()))
+        names = ("init_lr", *(OF_WSD if style == "WSD" else ()))
         left = [f"{name} {found[name]}" for name in names if found.get(name)]
         if left:
             self._note(

@@ -1,7 +1,7 @@
 """What every checkpoint of Megatron gives to the operations above, whatever its files are."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -50,6 +50,7 @@ class MegatronFolder:
     """An opened tag folder; a context manager that closes its files. Subclasses set `manifest`."""
 
     manifest: Manifest
+    led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
 
     def __init__(self, folder: Path, told: Told) -> None:
         self.folder, self.told = folder, told

@@ -404,8 +404,8 @@ class LegacyCheckpoint(MegatronFolder):
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
         if self.manifest.engine == WEIGHTS:
-            return ["weights alone: no states of an optimizer"]
-        return []
+            return [*self.led_here, "weights alone: no states of an optimizer"]
+        return [*self.led_here]
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""

@@ -164,8 +164,8 @@ class TorchDistCheckpoint(MegatronFolder):
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
         if self.manifest.engine == WEIGHTS:
-            return ["weights alone: no states of an optimizer"]
-        return []
+            return [*self.led_here, "weights alone: no states of an optimizer"]
+        return [*self.led_here]
 
     @property
     def file_names(self) -> list[str]:

@@ -10,15 +10,12 @@ from megatron_ucp.engines.load import load
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
 from megatron_ucp.engines.megatron.engine.save import save
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
+from megatron_ucp.engines.saves import run_of
 from megatron_ucp.errors import UcpError, UnsupportedError, UsageError
 from megatron_ucp.formats.durable import retire
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.tags import (
-    iteration_name,
-    iteration_of_name,
-    newest_named,
-    nothing_there,
-)
+from megatron_ucp.formats.pointers import iteration_name, iteration_of_name, newest_named
+from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 
 _STACK = "_ucp_stack"  # of an optimizer
@@ -100,7 +97,7 @@ def save_checkpoint(
     rng = not args.no_save_rng
     before = _newest(Path(folder))
     saved = save(stack, folder, arguments=args, keep_latest=keep_latest, rng=rng)
-    more = [] if non_persistent_ckpt else _retired(Path(folder), before, iteration, args)
+    more = [] if non_persistent_ckpt else _retired(Path(folder), before, stack, args)
     _say([f"saved {saved.path} in {saved.seconds:.1f} s", *saved.notes, *more])
 
 
@@ -108,19 +105,19 @@ def _newest(folder: Path) -> int | None:
     """The iteration that a folder names as its newest one, as rank 0 sees it."""
     if agree.world()[0] == 0:
         with suppress(UcpError, OSError):  # the save that follows says what is wrong with it
-            _, tag = newest_named(folder) or ("", "")
-            return iteration_of_name(tag)
+            named = newest_named(folder)
+            return iteration_of_name(named.tag) if named is not None else None
     return None
 
 
-def _retired(folder: Path, before: int | None, iteration: int, args: Any) -> list[str]:
+def _retired(folder: Path, before: int | None, stack: MegatronStack, args: Any) -> list[str]:
     """Removes the save before this one, as `--save-retain-interval` asks: the iterations that it
     divides stay. The save is done by now: what can't be removed is said, and no error."""
     interval: int | None = getattr(args, "save_retain_interval", None)
-    if not interval or not before or before == iteration or before % interval == 0:
+    if not interval or not before or before == stack.iteration or before % interval == 0:
         return []
     try:
-        return [retire(folder / iteration_name(before))]
+        return [retire(folder / iteration_name(before), run_of(stack).id)]
     except OSError as error:
         return [f"{iteration_name(before)} could not be removed: {error}"]
 

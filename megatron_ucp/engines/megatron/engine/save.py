@@ -6,7 +6,6 @@ has to their places: nothing is gathered. Files are written aside; the folder ge
 of them are on disk.
 """
 
-import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,15 @@ import torch
 from isal.isal_zlib import crc32
 
 from megatron_ucp.core.flat import Scalars, States
-from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest, ParamSpec
+from megatron_ucp.core.manifest import (
+    MOVED_LATEST,
+    RECORDED,
+    RUN,
+    TAG,
+    FileEntry,
+    Manifest,
+    ParamSpec,
+)
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines import random_states
@@ -32,7 +39,7 @@ from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
+from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish, run_of
 from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.engines.values import KeptValue, refuse_strange
 from megatron_ucp.errors import EngineUnusableError, SaveError, UnsupportedError, UsageError
@@ -53,8 +60,8 @@ from megatron_ucp.formats.megatron.writer import (
     plan_torch_dist,
     write_around,
 )
-from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
-from megatron_ucp.formats.tags import MEGATRON_LATEST, iteration_name
+from megatron_ucp.formats.of_ranks import PER_RANK
+from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.output_folder import begin_sync
@@ -111,8 +118,7 @@ def _save(
         with as_save_error(), agree.together() as block:
             block.value = str(folder), tag
             if rank == 0:
-                begin(folder, tag)
-                left.callback(shutil.rmtree, aside, ignore_errors=True)
+                left.enter_context(begin(folder, tag))
                 make_files(aside, job.plan)
         _check_one_folder(block.values)
         apart = job.own.differing()
@@ -123,10 +129,11 @@ def _save(
         with as_save_error(), agree.together():
             if rank == 0:
                 job.finish(aside, arguments, sync)
-                whole = _recorded(job.manifest, _entries(aside), how.loader, apart)
-                pointer = MEGATRON_LATEST, str(job.stack.iteration)
-                publish(aside, folder, tag, to_json(whole), pointer, sync)
-                job.notes += prune(folder, how.keep_latest)
+                said = {TAG: tag, RUN: run_of(job.stack).id}
+                said |= {PER_RANK: apart.as_value()} if apart else {}
+                whole = _recorded(job.manifest, _entries(aside), how.loader, said)
+                job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
+                job.notes += prune(folder, how.keep_latest, job.stack)
     return agree.gather(job.notes)[0]
 
 
@@ -344,13 +351,11 @@ def _recorded(
     manifest: Manifest,
     entries: list[FileEntry],
     loader: ResumableLoader | None,
-    apart: PerRank,
+    said: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest beside the files: mesh, random states and position of the data. Where an element
-    lies is said by the files' own index."""
-    run = {**manifest.run, "saved_at": time.time(), "moved_latest": True}
-    if apart:
-        run[PER_RANK] = apart.as_value()
+    """The manifest beside the files: mesh, random states, position of the data, and what is `said`
+    of the save. Where an element lies is said by the files' own index."""
+    run = {**manifest.run, **said, "saved_at": time.time(), MOVED_LATEST: True}
     if loader is not None:
         run["data"] = loader.state_dict()
     files = tuple(sorted(entries, key=lambda entry: entry.name))
