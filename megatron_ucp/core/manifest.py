@@ -14,6 +14,7 @@ from megatron_ucp.errors import LayoutError
 
 FILE_NAME = "ucp_manifest.json"
 RECORDED = "model"  # of a manifest's run: sizes and architecture of the model, as its family says
+RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of the model
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
 KINDS = ("trainable", "frozen", "buffer")
 

@@ -12,6 +12,7 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
+from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
 from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.loader import ResumableLoader
@@ -72,6 +73,7 @@ def attach(
             setattr(engine.module, INFO, info)
         engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
+    remember_stepped(engine)
     engine.save_checkpoint = _saver(engine, model, how)
     engine.load_checkpoint = _load_method(engine, family, loader, options)
     described = functools.partial(describe, engine, model)

@@ -98,6 +98,7 @@ class Engine(Protocol):
         """Sets the hyper-parameters of each group of the manifest; returns notes."""
         ...
 
-    def restore(self, extras: Any, optimizer: bool) -> list[str]:
-        """Sets what `take_extras` gave; returns notes."""
+    def restore(self, extras: Any, optimizer: bool, module_only: bool) -> list[str]:
+        """Sets what `take_extras` gave, with `module_only` what belongs to the module alone;
+        returns notes."""
         ...

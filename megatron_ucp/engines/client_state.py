@@ -63,6 +63,12 @@ def check_client_state(value: Any, reserved: Collection[str], file: object) -> N
             )
 
 
+def unkept(value: Any, where: str) -> str:
+    """Place and class of the first thing in a value that would not come back, "" where all
+    would."""
+    return next((f"{place}: {wrong}" for place, wrong in _changed(value, where)), "")
+
+
 def _changed(value: Any, where: str) -> Iterator[tuple[str, str]]:
     """Place and class of everything that would not come back."""
     seen: set[int] = set()

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import RECORDED, FileEntry, Manifest
+from megatron_ucp.core.manifest import RECORDED, RENAMED, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.client_state import check_client_state
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
-from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.engines.deepspeed.extra_state import check_states
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
@@ -117,7 +118,7 @@ def _save(
         with as_save_error(), agree.together() as block:
             block.value = _settle(aside, written, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said = _said(engine, model, waiting if middle else None)
+        said = _said(live, waiting if middle else None)
         with as_save_error(), agree.together():
             if rank == 0:
                 pointer = (LATEST, tag) if save_latest else None
@@ -131,13 +132,14 @@ def _save(
     return _reported(folder / tag, started, stock_seconds, sync, notes)
 
 
-def _said(engine: Any, model: Model | None, waiting: int | None) -> dict[str, Any]:
+def _said(live: LiveEngine, waiting: int | None) -> dict[str, Any]:
     """What a manifest says of the engine besides what it holds. `waiting` are micro-batches since
     the last step, where there are any."""
-    said: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
-    module = engine.module
+    model, module = live.own.model, live.engine.module
     model_said = recorded(model, module) if model is not None else recorded_settings(module)
-    return {**said, RECORDED: model_said} if model_said else said
+    said = {RECORDED: model_said, RENAMED: live.own.renamed}
+    counted: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
+    return {**counted, **{key: value for key, value in said.items() if value}}
 
 
 def _reported(
@@ -186,6 +188,7 @@ def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitSta
                 fix="save the weights with engine.save_16bit_model, or torch.save of "
                 "engine.module.state_dict() at stage 0",
             )
+        check_states(engine)
         check_client_state(client_state, OWN_KEYS, Path(engine._get_ckpt_name(str(folder), tag)))
         if agree.world()[0] == 0:
             durable.begin(folder, tag)

@@ -171,10 +171,10 @@ class Derived:
         axes = self.of.spread.axes
         return [
             (
-                self._spec(name, shape, buffer.states[0][1], kind),
+                replace(self._spec(name, shape, buffer.states[0][1], kind), order=order),
                 replace(buffer, axes=axes(name)),
             )
-            for name, shape, kind, buffer in found
+            for name, shape, kind, order, buffer in found
         ]
 
     def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:

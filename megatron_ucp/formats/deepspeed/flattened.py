@@ -66,7 +66,7 @@ def _in_order(
     if checkpoint.recorded is not None or checkpoint.names.optimizer:
         return shapes
     groups = tree.get("optimizer_state_dict", tree)["param_groups"]
-    return as_listed(shapes, groups, checkpoint.told_shapes or {}, file)
+    return as_listed(shapes, groups, checkpoint.told.shapes or {}, file)
 
 
 def _with_trained_experts(

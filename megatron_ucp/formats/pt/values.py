@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from megatron_ucp.core.box import dims_in_memory
+
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -62,12 +64,16 @@ class TensorRef:
     def is_contiguous(self) -> bool:
         """Whether the elements lie in C order without gaps, as torch defines it (dims of size 1 do
         not count)."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
+        return self.order == tuple(range(len(self.shape)))
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """See `dims_in_memory`."""
+        return dims_in_memory(self.shape, self.stride)
+
+    def lies_in(self, order: tuple[int, ...] | None) -> bool:
+        """Whether the elements lie without gaps, the dims in an order (None: their own)."""
+        return self.is_contiguous if order is None else self.order == order
 
 
 def storages_of(tree: object) -> list[StorageRef]:
