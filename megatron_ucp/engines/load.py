@@ -1,6 +1,7 @@
 """`load`: any checkpoint into a live engine, of DeepSpeed or megatron-core, on any mesh."""
 
 import gc
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,6 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@collector_paused()
 def load(
     engine: Any,
     path: str | Path,
@@ -58,17 +58,44 @@ def load(
     a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
     refuses to step and to save where it could not.
     """
-    check_options(hyper=hyper, allow=allow)
     how = How(
         load_optimizer_states and not load_module_only,
         load_lr_scheduler_states,
         load_module_only,
         hyper,
         checksums,
-        frozenset(allow),
+        frozenset(allow) if isinstance(allow, Collection) else frozenset({repr(allow)}),
         rng,
         loader,
     )
+    asked = asked_of(path, tag, how, family)
+    asked["load_optimizer_states"] = bool(load_optimizer_states)
+    agree.require_same(agree.gather(asked))
+    check_options(hyper=hyper, allow=allow)
+    return fill(engine, path, tag, family, how)
+
+
+def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:
+    """What all ranks must have been given alike, by the names that a caller knows."""
+    options = {
+        "path": os.path.abspath(path) if isinstance(path, str) else path,
+        "tag": tag,
+        "load_optimizer_states": how.optimizer,
+        "load_lr_scheduler_states": how.scheduler,
+        "load_module_only": how.module_only,
+        "hyper": how.hyper,
+        "checksums": how.checksums,
+        "allow": how.allow,
+        "rng": how.rng,
+        "loader": how.loader,
+        "family": family,
+    }
+    return {name: agree.plain_option(value) for name, value in options.items()}
+
+
+@collector_paused()
+def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) -> Report:
+    """`load` of what all ranks were asked for alike."""
     if isinstance(engine, MegatronStack):
         return resume(describe_stack(engine), path, tag, how)
     with agree.together():

@@ -32,8 +32,15 @@ from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.same_model import recorded_settings
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
-from megatron_ucp.errors import RankError, SaveError, UsageError
+from megatron_ucp.engines.saves import (
+    Saving,
+    as_save_error,
+    prune,
+    publish,
+    require_one_save,
+    where_to,
+)
+from megatron_ucp.errors import RankError, SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable
@@ -108,7 +115,8 @@ def _save(
     rank = agree.world()[0]
     aside, sync = durable.aside_of(folder, tag), durable.Syncs(how.durable)
     with ExitStack() as left:
-        _begin(engine, folder, tag, client_state, left)
+        asked = how.asked(save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
+        _begin(engine, folder, tag, client_state, asked, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
@@ -121,15 +129,22 @@ def _save(
         said = _said(live, waiting if middle else None)
         with as_save_error(), agree.together():
             if rank == 0:
-                pointer = (LATEST, tag) if save_latest else None
                 whole = _complete(
                     live.manifest, entries, engine, how, save_latest, exclude_frozen, said
                 )
-                publish(aside, folder, tag, to_json(whole), pointer, sync)
+                _publish(whole, folder, tag, save_latest, sync)
     notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
     if rank == 0 and save_latest:
         notes += prune(folder, how.keep_latest)
     return _reported(folder / tag, started, stock_seconds, sync, notes)
+
+
+def _publish(
+    whole: Manifest, folder: Path, tag: str, save_latest: bool, sync: durable.Syncs
+) -> None:
+    """Gives the folder aside its manifest and its name. Raises as `publish`."""
+    pointer = (LATEST, tag) if save_latest else None
+    publish(durable.aside_of(folder, tag), folder, tag, to_json(whole), pointer, sync)
 
 
 def _said(live: LiveEngine, waiting: int | None) -> dict[str, Any]:
@@ -176,11 +191,18 @@ def _stock(
     return written, time.perf_counter() - before
 
 
-def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitStack) -> None:
+def _begin(
+    engine: Any,
+    folder: Path,
+    tag: str,
+    client_state: Any,
+    asked: Mapping[str, Any],
+    left: ExitStack,
+) -> None:
     """Everything that can refuse a save before a file is written, and the folder aside, which
     `left` removes. Collective. Raises SaveError, UsageError."""
     with as_save_error(), agree.together() as block:
-        block.value = (str(folder), tag)
+        block.value = where_to(folder, tag), asked
         if not wrapper_of(engine).is_saved:
             raise SaveError(
                 "this engine has no optimizer, and DeepSpeed's own save fails for such an engine "
@@ -194,12 +216,7 @@ def _begin(engine: Any, folder: Path, tag: str, client_state: Any, left: ExitSta
             durable.begin(folder, tag)
             # there is none of that name after a save that went well
             left.callback(shutil.rmtree, durable.aside_of(folder, tag), ignore_errors=True)
-    if len(set(block.values)) > 1:
-        raise UsageError(
-            "the ranks don't save into one tag",
-            expected=block.values[0],
-            found=sorted(set(block.values))[:4],
-        )
+    require_one_save(block.values)
 
 
 def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:

@@ -31,7 +31,14 @@ from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish
+from megatron_ucp.engines.saves import (
+    Saving,
+    as_save_error,
+    prune,
+    publish,
+    require_one_save,
+    where_to,
+)
 from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.errors import EngineUnusableError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
@@ -89,8 +96,9 @@ def save(
     `loader` are those of `Saving`. Raises a UcpError on every rank: SaveError
     where a file can't be written (older tags are as they were), UsageError before the first step.
     """
-    _refuse_other(stack)
-    how = Saving(durable, keep_latest, rng, loader)
+    with agree.together():
+        _refuse_other(stack)
+        how = Saving(durable, keep_latest, rng, loader)
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
     sync = Syncs(how.durable)
@@ -106,12 +114,12 @@ def _save(
     aside, rank = aside_of(folder, tag), agree.world()[0]
     with ExitStack() as left:
         with as_save_error(), agree.together() as block:
-            block.value = str(folder), tag
+            block.value = where_to(folder, tag), how.asked()
             if rank == 0:
                 begin(folder, tag)
                 left.callback(shutil.rmtree, aside, ignore_errors=True)
                 make_files(aside, job.plan)
-        _check_one_folder(block.values)
+        require_one_save(block.values)
         with as_save_error(), agree.together():
             job.write(aside, how.rng, rank, sync)
         with as_save_error(), agree.together():
@@ -131,15 +139,6 @@ def _refuse_other(stack: Any) -> None:
             expected="what ucp.attach_megatron returned",
             found=type(stack).__name__,
             fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
-        )
-
-
-def _check_one_folder(said: list[tuple[str, str]]) -> None:
-    if len(set(said)) > 1:
-        raise UsageError(
-            "the ranks don't save into one tag",
-            expected=said[0],
-            found=sorted(set(said))[:4],
         )
 
 
