@@ -13,6 +13,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.formats.base import PER_GROUP
 from megatron_ucp.formats.optimizers import keeps_states
+from megatron_ucp.formats.prefixes import other_prefix
 
 NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
@@ -63,6 +64,8 @@ _FIRST_NAME = (
 def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
     """Raises ModelMismatchError unless both sides hold the same parameters with the same shapes,
     kinds and ties."""
+    if wrapped := other_prefix(source.by_name, target.by_name, file):
+        raise wrapped
     fit = Fit()
     for spec in target.params:
         have = source.by_name.get(spec.name)

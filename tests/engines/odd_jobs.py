@@ -11,7 +11,7 @@ from tests.engines.canonical import canonical, differences
 from tests.engines.model import NETS, Setup, make_engine, train
 from tests.engines.odd_models import NAMED
 
-NETS.update(NAMED)
+NETS |= NAMED
 STEPS, MORE = 2, 3
 Change = Callable[[Any], None]
 
@@ -153,4 +153,29 @@ def converted(folder: str) -> dict[str, Any]:
             out[key] = loaded(net, made, zero, want)
             if key.endswith("native 1"):
                 out[f"{key}, control"] = loaded(net, made, zero, want, native=True)
+    return out
+
+
+def prefixed(folder: str, zero: int, attach: bool) -> dict[str, str]:
+    """What loads say of models that were wrapped on one side only."""
+    own, out = Path(folder), dict[str, str]()
+    for net in ("Net", "Wrapped", "Compiled"):
+        saved(net, own / net, zero, attach)
+    for source, target in (
+        ("Net", "Compiled"),
+        ("Compiled", "Net"),
+        ("Net", "Wrapped"),
+        ("Wrapped", "Net"),
+        ("Net", "Wider"),
+    ):
+        engine = make_engine(Setup(zero, net=target), attach=False)
+        before = canonical(engine)
+        for allow in ((), ("missing", "extra", "new")):
+            try:
+                ucp.load(engine, own / source, tag="odd", allow=allow)
+            except ucp.UcpError as error:
+                out[f"{source} {target} {len(allow)}"] = f"{type(error).__name__}: {error}"
+        if differences(before, canonical(engine)):
+            raise AssertionError("the engine was changed")
+        engine.destroy()
     return out

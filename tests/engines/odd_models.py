@@ -157,6 +157,28 @@ class Brackets(Net):
         )
 
 
+class Wrapped(torch.nn.Module):
+    """A model inside of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Net()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.module(tokens)
+
+
+class Compiled(torch.nn.Module):
+    """A model with the names that torch.compile gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = Net()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(tokens)
+
+
 class LikeSlices(Net):
     """The very name of a slice of a stacked expert."""
 
@@ -167,6 +189,8 @@ class LikeSlices(Net):
 
 ODD = (
     LikeSlices,
+    Wrapped,
+    Compiled,
     ExtraState,
     Strange,
     Turned,
@@ -180,4 +204,4 @@ ODD = (
     Nothings,
     Brackets,
 )
-NAMED = {kind.__name__: kind for kind in ODD}
+NAMED: dict[str, Any] = {kind.__name__: kind for kind in ODD}

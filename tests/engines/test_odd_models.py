@@ -102,3 +102,20 @@ def test_what_no_save_could_hold_is_refused_when_it_is_attached(ranks: RankPool)
     }.items():
         for said in ranks.run(2, JOBS + "refused", net):
             assert said.startswith("UnsupportedError") and all(w in said for w in words), said
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_prefix_on_one_side_only_is_named(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    for attach in (True, False):
+        for said in ranks.run(2, JOBS + "prefixed", str(tmp_path / str(attach)), zero, attach):
+            for allowed in (0, 3):
+                for source, target, words in (
+                    ("Net", "Compiled", ("prefix _orig_mod. added", "model.compile()")),
+                    ("Compiled", "Net", ("prefix _orig_mod. removed", "torch.compile")),
+                    ("Net", "Wrapped", ("prefix module. added", "inside the wrapper")),
+                    ("Wrapped", "Net", ("prefix module. removed", "wrap the model as")),
+                ):
+                    error = said[f"{source} {target} {allowed}"]
+                    assert error.startswith("ModelMismatchError"), error
+                    assert all(word in error for word in words), error
+            assert "the prefix" not in said["Net Wider 0"]  # another model is another model

@@ -13,7 +13,7 @@ from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
 from megatron_ucp.formats.deepspeed.experts import number_and_count, of_every_expert
-from megatron_ucp.formats.deepspeed.flattened import names_at
+from megatron_ucp.formats.deepspeed.flattened import names_at, shape_of
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents
 from megatron_ucp.formats.deepspeed.paths import at_tp
@@ -79,7 +79,7 @@ class Derived:
         return [
             self._spec(
                 name,
-                shapes[name] if name in shapes else self.of.shape_of(module, name),
+                shapes[name] if name in shapes else shape_of(self.of, module, name),
                 self.of._weight_dtype(name) if plain else dtype,
                 "trainable",
             )

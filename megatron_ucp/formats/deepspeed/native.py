@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
@@ -357,18 +356,6 @@ class NativeCheckpoint(TagFolder):
             return found
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
-
-    def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
-        ref = module.get(name)
-        if not isinstance(ref, TensorRef):
-            raise ForeignFileError(
-                "the model of the engine has a parameter that the checkpoint lacks",
-                parameter=name,
-                file=self.main_file,
-                found=f"{len(module)} other tensors",
-                fix="build the model with the configuration that the checkpoint was trained with",
-            )
-        return ref.shape
 
     def format_of(self, stage: int) -> OptimizerFile:
         """How the files of a stage keep its optimizer."""
