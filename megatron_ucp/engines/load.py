@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
@@ -96,9 +98,11 @@ def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:
 @collector_paused()
 def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) -> Report:
     """`load` of what all ranks were asked for alike."""
-    if isinstance(engine, MegatronStack):
-        return resume(describe_stack(engine), path, tag, how)
-    with agree.together():
-        model = model_of(engine, family)
-        refuse_engine(engine, model)
-    return resume(describe(engine, model), path, tag, how)
+    # a caller may evaluate: tensors that inference mode makes could never be trained again
+    with torch.inference_mode(False):
+        if isinstance(engine, MegatronStack):
+            return resume(describe_stack(engine), path, tag, how)
+        with agree.together():
+            model = model_of(engine, family)
+            refuse_engine(engine, model)
+        return resume(describe(engine, model), path, tag, how)

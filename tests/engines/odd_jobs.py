@@ -179,3 +179,26 @@ def prefixed(folder: str, zero: int, attach: bool) -> dict[str, str]:
             raise AssertionError("the engine was changed")
         engine.destroy()
     return out
+
+
+def under_inference_mode(folder: str) -> dict[str, Any]:
+    """Loads inside of torch.inference_mode, by both ways; training goes on after them."""
+    out: dict[str, Any] = {}
+    for zero, dtype in ((0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (3, "fp32")):
+        own = Path(folder) / f"{zero}{dtype}"
+        want = saved("Net", own, zero, True, dtype=dtype)
+        for through in ("load", "load_checkpoint"):
+            engine = make_engine(Setup(zero, dtype, seed=9))
+            before = len(compared(want["state"], snapshot(engine)))
+            with torch.inference_mode():
+                if through == "load":
+                    ucp.load(engine, own, tag="odd")
+                else:
+                    engine.load_checkpoint(str(own), tag="odd")
+            after = compared(want["state"], snapshot(engine))
+            losses = train(engine, MORE, first=STEPS + 1)
+            loss = max(abs(a - b) for a, b in zip(want["losses"], losses, strict=True))
+            found = {"error": "", "before": before, "after": after, "loss": loss}
+            out[f"{through} {zero} {dtype}"] = found
+            engine.destroy()
+    return out

@@ -119,3 +119,9 @@ def test_a_prefix_on_one_side_only_is_named(ranks: RankPool, tmp_path: Path, zer
                     assert error.startswith("ModelMismatchError"), error
                     assert all(word in error for word in words), error
             assert "the prefix" not in said["Net Wider 0"]  # another model is another model
+
+
+def test_a_load_under_inference_mode(ranks: RankPool, tmp_path: Path) -> None:
+    """Weights are ordinary tensors after it: the run that goes on is the one that was saved."""
+    for found in ranks.run(2, JOBS + "under_inference_mode", str(tmp_path)):
+        require_right(found, 10)
