@@ -142,7 +142,8 @@ def _match_kind(
         parameter=spec.name,
         expected=spec.kind,
         found=have.kind,
-        fix="set requires_grad as the run that wrote it did, or go on with other trainable "
+        fix="set requires_grad as the run that wrote it did when its engine was made (what is "
+        "frozen after attaching stays the optimizer's), or go on with other trainable "
         f'parameters with allow={{"{word}"}}',
     )
 
