@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import megatron_ucp as ucp
+from tests.engines import stack_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine, train
 
@@ -96,4 +97,28 @@ def attached() -> dict[str, str]:
         }.items()
     }
     engine.destroy()
+    return found
+
+
+def stack(folder: str) -> dict[str, Any]:
+    """As `differing`, of megatron-core's own stack; and a load under inference mode, after which
+    it trains as before."""
+    rank = torch.distributed.get_rank()
+    engine = stack_jobs.make(stack_jobs.Mcore(layers=2))
+    stack_jobs.train(engine, 1)
+    stack_jobs.settle(engine)
+    handle = engine.handle
+    ucp.save(handle, folder)
+    want = stack_jobs.train(engine, 2, first=1)
+    found: dict[str, Any] = {}
+    for name in ("load_optimizer_states", "load_module_only"):
+        found[name] = said_of(partial(ucp.load, handle, folder, **{name: bool(rank)}))
+    found["path"] = said_of(partial(ucp.load, handle, (folder, f"{folder}/none")[rank]))
+    for name in ("durable", "rng"):
+        found[f"save {name}"] = said_of(partial(ucp.save, handle, folder, **{name: not rank}))
+    found["save keep_latest"] = said_of(partial(ucp.save, handle, folder, keep_latest=1 + rank))
+    with torch.inference_mode():
+        ucp.load(handle, folder)
+    found["equal"] = stack_jobs.train(engine, 2, first=1) == want
+    stack_jobs.close(engine)
     return found
