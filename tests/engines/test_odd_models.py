@@ -54,13 +54,20 @@ def test_hooks_that_rename_entries(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_hooked_files_without_the_model(ranks: RankPool, tmp_path: Path) -> None:
-    """The manifest says what a hook called the entries. Stock's files don't: at ZeRO-3 a buffer
-    under another name is refused, and not as damage."""
-    ranks.run(1, JOBS + "cross", "HookedBuffer", str(tmp_path), 3, (3,))
-    assert ucp.verify(tmp_path / "attached", deep=True).findings == ()
-    with pytest.raises(UnsupportedError, match="a hook of its state dict") as error:
-        ucp.describe(tmp_path / "stock")
-    assert "factor" in str(error.value) and "scale" in str(error.value)
+    """The manifest says what a hook called the entries. Stock's files don't: what may be one of
+    several things is refused, and not as damage."""
+    for net, source, entry, name in (
+        ("HookedBuffer", 3, "factor", "scale"),
+        ("Hooked", 1, "old_up.weight", "up.weight"),
+        ("Hooked", 2, "old_up.weight", "up.weight"),
+    ):
+        folder = tmp_path / f"{net}{source}"
+        (found,) = ranks.run(1, JOBS + "cross", net, str(folder), source, (source,))
+        require_right(found, 4)
+        assert ucp.verify(folder / "attached", deep=True).findings == ()
+        with pytest.raises(UnsupportedError, match="a hook of its state dict") as error:
+            ucp.describe(folder / "stock")
+        assert f"parameter: {entry}\n" in str(error.value) and name in str(error.value)
 
 
 def test_parameters_without_elements(ranks: RankPool, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def values(
             continue
         if partitions is not None and not old and name not in {*frozen, *buffer_names}:
             if held:
-                raise _unexplained(name, buffer_names, file)
+                raise unexplained(name, set(buffer_names) - set(module), file)
             continue  # what stands for a parameter whose own name is in another place
         is_frozen = name not in buffer_names and not (old and held)
         parts = partitions if is_frozen else None
@@ -63,16 +63,18 @@ def _order(value: TensorRef) -> Ints | None:
     return None if value.is_contiguous else value.order
 
 
-def _unexplained(name: str, buffer_names: Collection[str], file: str) -> UnsupportedError:
+def unexplained(name: str, lacking: Collection[str], file: str) -> UnsupportedError:
+    """For an entry of the weights whose name is none of the model's, of which some are `lacking`
+    there."""
     return UnsupportedError(
         "the weights have an entry that is no parameter and no buffer of the model: a hook of its "
         "state dict renames or adds entries, and nothing in the files says what it is",
         file=file,
         parameter=name,
-        expected=f"a buffer: {some_of(sorted(buffer_names))}",
+        expected=f"one of {some_of(sorted(lacking))}" if lacking else "no such entry",
         found="a name that the model does not have",
-        fix="load it with DeepSpeed's own load on the same mesh (native=True), take the hook away, "
-        "and save again",
+        fix="load it into an engine of the same model, whose hook says what it is, or with "
+        "DeepSpeed's own load on the same mesh (native=True)",
     )
 
 
