@@ -264,6 +264,7 @@ def _choices(args: argparse.Namespace) -> None:
         ("finetune", "load"),
         ("use_checkpoint_args", "load"),
         ("allow_vocab_resize", "load"),
+        ("allow_other_data", "load"),
     ):
         if getattr(args, needs) and not getattr(args, what):
             raise UsageError(

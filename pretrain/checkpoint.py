@@ -31,7 +31,7 @@ from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.output_folder import require_plain
 from megatron_ucp.reshard.resume import Report
-from pretrain import hugging_face
+from pretrain import hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS
 from pretrain.engine import DEEPSPEED, MEGATRON
 from pretrain.log import say
@@ -248,6 +248,7 @@ def _stage_names(
 
 def check_saved(saved: Saved, args: argparse.Namespace) -> None:
     """Raises UsageError for flags that contradict the checkpoint."""
+    _check_data(saved, args)
     # BF16_Optimizer, which a pipeline has at stage 0 too, cuts its states as stage 1 does: the mesh
     # says 1
     before = replace(saved.mesh, zero=saved.args.get("zero_stage", saved.mesh.zero))
@@ -284,6 +285,26 @@ def check_saved(saved: Saved, args: argparse.Namespace) -> None:
             found=", ".join(f"{name}={new}" for name, (_, new) in wrong.items()),
             fix="give the model's flags as they were, or --use-checkpoint-args",
         )
+
+
+def _check_data(saved: Saved, args: argparse.Namespace) -> None:
+    """Raises UsageError where the position in the checkpoint is one in other data."""
+    other = _other_data(saved, args)
+    if other and not (args.allow_other_data or args.finetune or saved.weights_only):
+        raise UsageError(
+            "the checkpoint's position is one in other data: the run would repeat samples, or skip "
+            "some",
+            file=saved.path,
+            expected="the data of the run that saved it",
+            found="; ".join(other),
+            fix=f"give the data's flags as they were; or {same_data.FLAG}, which goes on at sample "
+            f"{saved.consumed} of these data; or --finetune, which begins at the first one",
+        )
+
+
+def _other_data(saved: Saved, args: argparse.Namespace) -> list[str]:
+    """What is not the data of the run that saved, where its checkpoint says which they were."""
+    return same_data.differences(saved.args.get(same_data.NAME), getattr(args, same_data.NAME))
 
 
 def padded_vocab(vocab: int, args: argparse.Namespace, saved: Saved | None) -> int:
@@ -372,7 +393,10 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
 
 
 def _say_other_data(saved: Saved, args: argparse.Namespace) -> None:
-    for name in _DATA_ARGUMENTS:
+    for line in _other_data(saved, args):
+        say(f"  {line}: the run goes on at sample {saved.consumed} of other data, as allowed")
+    known = same_data.NAME in saved.args
+    for name in ("seed",) if known else _DATA_ARGUMENTS:
         if name in saved.args and saved.args[name] != getattr(args, name):
             say(
                 f"  --{name.replace('_', '-')} was {saved.args[name]}, is {getattr(args, name)}: "

@@ -251,8 +251,18 @@ def _open_text(
 
 @lru_cache(maxsize=8)
 def _tokens(path: str, tokenizer: Tokenizer) -> np.ndarray:
-    """All text of a file, or of the files in a folder in the order of their names, each ended by
-    `eod`."""
+    """All text of a file, or of the files in a folder, each ended by `eod`."""
+    return np.concatenate(
+        [
+            np.append(tokenizer.encode(file.read_bytes()), np.int32(tokenizer.eod))
+            for file in text_files(path)
+        ]
+    )
+
+
+def text_files(path: str) -> list[Path]:
+    """A file, or those in a folder in the order of their names. Raises NotFoundError,
+    UsageError."""
     place = Path(path)
     files = (
         sorted(p for p in place.iterdir() if p.is_file() and not p.name.startswith("."))
@@ -273,6 +283,4 @@ def _tokens(path: str, tokenizer: Tokenizer) -> np.ndarray:
             expected=str(place.with_suffix("")),
             found=path,
         )
-    return np.concatenate(
-        [np.append(tokenizer.encode(file.read_bytes()), np.int32(tokenizer.eod)) for file in files]
-    )
+    return files

@@ -297,6 +297,12 @@ CHECKPOINT = (
         "where the checkpoint's padded vocabulary does not divide by tp: drop rows, or add zero "
         "rows; shifts the loss",
     ),
+    Flag(
+        "--allow-other-data",
+        bool,
+        False,
+        "go on at the checkpoint's sample position in other data than the run's",
+    ),
     Flag("--export-hf", help="folder: the weights for transformers, at the end"),
     Flag("--exit-on-missing-checkpoint", bool, False),
     Flag(

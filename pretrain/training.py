@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ucp.engines.megatron import experts, models
 from megatron_ucp.reshard import agree
-from pretrain import checkpoint, setup
+from pretrain import checkpoint, same_data, setup
 from pretrain.arguments import complete, parse
 from pretrain.checkpoint import Position
 from pretrain.data import Batches, make_samples
@@ -102,6 +102,9 @@ class Run:
         with agree.together():
             of_run = saved.args if saved and early.use_checkpoint_args else None
             self.args = complete(given, world, of_run)
+        with agree.together() as told:
+            told.value = same_data.identity(self.args) if dist.get_rank() == 0 else None
+        setattr(self.args, same_data.NAME, told.values[0])
         return saved
 
     def _batches(self, tokenizer: Any, split: int) -> Batches | None:

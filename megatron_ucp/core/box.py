@@ -119,3 +119,22 @@ def flat_boxes(shape: Ints, low: int, high: int) -> list[Box]:
     if rest1:
         out += one_row(row1, 0, rest1)
     return out
+
+
+def dims_in_memory(shape: Ints, strides: Ints) -> Ints | None:
+    """The dims of a tensor in the order in which its memory stores them; None where the memory has
+    gaps, or one element for several places. Dims of size 1 do not count: they stay where a tensor
+    in C order has them."""
+    natural = tuple(range(len(shape)))
+    if 0 in shape:
+        return natural
+    order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
+    long = [dim for dim in order if shape[dim] > 1]
+    expected = 1
+    for dim in reversed(long):
+        if strides[dim] != expected:
+            return None
+        expected *= shape[dim]
+    if long == sorted(long):
+        return natural
+    return (*(dim for dim in natural if shape[dim] == 1), *long)

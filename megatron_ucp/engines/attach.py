@@ -13,8 +13,9 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
+from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
 from megatron_ucp.engines.export import export
-from megatron_ucp.engines.load import load
+from megatron_ucp.engines.load import asked_of, fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import Saving
 from megatron_ucp.engines.values import refuse_strange
@@ -23,7 +24,7 @@ from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.resume import Report, check_options
+from megatron_ucp.reshard.resume import How, Report, check_options
 
 SECTION = "universal_checkpoint"
 _KEYS = {
@@ -57,10 +58,13 @@ def attach(
     """
     if _ATTACHED in engine.__dict__:
         return engine
-    how = _saving(options, loader)
-    options = {key: value for key, value in options.items() if key not in _OF_SAVES or key == "rng"}
-    check_options(**options)
     check_versions()
+    given = {**options, "family": family, "loader": loader}
+    asked = {key: agree.plain_option(value) for key, value in given.items()}
+    agree.require_same(agree.gather(asked))
+    how = _saving(options, loader)
+    loading = {key: options[key] for key in options if key not in _OF_SAVES or key == "rng"}
+    check_options(**loading)
     with agree.together():
         model = model_of(engine, family)
         refuse_engine(engine, model)
@@ -76,8 +80,9 @@ def attach(
             setattr(engine.module, INFO, info)
         engine.module.register_state_dict_post_hook(empty_extra_state)
     engine.__dict__[_ATTACHED] = True
+    remember_stepped(engine)
     engine.save_checkpoint = _saver(engine, model, how)
-    engine.load_checkpoint = _load_method(engine, family, loader, options)
+    engine.load_checkpoint = _load_method(engine, family, loader, loading)
     described = functools.partial(describe, engine, model)
     engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
     return engine
@@ -129,7 +134,27 @@ def _load_method(
         custom_load_fn: Any = None,
         native: bool = False,
     ) -> tuple[str | None, Mapping[str, Any] | None]:
-        if native or custom_load_fn is not None:
+        allow = {*options.get("allow", ()), *(() if load_module_strict else ("missing", "extra"))}
+        how = How(
+            load_optimizer_states and not load_module_only,
+            load_lr_scheduler_states,
+            load_module_only,
+            loader=loader,
+            **{**options, "allow": frozenset(allow)},
+        )
+        stock = bool(native) or custom_load_fn is not None
+        with agree.together() as block:
+            nothing = not stock and tag is None and nothing_there(load_dir)
+            asked = asked_of(load_dir, tag, how, family)
+            block.value = {
+                "load_dir": asked.pop("path"),
+                "load_module_strict": load_module_strict,
+                "native": stock,
+                **asked,
+                "a checkpoint in load_dir": not nothing,
+            }
+        agree.require_same(block.values)
+        if stock:
             return stock_load(
                 load_dir,
                 tag,
@@ -139,25 +164,12 @@ def _load_method(
                 load_module_only,
                 custom_load_fn,
             )
-        if tag is None and nothing_there(load_dir):
+        if nothing:
             _warn(
                 f"megatron_ucp: no checkpoint in {load_dir}, starting from the beginning"
             )  # as DeepSpeed does
             return None, None
-        chosen = dict(options)
-        if not load_module_strict:
-            chosen["allow"] = {*chosen.get("allow", ()), "missing", "extra"}
-        report = load(
-            engine,
-            load_dir,
-            tag,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            family=family,
-            loader=loader,
-            **chosen,
-        )
+        report = fill(engine, load_dir, tag, family, how)
         _log(report)
         engine.ucp_report = report
         return report.path, report.client_state

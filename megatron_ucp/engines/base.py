@@ -106,6 +106,7 @@ class Engine(Protocol):
         optimizer, so that keys which a group lacks are the program's own."""
         ...
 
-    def restore(self, extras: Any, optimizer: bool) -> list[str]:
-        """Sets what `take_extras` gave; returns notes."""
+    def restore(self, extras: Any, optimizer: bool, module_only: bool) -> list[str]:
+        """Sets what `take_extras` gave, with `module_only` what belongs to the module alone;
+        returns notes."""
         ...

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.box import Ints, dims_in_memory
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import LayoutError, UnsupportedError
@@ -62,6 +63,23 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
             fix="make it contiguous when the model is built",
         )
     return tensor.view(-1)
+
+
+def order_of(tensor: torch.Tensor) -> Ints | None:
+    """The dims in the order in which the memory stores them, where that is not their own. Raises
+    UnsupportedError for a tensor whose memory has gaps, or is shared by its elements."""
+    if tensor.is_contiguous():
+        return None
+    order = dims_in_memory(tuple(tensor.shape), tensor.stride())
+    if order is None:
+        flat_view(tensor)
+    return order
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, flat, its dims in the order of `order_of`."""
+    order = order_of(tensor)
+    return flat_view(tensor if order is None else tensor.permute(order))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,10 +1,13 @@
 """`load`: any checkpoint into a live engine, of DeepSpeed or megatron-core, on any mesh."""
 
 import gc
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import model_of
@@ -32,7 +35,6 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@collector_paused()
 def load(
     engine: Any,
     path: str | Path,
@@ -62,25 +64,54 @@ def load(
     a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
     refuses to step and to save where it could not.
     """
-    check_options(hyper=hyper, allow=allow, per_rank=per_rank)
     how = How(
         load_optimizer_states and not load_module_only,
         load_lr_scheduler_states,
         load_module_only,
         hyper,
         checksums,
-        frozenset(allow),
+        frozenset(allow) if isinstance(allow, Collection) else frozenset({repr(allow)}),
         rng,
         loader,
         None if per_rank is None else reducing(per_rank),
     )
-    if isinstance(engine, MegatronStack):
-        report = resume(describe_stack(engine), path, tag, how)
-    else:
-        with agree.together():
-            model = model_of(engine, family)
-            refuse_engine(engine, model)
-        report = resume(describe(engine, model), path, tag, how)
-    if not load_module_only:
+    asked = asked_of(path, tag, how, family)
+    asked["load_optimizer_states"] = bool(load_optimizer_states)
+    agree.require_same(agree.gather(asked))
+    check_options(hyper=hyper, allow=allow, per_rank=per_rank)
+    return fill(engine, path, tag, family, how)
+
+
+def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:
+    """What all ranks must have been given alike, by the names that a caller knows."""
+    options = {
+        "path": os.path.abspath(path) if isinstance(path, str) else path,
+        "tag": tag,
+        "load_optimizer_states": how.optimizer,
+        "load_lr_scheduler_states": how.scheduler,
+        "load_module_only": how.module_only,
+        "hyper": how.hyper,
+        "checksums": how.checksums,
+        "allow": how.allow,
+        "rng": how.rng,
+        "loader": how.loader,
+        "family": family,
+    }
+    return {name: agree.plain_option(value) for name, value in options.items()}
+
+
+@collector_paused()
+def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) -> Report:
+    """`load` of what all ranks were asked for alike."""
+    # a caller may evaluate: tensors that inference mode makes could never be trained again
+    with torch.inference_mode(False):
+        if isinstance(engine, MegatronStack):
+            report = resume(describe_stack(engine), path, tag, how)
+        else:
+            with agree.together():
+                model = model_of(engine, family)
+                refuse_engine(engine, model)
+            report = resume(describe(engine, model), path, tag, how)
+    if not how.module_only:
         go_on_with(engine, report.run_id)
     return report

@@ -1,7 +1,7 @@
 """What ranks of a live engine have otherwise than each other: found at a save, kept for each."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,20 @@ from isal.isal_zlib import crc32
 
 from megatron_ucp.core.values import TENSOR, Stand, coded
 from megatron_ucp.engines.values import inert
+from megatron_ucp.errors import SaveError, some_of
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank, file_name, text_of
 from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 
-Digests = tuple[dict[str, int], dict[Any, str], str]
+Digests = tuple[dict[str, int], dict[Any, str], str, dict[str, str]]
 
 
 class LiveValues:
     """This rank's buffers by canonical name, its client state and its scheduler's state (None:
     without one). `has_client_state` says whether it takes part where client states are compared:
-    below ZeRO-3 DeepSpeed writes the first rank's alone, and others may give none."""
+    below ZeRO-3 DeepSpeed writes the first rank's alone, and others may give none. `alike` are
+    values that have no place of a rank's own, by names that say whose they are."""
 
     def __init__(
         self,
@@ -29,36 +31,38 @@ class LiveValues:
         client_state: Mapping[Any, Any],
         scheduler: Any,
         has_client_state: bool,
+        alike: Mapping[str, Any],
     ) -> None:
+        self._alike = alike
         self._buffers, self._scheduler = buffers, scheduler
         self._client = client_state if has_client_state else {}
         self._compared = has_client_state
 
     def differing(self) -> PerRank:
         """What differs among the ranks that have it. Collective: one, and a second one where
-        something does."""
+        something does. Raises SaveError on all ranks where it is what must be alike."""
         own = self._digests()
-        text = repr((sorted(own[0].items()), sorted(map(repr, own[1].items())), own[2]))
+        text = repr([sorted(map(repr, each.items())) for each in (own[0], own[1], own[3])])
+        text += own[2]
         whole = hashlib.sha256(text.encode()).hexdigest()
         if len(set(agree.gather(whole))) == 1:
             return PerRank()
         found = agree.gather((own, self._compared))
-        sums: dict[str, set[int]] = {}
-        for (buffers, _, _), _ in found:
-            for name, one in buffers.items():
-                sums.setdefault(name, set()).add(one)
-        clients = [client for (_, client, _), compared in found if compared]
+        _require_alike([alike for (*_, alike), _ in found])
+        sums = _by_name([buffers for (buffers, *_), _ in found])
+        clients = [client for (_, client, *_), compared in found if compared]
         keys = {key for client in clients for key in client}
         return PerRank(
             frozenset(name for name, held in sums.items() if len(held) > 1),
             frozenset(key for key in keys if len({c.get(key) for c in clients}) > 1),
-            len({schedule for (_, _, schedule), _ in found}) > 1,
+            len({schedule for (_, _, schedule, _), _ in found}) > 1,
         )
 
     def _digests(self) -> Digests:
         buffers = {name: _sum(tensor) for name, tensor in self._buffers.items()}
         client = {key: _digest(value) for key, value in self._client.items()}
-        return buffers, client, _digest(self._scheduler)
+        alike = {name: _digest(value) for name, value in self._alike.items()}
+        return buffers, client, _digest(self._scheduler), alike
 
     def write(self, folder: Path, rank: int, what: PerRank) -> Path:
         """Writes what this rank has of all that differs; returns the file. Raises OSError."""
@@ -70,6 +74,27 @@ class LiveValues:
         path = folder / file_name(rank)
         path.write_text(text_of(own), encoding="utf-8")
         return path
+
+
+def _by_name(digests: Sequence[Mapping[str, Any]]) -> dict[str, set[Any]]:
+    """All that ranks say of each name."""
+    out: dict[str, set[Any]] = {}
+    for each in digests:
+        for name, one in each.items():
+            out.setdefault(name, set()).add(one)
+    return out
+
+
+def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
+    odd = sorted(name for name, held in _by_name(digests).items() if len(held) > 1)
+    if odd:
+        raise SaveError(
+            "ranks have different values where a checkpoint has one, and no load would take it",
+            expected="the same value on every rank",
+            found=some_of(odd),
+            fix="give the groups the same settings on every rank; keep what is a rank's own in "
+            "client_state",
+        )
 
 
 def _sum(tensor: torch.Tensor) -> int:

@@ -1,10 +1,11 @@
 """What saves of every engine share: how they are made, and their end. Files get their names, older
 tags go, and what failed is a SaveError."""
 
+import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, SaveError, UcpError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
+from megatron_ucp.reshard import agree
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,23 @@ class Saving:
             raise UsageError(
                 "keep_latest is a number of tags", expected="at least 1", found=self.keep_latest
             )
+
+    def asked(self, **more: Any) -> dict[str, Any]:
+        """What all ranks must have been asked for alike."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
+
+
+def where_to(folder: Path, tag: str) -> dict[str, str]:
+    """Where a rank saves, as ranks compare it."""
+    return {"save_dir": os.path.abspath(folder), "tag": tag}
+
+
+def require_one_save(said: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Raises UsageError on all ranks unless all of them save into one tag (`where_to`), in one way
+    (`Saving.asked`)."""
+    agree.require_same([where for where, _ in said], "the ranks don't save into one tag")
+    agree.require_same([asked for _, asked in said])
 
 
 _RUN = "_ucp_run"  # of an engine

@@ -21,6 +21,7 @@ from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
     FACTORIES,
+    SCALARS,
     DeviceName,
     DtypeName,
     Global,
@@ -180,7 +181,8 @@ def _object(item: Any) -> Stand | Global | None:
         return None
     if isinstance(item, enum.Enum):
         known = kind.__members__.get(item.name) is item  # no combination of flags
-        return Stand(_qualname(kind), (item.name,), made="member") if known else None
+        readable = reduced(item)[0] is not kind or type(item.value) in SCALARS
+        return Stand(_qualname(kind), (item.name,), made="member") if known and readable else None
     return _plain_object(item, kind)
 
 

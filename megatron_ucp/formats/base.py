@@ -88,7 +88,8 @@ class Extras:
     config (None: the files hold none), `others` are states of DeepSpeed's own helpers by key.
     `clip_grad` and `int_steps` (whether the optimizer keeps its step as an int) are as the files
     show them. `stateless` are entries of the weights that hold nothing, by canonical name;
-    `patterns` is stock DeepSpeed's `universal_checkpoint_info`.
+    `patterns` is stock DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep
+    besides tensors (`get_extra_state`), by the names of these entries of the weights.
     """
 
     counters: Mapping[str, int]
@@ -103,6 +104,7 @@ class Extras:
     int_steps: bool = False
     stateless: Mapping[str, Any] = field(default_factory=dict[str, Any])
     patterns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Source(Protocol):
@@ -232,6 +234,8 @@ class Told:
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
     Hugging Face folder holds of the parameters in `specs`, or, without a family, `like` the model
     that the folder is for; `weights`: the optimizer's states are not wanted, and may be damaged;
+    `renamed` the names in the state dict of the caller's model that are others than its
+    parameters and buffers have, with those;
     `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
     optimizer sorted by them."""
 
@@ -243,6 +247,7 @@ class Told:
     like: Manifest | None = None
     weights: bool = False
     shapes: Mapping[str, Ints] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Format(Protocol):

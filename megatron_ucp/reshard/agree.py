@@ -3,10 +3,10 @@ ever."""
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron_ucp.errors import DamagedFileError, RankError, UcpError
+from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
 
 T = TypeVar("T")
 _AT_ONCE_BYTES = 4096
@@ -108,3 +108,33 @@ def collect(make: Callable[[], T]) -> list[T]:
     with together() as block:
         block.value = make()
     return block.values
+
+
+def require_same(
+    options: Sequence[Mapping[str, Any]],
+    problem: str = "the ranks were given different options",
+) -> None:
+    """Raises UsageError that names the first option in which a rank's `options` are not those of
+    rank 0, and both values. They are what a `together` block gave: every rank raises the same."""
+    first = options[0]
+    for rank, held in enumerate(options):
+        for name in {**first, **held}:
+            if held.get(name) != first.get(name):
+                raise UsageError(
+                    problem,
+                    parameter=name,
+                    expected=f"{first.get(name)!r}, as on rank 0",
+                    found=f"{held.get(name)!r} on rank {rank}",
+                    fix=f"give every rank the same {name}",
+                )
+
+
+def plain_option(value: Any) -> Any:
+    """An option as ranks compare it: paths in full, sets in order, objects by their names."""
+    if isinstance(value, os.PathLike):
+        return os.path.abspath(value)
+    if isinstance(value, set | frozenset | list | tuple):
+        return sorted(map(str, value))
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(getattr(value, "name", type(value).__qualname__))

@@ -14,6 +14,7 @@ from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
 from megatron_ucp.formats.base import PER_GROUP
 from megatron_ucp.formats.optimizers import keeps_states, steps_as
+from megatron_ucp.formats.prefixes import other_prefix
 
 NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
@@ -67,6 +68,8 @@ _FIRST_NAME = (
 def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file: str) -> Fit:
     """Raises ModelMismatchError unless both sides hold the same parameters with the same shapes,
     kinds and ties."""
+    if wrapped := other_prefix(source.by_name, target.by_name, file):
+        raise wrapped
     fit = Fit()
     for spec in target.params:
         have = source.by_name.get(spec.name)
@@ -143,7 +146,8 @@ def _match_kind(
         parameter=spec.name,
         expected=spec.kind,
         found=have.kind,
-        fix="set requires_grad as the run that wrote it did, or go on with other trainable "
+        fix="set requires_grad as the run that wrote it did when its engine was made (what is "
+        "frozen after attaching stays the optimizer's), or go on with other trainable "
         f'parameters with allow={{"{word}"}}',
     )
 

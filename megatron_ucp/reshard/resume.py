@@ -238,8 +238,7 @@ class _Job:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
-        if not self.how.module_only:
-            self.notes += self.engine.restore(self.extras, self.how.optimizer)
+        self.notes += self.engine.restore(self.extras, self.how.optimizer, self.how.module_only)
         return self.notes
 
     def _set_groups(self) -> list[str]:

@@ -67,8 +67,9 @@ class Wanted:
 
     @property
     def params(self) -> dict[str, ParamSpec]:
-        """Parameters as the target trains them: in one dtype; module buffers keep theirs."""
-        on_mesh = [spec.without_chunks() for spec in self.source.params]
+        """Parameters as the target trains them: in one dtype; module buffers keep theirs. Files are
+        written with the dims in their own order."""
+        on_mesh = [replace(spec.without_chunks(), order=None) for spec in self.source.params]
         return {
             spec.name: spec if spec.kind == "buffer" else replace(spec, dtype=self.dtype)
             for spec in on_mesh

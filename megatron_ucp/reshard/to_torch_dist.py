@@ -17,7 +17,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError
+from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.durable import write_at
 from megatron_ucp.formats.megatron.common_file import CommonFile
@@ -76,6 +76,8 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
     out = Written(states, _weights(params), plan, common.output())
     notes += common.notes
+    if extras.modules:
+        notes.append(f"left out: extra states of modules: {some_of(sorted(extras.modules))}")
     return out
 
 

@@ -123,3 +123,18 @@ def convert(folder: str, tag: str, to: str, zero: int, dp: int = 2, **options: A
     except ucp.UcpError as error:
         return str(error)
     return ""
+
+
+def save_unlike(folder: str) -> str:
+    """A group's setting differs from rank to rank: the error of the save."""
+    from tests.engines.masters import base_of
+
+    engine = make(1)
+    base_of(engine).param_groups[0]["mine"] = dist.get_rank()
+    try:
+        engine.save_checkpoint(folder, tag="tag")
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.destroy()
+    return ""

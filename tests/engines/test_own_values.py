@@ -75,3 +75,9 @@ def test_what_all_ranks_share_is_not_kept_for_each(ranks: RankPool, tmp_path: Pa
     for rank in ranks.run(2, JOBS + "save", 1, str(tmp_path), True, "tag", alike=True):
         assert rank["notes"] == []
     assert not list((tmp_path / "tag").glob("ucp_rank_*"))
+
+
+def test_groups_that_differ_are_refused_before_the_save(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(2, JOBS + "save_unlike", str(tmp_path)):
+        assert said.startswith("SaveError") and "param_groups[0]['mine']" in said
+    assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ import torch
 
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, UcpError
+from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.whole import check_file
@@ -53,9 +54,8 @@ def expected(case: str) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, 
 
 
 def opened(case: str, folder: Path, order: list[list[str]] | None = None) -> NativeCheckpoint:
-    return NativeCheckpoint(
-        folder, order=(order or expected(case)[1]["order"]) if case.startswith("zero0") else None
-    )
+    known = order or expected(case)[1]["order"]
+    return NativeCheckpoint(folder, told=Told(known if case.startswith("zero0") else None))
 
 
 def differences(checkpoint: NativeCheckpoint, case: str) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
+from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.canonical import read_state
 from megatron_ucp.reshard.convert import convert
@@ -62,6 +63,19 @@ def test_to_torch_dist_and_through_deepspeed_back(case: str, tmp_path: Path) -> 
     for other in (one, native, two):
         assert diff(GOLDEN / case, other) == [], other
         assert verify(other, deep=True).findings == ()
+
+
+def test_extra_states_of_modules_have_no_place_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(GOLDEN / CASES[0], tmp_path / "native" / "tag", target=ucp.Mesh(dp=1, zero=1))
+    kept = {"decoder._extra_state": {"count": 3}}
+    read = NativeCheckpoint.read_extras
+    monkeypatch.setattr(
+        NativeCheckpoint, "read_extras", lambda own: replace(read(own), modules=kept)
+    )
+    (note,) = convert(tmp_path / "native", tmp_path / TAG, to="torch_dist").notes
+    assert note == "left out: extra states of modules: decoder._extra_state"
 
 
 def test_to_a_universal_folder(tmp_path: Path) -> None:

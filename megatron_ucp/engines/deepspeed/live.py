@@ -13,8 +13,9 @@ from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Joined, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, flat_view
+from megatron_ucp.engines.declared import dtype_name, flat_view, memory_of
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
+from megatron_ucp.engines.deepspeed.extra_state import set_states
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import (
     OwnStage,
@@ -84,7 +85,7 @@ class LiveEngine:
         model, order = self.own.model, self.order if self.has_optimizer else None
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            return Told(order, like=self.manifest, shapes=shapes)
+            return Told(order, like=self.manifest, shapes=shapes, renamed=self.own.renamed)
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
         return Told(order, self.manifest.by_name, model.pipe, shares=shares, shapes=shapes)
@@ -117,7 +118,7 @@ class LiveEngine:
         """The memory of one of this rank's slots, flat, detached."""
         if slot.state == VALUE:
             value = list(self.own.values.values())[self._own_place[slot.buffer]]
-            return flat_view(value.tensor.detach())
+            return memory_of(value.tensor.detach())
         live = self._live(slot.buffer)
         if slot.state == MASTER:
             return flat_view(live.own(live.master.detach()))
@@ -219,7 +220,10 @@ class LiveEngine:
             set_group(number, group, saved, carried, notes)
         return notes
 
-    def restore(self, extras: DeepSpeedExtras, optimizer: bool) -> list[str]:
+    def restore(self, extras: DeepSpeedExtras, optimizer: bool, module_only: bool) -> list[str]:
+        set_states(self.engine.module, extras.modules)
+        if module_only:
+            return []
         return extras.restore(self.engine, self.wrapper if optimizer else None)
 
 

@@ -4,13 +4,17 @@ touched."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_ucp.core.box import dims_in_memory
 from megatron_ucp.engines.deepspeed.autotp import is_autotp, layouts_of
 from megatron_ucp.engines.deepspeed.experts import autoep_layers, refuse_unplaced
+from megatron_ucp.engines.deepspeed.extra_state import check_states
+from megatron_ucp.engines.deepspeed.hooks import refuse_hooks
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
 from megatron_ucp.families.base import Model
+from megatron_ucp.formats.deepspeed.experts import refuse_slices
 
 
 def _offload(section: str, device: str) -> Callable[[Any], bool]:
@@ -182,7 +186,12 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
     layouts_of(engine, *parallel_of(engine)[0])  # says what of them can't be put together
     if model is not None:
         _refuse(engine, _NO_FAMILY_SAYS)
+    refuse_slices(engine.param_names.values())
     refuse_unplaced(engine)
+    check_states(engine)
+    _refuse_gaps(engine)
+    if not is_pipeline(engine):
+        refuse_hooks(engine.module)
     offloaded = getattr(engine.optimizer, "offloaded_states", None)
     if offloaded:
         raise UnsupportedError(
@@ -191,6 +200,21 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             fix="call engine.reload_states() before",
         )
     _refuse_strangers(engine)
+
+
+def _refuse_gaps(engine: Any) -> None:
+    """Raises UnsupportedError for a buffer whose memory is not its own elements alone."""
+    kept = {*engine._get_buffer_names()}
+    for name, tensor in engine.module.named_buffers():
+        if name in kept and dims_in_memory(tuple(tensor.shape), tensor.stride()) is None:
+            raise UnsupportedError(
+                "the memory of a buffer has gaps, or one place for several elements: it is a view "
+                "of another tensor (expand, a slice), which is not supported",
+                parameter=name,
+                expected="a tensor with memory of its own",
+                found=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                fix="register a copy: tensor.contiguous(), or persistent=False",
+            )
 
 
 def _refuse_strangers(engine: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.deepspeed.extra_state import states_for
 from megatron_ucp.engines.deepspeed.schedulers import check_class
 from megatron_ucp.engines.deepspeed.trainer_state import counted_anew
 from megatron_ucp.engines.loader import ResumableLoader, restore_position
@@ -23,7 +24,8 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 
 @dataclass(frozen=True)
 class DeepSpeedExtras:
-    """Values ready to be set, tensors included. `others` are states of DeepSpeed's own helpers."""
+    """Values ready to be set, tensors included. `others` are states of DeepSpeed's own helpers,
+    `modules` what modules keep besides tensors."""
 
     scheduler: Any
     counters: Mapping[str, int]
@@ -34,6 +36,7 @@ class DeepSpeedExtras:
     randoms: Restored
     position: Mapping[str, Any] | None
     loader: ResumableLoader | None
+    modules: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -78,12 +81,13 @@ class DeepSpeedExtras:
             randoms,
             position,
             how.loader,
+            states_for(engine.module, source, values, how.allow),
             (*notes, *values.notes),
         )
 
     def restore(self, engine: Any, wrapper: Any) -> list[str]:
-        """Sets everything as DeepSpeed's `_load_checkpoint` does; the loss scale where the
-        optimizer's `wrapper` is given. Returns notes."""
+        """Sets everything but the modules' states as DeepSpeed's `_load_checkpoint` does; the loss
+        scale where the optimizer's `wrapper` is given. Returns notes."""
         notes: list[str] = []
         if wrapper is not None:
             set_scaler(engine, wrapper, self.scaler, notes)

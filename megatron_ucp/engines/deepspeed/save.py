@@ -19,26 +19,45 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import MOVED_LATEST, RECORDED, RUN, TAG, FileEntry, Manifest
+from megatron_ucp.core.manifest import (
+    MOVED_LATEST,
+    RECORDED,
+    RENAMED,
+    RUN,
+    TAG,
+    FileEntry,
+    Manifest,
+)
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
+from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
+from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.same_model import recorded_settings
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish, run_of
+from megatron_ucp.engines.saves import (
+    Saving,
+    as_save_error,
+    prune,
+    publish,
+    require_one_save,
+    run_of,
+    where_to,
+)
 from megatron_ucp.engines.values import members_by_value, refuse_strange
-from megatron_ucp.errors import RankError, SaveError, UsageError
+from megatron_ucp.errors import RankError, SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
 from megatron_ucp.formats.deepspeed.experts import in_own_file
-from megatron_ucp.formats.deepspeed.extras import OWN_KEYS
 from megatron_ucp.formats.deepspeed.folder import MEMBERS
+from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
+from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
+from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 
@@ -108,7 +127,8 @@ def _save(
     rank = agree.world()[0]
     sync = durable.Syncs(how.durable)
     with ExitStack() as left:
-        aside = _begin(engine, how, folder, tag, client_state, left)
+        asked = how.asked(save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
+        aside = _begin(engine, how, folder, tag, client_state, asked, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
@@ -121,11 +141,7 @@ def _save(
             more = [own.write(aside, rank, apart)] if apart else []
             block.value = _settle(aside, written, more, how, rank, sync), live.own.not_carried()
         entries = _flat(each for each, _ in block.values)
-        said = _said(engine, model, tag, waiting if middle else None)
-        members = [one for value in kept.of_engine(engine) for one in members_by_value(value.value)]
-        if members:
-            said[MEMBERS] = list(dict.fromkeys(members))
-        said[of_ranks.PER_RANK] = apart.as_value() if apart else {}
+        said = _said(live, tag, waiting if middle else None, apart)
         with as_save_error(), agree.together() as named:
             if rank == 0:
                 pointer = LATEST if save_latest else None
@@ -140,15 +156,21 @@ def _save(
     return _reported(folder / tag, started, stock_seconds, sync, [*notes, *(named.value or ())])
 
 
-def _said(engine: Any, model: Model | None, tag: str, waiting: int | None) -> dict[str, Any]:
+def _said(live: LiveEngine, tag: str, waiting: int | None, apart: PerRank) -> dict[str, Any]:
     """What a manifest says of the save and of the engine besides what it holds. `waiting` are
     micro-batches since the last step, where there are any."""
-    said: dict[str, Any] = {TAG: tag, RUN: run_of(engine).id}
-    if waiting is not None:
-        said[MIDDLE] = waiting
-    module = engine.module
+    model, module = live.own.model, live.engine.module
+    members = [one for kept in of_engine(live.engine) for one in members_by_value(kept.value)]
     model_said = recorded(model, module) if model is not None else recorded_settings(module)
-    return {**said, RECORDED: model_said} if model_said else said
+    said = {
+        RECORDED: model_said,
+        RENAMED: live.own.renamed,
+        MEMBERS: list(dict.fromkeys(members)),
+    }
+    counted: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
+    ranks = {of_ranks.PER_RANK: apart.as_value() if apart else {}}
+    named = {TAG: tag, RUN: run_of(live.engine).id}
+    return {**named, **counted, **ranks, **{key: value for key, value in said.items() if value}}
 
 
 def _reported(
@@ -186,12 +208,18 @@ def _stock(
 
 
 def _begin(
-    engine: Any, how: Saving, folder: Path, tag: str, client_state: Any, left: ExitStack
+    engine: Any,
+    how: Saving,
+    folder: Path,
+    tag: str,
+    client_state: Any,
+    asked: Mapping[str, Any],
+    left: ExitStack,
 ) -> Path:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
     with as_save_error(), agree.together() as block:
-        block.value = (str(folder), tag)
+        block.value = where_to(folder, tag), asked
         if not wrapper_of(engine).is_saved:
             raise SaveError(
                 "this engine has no optimizer, and DeepSpeed's own save fails for such an engine "
@@ -199,18 +227,14 @@ def _begin(
                 fix="save the weights with engine.save_16bit_model, or torch.save of "
                 "engine.module.state_dict() at stage 0",
             )
+        check_states(engine)
         file = Path(engine._get_ckpt_name(str(folder), tag))
-        refuse_strange(kept.of_caller(client_state, OWN_KEYS, file), SaveError, file)
+        refuse_strange(of_caller(client_state, OWN_KEYS, file), SaveError, file)
         if not how.values_left:
-            refuse_strange(kept.of_engine(engine), SaveError, file)
+            refuse_strange(of_engine(engine), SaveError, file)
         if agree.world()[0] == 0:
             left.enter_context(durable.begin(folder, tag))
-    if len(set(block.values)) > 1:
-        raise UsageError(
-            "the ranks don't save into one tag",
-            expected=block.values[0],
-            found=sorted(set(block.values))[:4],
-        )
+    require_one_save(block.values)
     return durable.aside_of(folder, tag)
 
 
@@ -281,7 +305,15 @@ def _own_values(engine: Any, live: LiveEngine, client_state: Any) -> LiveValues:
     buffers = {n: v.tensor for n, v in live.own.values.items() if v.kind == "buffer"}
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     compared = bool(client_state) or live.wrapper.zero == 3
-    return LiveValues(buffers, client_state, scheduler, compared)
+    own = live.own
+    groups = [
+        (f"param_groups[{number}][{key!r}] of stage {own.number}", value)
+        for number, group in enumerate(own.param_groups)
+        for key, value in group.items()
+        if key not in GROUP_MARKS
+    ]
+    alike = {**dict(groups), **states_of(engine.module)}
+    return LiveValues(buffers, client_state, scheduler, compared, alike)
 
 
 def _settle(

@@ -20,9 +20,10 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, spec_of
+from megatron_ucp.engines.declared import dtype_name, order_of, spec_of
 from megatron_ucp.engines.deepspeed.autotp import is_uneven, layouts_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
+from megatron_ucp.engines.deepspeed.hooks import renamed_entries
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, stepper_of, wrapper_of
 from megatron_ucp.engines.settings import group_of
 from megatron_ucp.errors import UnsupportedError
@@ -167,10 +168,10 @@ class OwnStage:
         kept = set(self.engine._get_buffer_names())
         buffers = {n: b for n, b in self.engine.module.named_buffers() if n in kept}
         found: dict[str, Any] = {**params, **buffers}
+        listed = list(found)
         if self.wrapper.zero < 3:
-            listed = list(self.engine.module.state_dict(keep_vars=True))
-        else:
-            listed = list(found)
+            entries = map(str, self.engine.module.state_dict(keep_vars=True))
+            listed = [self.renamed.get(name, name) for name in entries]
         out: dict[str, LiveValue] = {}
         for name in listed:
             tensor = found.get(name)
@@ -182,6 +183,12 @@ class OwnStage:
             else:
                 out[self._name(name)] = value
         return out
+
+    @cached_property
+    def renamed(self) -> dict[str, str]:
+        """Names in the module's state dict that a hook made, and those of the parameters and
+        buffers that they are."""
+        return {} if self.pipe else renamed_entries(self.engine.module)
 
     def _is_elsewhere(self, name: str, tensor: Any) -> bool:
         """Whether other ranks have all of a parameter, and this one has an empty share."""
@@ -303,7 +310,8 @@ class OwnStage:
             buffers.append(self._buffer(live, states))
         values: list[FlatBuffer] = []
         for name, value in self.values.items():
-            params.append(self._spec(name, value.shape, value.tensor, value.kind))
+            spec = self._spec(name, value.shape, value.tensor, value.kind)
+            params.append(replace(spec, order=order_of(value.tensor)))
             values.append(_value_buffer(name, value, self.spread.axes(name)))
         holds = Stage(tuple(params), tuple(buffers), self.groups(), tuple(values), self.at)
         return Part(holds, self.order(), self.ties())

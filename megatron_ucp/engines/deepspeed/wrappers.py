@@ -312,6 +312,17 @@ class LiveFusedFlat(LiveUnfused):
                 at += param.numel()
 
 
+STEPPED = "_ucp_stepped"  # of an engine: what its plain optimizer stepped when it was attached
+
+
+def remember_stepped(engine: Any) -> None:
+    """Keeps which parameters a plain optimizer steps: some may be frozen later."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        engine.__dict__[STEPPED] = {id(param) for param in params if param.requires_grad}
+
+
 class LivePlain(Wrapper):
     """The user's own optimizer, unwrapped: fp32 at stage 0. Its parameters are the masters."""
 
@@ -326,8 +337,15 @@ class LivePlain(Wrapper):
             LiveBuffer((param,), (0,), param.numel(), 1, 0, "whole", param, g)
             for g, group in enumerate(self.base.param_groups)
             for param in group["params"]
-            if param.requires_grad and param.numel()
+            if param.numel() and self._is_stepped(param)
         ]
+
+    def _is_stepped(self, param: torch.Tensor) -> bool:
+        """Whether a parameter is one of the optimizer's, as it is under ZeRO: also where it was
+        frozen after DeepSpeed was initialized, since then the optimizer goes on keeping its states.
+        One that was frozen before is listed, and has none."""
+        begun = getattr(self.engine, STEPPED, ())
+        return param.requires_grad or id(param) in begun or param in self.base.state
 
     def refresh(self) -> None:
         pass

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
-from megatron_ucp.formats.deepspeed.experts import ExpertName, expert_name, slices_of
+from megatron_ucp.formats.deepspeed.experts import ExpertName, expert_name, refuse_slices, slices_of
 from megatron_ucp.formats.deepspeed.plain_values import number
 
 _STACKS = ("w1", "w2", "w3")  # of each mixture: gate, down, up
@@ -48,6 +48,7 @@ class AutoEP:
     def in_slices(self, named: Mapping[str, Ints], file: str) -> dict[str, Ints]:
         """Names and shapes on a rank, with slices, numbered from 0, in the place of each stacked
         parameter. Raises DamagedFileError where the shape is not that of the rank's experts."""
+        refuse_slices(named, file)
         out: dict[str, Ints] = {}
         for name, shape in named.items():
             if name not in self.experts:

@@ -13,7 +13,8 @@ from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
 from megatron_ucp.formats.deepspeed.experts import number_and_count, of_every_expert
-from megatron_ucp.formats.deepspeed.flattened import names_at
+from megatron_ucp.formats.deepspeed.flattened import names_at, shape_of
+from megatron_ucp.formats.deepspeed.frozen import unexplained
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents
 from megatron_ucp.formats.deepspeed.paths import at_tp
@@ -34,6 +35,7 @@ class Derived:
         """The manifest that follows from the files alone, with what it says of states that were
         not saved."""
         found = self._held()
+        self._refuse_renamed(found)
         names, meta = self.of.names, self.of.meta
         has_optimizer = bool(names.optimizer or names.expert_optimizer or meta.get("optimizer"))
         lost = not_saved(meta.get("ds_config"), found, has_optimizer)
@@ -79,7 +81,7 @@ class Derived:
         return [
             self._spec(
                 name,
-                shapes[name] if name in shapes else self.of.shape_of(module, name),
+                shapes[name] if name in shapes else shape_of(self.of, module, name),
                 self.of._weight_dtype(name) if plain else dtype,
                 "trainable",
             )
@@ -171,11 +173,24 @@ class Derived:
         axes = self.of.spread.axes
         return [
             (
-                self._spec(name, shape, buffer.states[0][1], kind),
+                replace(self._spec(name, shape, buffer.states[0][1], kind), order=order),
                 replace(buffer, axes=axes(name)),
             )
-            for name, shape, kind, buffer in found
+            for name, shape, kind, order, buffer in found
         ]
+
+    def _refuse_renamed(self, found: Manifest) -> None:
+        """Raises UnsupportedError where the weights lack parameters of the optimizer, and what
+        looks like a frozen one may be one of them under another name. At ZeRO-3 the weights of
+        both are elsewhere."""
+        module = self.of.weights.module()
+        lacking = [s for s in found.params if s.kind == "trainable" and s.name not in module]
+        said = self.of.meta.get("frozen_param_shapes") or {}
+        frozen = [s for s in found.params if s.kind == "frozen" and s.name not in said]
+        if lacking and frozen and found.engine != "zero3":
+            alike = [s.name for s in frozen if s.shape in {one.shape for one in lacking}]
+            name = next(iter(alike), frozen[0].name)
+            raise unexplained(name, [s.name for s in lacking], self.of.main_file)
 
     def _spec(self, name: str, local: Ints, dtype: str, kind: str) -> ParamSpec:
         """The parameter with the declared layout, whose share of one rank must have the shape in

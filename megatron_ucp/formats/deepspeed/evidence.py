@@ -22,12 +22,22 @@ def difference(ours: object, theirs: object) -> dict[str, str]:
         for a, b in zip(ours, theirs, strict=True):
             if not alike(a, b):
                 return difference(a, b)
-    if isinstance(ours, dict) and isinstance(theirs, Mapping):
-        for key in {**ours, **theirs}:
-            if not alike(ours.get(key), theirs.get(key)):
-                inner = difference(ours.get(key), theirs.get(key))
-                return {side: f"{key} {text}" for side, text in inner.items()}
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return _first_entry(dict[Any, Any](ours), dict[Any, Any](theirs))
     return {"expected": shown(ours), "found": shown(theirs)}
+
+
+def _first_entry(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> dict[str, str]:
+    """The first key under which two mappings that are not equal differ."""
+    both = ours.keys() & theirs.keys()
+    key = next(
+        key for key in {**ours, **theirs} if key not in both or not alike(ours[key], theirs[key])
+    )
+    if key in both:
+        inner = difference(ours[key], theirs[key])
+        return {side: f"{key}: {text}"[:200] for side, text in inner.items()}
+    sides = {"expected": ours, "found": theirs}
+    return {side: f"{'' if key in held else 'no '}{key}"[:200] for side, held in sides.items()}
 
 
 def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
@@ -56,9 +66,8 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
         ),
         "scalars": tuple(_scalars(m.buffers[:count]) for m in both),
         "optimizer buffers": tuple(m.buffers[:count] for m in both),
-        # files say which layer holds a value, not which stage
-        "values": tuple({b.members: replace(b, at=()) for b in m.buffers[count:]} for m in both),
-        "shapes": tuple({p.name: (p.shape, p.kind) for p in m.params} for m in both),
+        "values": tuple(_values(m.buffers[count:]) for m in both),
+        "shapes": tuple({p.name: (p.shape, p.kind, p.order) for p in m.params} for m in both),
         "groups": groups,
         **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
     }
@@ -67,6 +76,15 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
             raise ForeignFileError(
                 f"manifest and files disagree in the {what}", file=file, **difference(ours, theirs)
             )
+
+
+def _values(buffers: Sequence[FlatBuffer]) -> dict[str, dict[Any, FlatBuffer]]:
+    """What lies under each name: files say which layer holds a value, not which stage."""
+    out: dict[str, dict[Any, FlatBuffer]] = {}
+    for buffer in buffers:
+        name = ", ".join(member.param for member in buffer.members)
+        out.setdefault(name, {})[buffer.members] = replace(buffer, at=())
+    return out
 
 
 def _scalars(buffers: Sequence[FlatBuffer]) -> list[list[Scalars]]:

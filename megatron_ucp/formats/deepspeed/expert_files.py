@@ -206,8 +206,8 @@ class WithExperts:
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
         return self._beside.ties(name for name in flat if not is_expert(name))
 
-    def stateless(self) -> dict[str, Any]:
-        return self._beside.stateless()
+    def extra_states(self) -> dict[str, Any]:
+        return self._beside.extra_states()
 
     def check(self, file: str) -> None:
         """Also an expert file with that of the first expert-tensor-parallel rank."""

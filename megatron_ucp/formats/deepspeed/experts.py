@@ -15,9 +15,9 @@ from megatron_ucp.formats.base import Order
 _EXPERT = re.compile(
     r"(?P<layer>.*\b(?:local_experts|deepspeed_experts))\.(?P<number>\d{1,6})\.(?P<rest>.+)"
 )
-# One expert's slice of a parameter that has all experts of a rank, as AutoEP keeps them: no module
-# can give a parameter such a name.
-_SLICE = re.compile(r"(?P<layer>.+)\[(?P<number>\d{1,6})\]")
+# One expert's slice of a parameter that has all experts of a rank, as AutoEP keeps them. A
+# ParameterDict can give other parameters such names: `refuse_slices`.
+_SLICE = re.compile(r"(?P<layer>(?:.+\.)?experts\.w[123])\[(?P<number>\d{1,6})\]")
 
 
 # megatron-core's experts in the files, where DeepSpeed looks for names like those of its own
@@ -83,6 +83,21 @@ def is_stacked(name: str) -> bool:
     """Whether a name is that of a slice of a stacked parameter."""
     part = expert_name(name)
     return part is not None and part.is_slice
+
+
+def refuse_slices(names: Iterable[str], file: str | None = None) -> None:
+    """Raises UnsupportedError where a model or its file itself calls a parameter as slices of
+    stacked ones are called."""
+    for name in names:
+        if is_stacked(name):
+            raise UnsupportedError(
+                "a parameter is called like an expert's slice of AutoEP's stacked parameters, "
+                "which is not supported",
+                file=file,
+                parameter=name,
+                expected="a name that is not ...experts.w1[NUMBER]",
+                fix="give the module that has it another name than `experts`",
+            )
 
 
 def slices_of(stack: str, count: int) -> list[str]:

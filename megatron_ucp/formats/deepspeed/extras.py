@@ -7,42 +7,13 @@ from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import PER_GROUP, Extras
+from megatron_ucp.formats.deepspeed.keys import COUNTERS, HELPERS, OWN_KEYS
+from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.pt.values import TensorRef
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.folder import TagFolder
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
-
-# What DeepSpeed itself puts into the model file; every other key is the user's client state.
-OWN_KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "ds_autoep_layers",
-        "universal_checkpoint_info",
-        "folding",
-        "sparse_tensor_module_names",
-    }
-)
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-HELPERS = ("random_ltd", "data_sampler")
 
 
 def extras_of(source: "NativeCheckpoint") -> Extras:
@@ -56,7 +27,7 @@ def extras_of(source: "NativeCheckpoint") -> Extras:
         optimizer,
         scheduler,
         source.contents.scaler,
-        source.weights.stateless(),
+        source.weights.extra_states(),
     )
 
 
@@ -71,19 +42,12 @@ def from_meta(
     optimizer: Mapping[str, Any],
     scheduler: Any,
     scaler: Mapping[str, Any],
-    stateless: Mapping[str, Any],
+    modules: Mapping[str, Any],
 ) -> Extras:
-    """`meta` is the tree of a model file, `optimizer` that of an optimizer file. Raises
-    DamagedFileError for counters that are no numbers and a scheduler that is no dict."""
-    for key in COUNTERS:
-        value = _whole(meta.get(key))
-        if value is not None and (type(value) is not int or not 0 <= value < 2**63):
-            raise DamagedFileError(
-                f"the model file says no number in {key}",
-                file=folder.main_file,
-                expected="a whole number from 0",
-                found=type(value).__name__,
-            )
+    """`meta` is the tree of a model file, `optimizer` that of an optimizer file, `modules` what
+    modules keep besides tensors. Raises DamagedFileError for counters that are no numbers and a
+    scheduler that is no dict."""
+    _check_counters(folder, meta)
     if not isinstance(scheduler, dict | None):
         raise DamagedFileError(
             "the scheduler's state is no dictionary",
@@ -104,9 +68,23 @@ def from_meta(
         str(meta.get("ds_version") or ""),
         float(clip) if isinstance(clip, int | float) and not isinstance(clip, bool) else None,
         _int_steps(optimizer),
-        stateless,
+        {name: value for name, value in modules.items() if is_nothing(value)},
         patterns if isinstance(patterns, dict) else {},
+        {name: value for name, value in modules.items() if not is_nothing(value)},
     )
+
+
+def _check_counters(folder: "TagFolder", meta: Mapping[str, Any]) -> None:
+    """Raises DamagedFileError for counters that are no numbers."""
+    for key in COUNTERS:
+        value = _whole(meta.get(key))
+        if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+            raise DamagedFileError(
+                f"the model file says no number in {key}",
+                file=folder.main_file,
+                expected="a whole number from 0",
+                found=type(value).__name__,
+            )
 
 
 def _int_steps(optimizer: Mapping[str, Any]) -> bool:

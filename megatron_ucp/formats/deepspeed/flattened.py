@@ -1,15 +1,17 @@
 """Which parameters an optimizer file keeps, in the order in which they are flattened."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import FILE_NAME
-from megatron_ucp.errors import DamagedFileError, NotFoundError
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats.base import Order
 from megatron_ucp.formats.deepspeed.experts import LocalExperts
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.muon import as_listed
+from megatron_ucp.formats.prefixes import other_prefix
+from megatron_ucp.formats.pt.unpickler import TensorRef
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
@@ -54,19 +56,35 @@ def flattened(
     return _in_order(checkpoint, tree, file, order, mp)
 
 
+def shape_of(checkpoint: "NativeCheckpoint", module: Mapping[str, Any], name: str) -> Ints:
+    """The rank-local shape of a parameter that the caller, or the manifest, names. Raises
+    ForeignFileError where the weights lack it, ModelMismatchError where a prefix does that."""
+    ref = module.get(name)
+    if not isinstance(ref, TensorRef):
+        wanted = [param for names in checkpoint.told.order or () for param in names]
+        raise other_prefix(module, wanted, checkpoint.main_file) or ForeignFileError(
+            "the model of the engine has a parameter that the checkpoint lacks",
+            parameter=name,
+            file=checkpoint.main_file,
+            found=f"{len(module)} other tensors",
+            fix="build the model with the configuration that the checkpoint was trained with",
+        )
+    return ref.shape
+
+
 def _in_order(
     checkpoint: "NativeCheckpoint", tree: Any, file: str, order: Order, mp: int
 ) -> list[dict[str, Ints]]:
     """What a file without shapes keeps, in an order that the caller told, or that the manifest or
     the optimizer files say."""
     module = checkpoint.weights.module(mp % checkpoint.counts.tp)
-    shapes = [{name: checkpoint.shape_of(module, name) for name in names} for names in order]
+    shapes = [{name: shape_of(checkpoint, module, name) for name in names} for names in order]
     if checkpoint.uneven:  # a rank without a share of a parameter does not step it
         shapes = [{n: shape for n, shape in named.items() if 0 not in shape} for named in shapes]
     if checkpoint.recorded is not None or checkpoint.names.optimizer:
         return shapes
     groups = tree.get("optimizer_state_dict", tree)["param_groups"]
-    return as_listed(shapes, groups, checkpoint.told_shapes or {}, file)
+    return as_listed(shapes, groups, checkpoint.told.shapes or {}, file)
 
 
 def _with_trained_experts(
@@ -86,7 +104,7 @@ def _with_trained_experts(
     if [*map(set, said)] == [*map(set, found)]:  # then the files' own order is the evidence
         return found
     module = checkpoint.weights.module(checkpoint.mesh.coord(rank).tp)
-    return [{name: checkpoint.shape_of(module, name) for name in names} for names in said]
+    return [{name: shape_of(checkpoint, module, name) for name in names} for names in said]
 
 
 def names_at(checkpoint: "NativeCheckpoint", rank: int, file: str) -> Callable[[str], str]:

@@ -13,7 +13,7 @@ from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Source, Where
-from megatron_ucp.formats.deepspeed.extras import HELPERS, OWN_KEYS
+from megatron_ucp.formats.deepspeed.keys import HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.reader import PtFile

@@ -50,10 +50,12 @@ def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
     return "float32"
 
 
-def find_ties(module: Tree, flat: Iterable[str], shared: Mapping[str, str]) -> tuple[Tie, ...]:
+def find_ties(meta: Tree, module: Tree, flat: Iterable[str]) -> tuple[Tie, ...]:
     """Names that share memory in the file, plus what its `shared_params` says; the name that is
-    flattened comes first."""
-    flat = set(flat)
+    flattened comes first. DeepSpeed takes parameters without elements for one, as their memory
+    begins at one place: they are not."""
+    flat, shapes = set(flat), meta.get("frozen_param_shapes") or {}
+    shared: Mapping[str, str] = meta.get("shared_params") or {}
     by_place: dict[tuple[object, ...], list[str]] = {}
     for name, ref in module.items():
         if isinstance(ref, TensorRef) and ref.numel:
@@ -63,6 +65,8 @@ def find_ties(module: Tree, flat: Iterable[str], shared: Mapping[str, str]) -> t
         first = next((name for name in names if name in flat), names[0])
         groups.setdefault(first, []).extend(name for name in names if name != first)
     for alias, name in shared.items():
-        if alias not in groups.setdefault(name, []):
+        shape = shapes.get(name, getattr(module.get(name), "shape", ()))
+        is_empty = name not in flat and 0 in shape
+        if not is_empty and alias not in groups.setdefault(name, []):
             groups[name].append(alias)
     return tuple(Tie(name, tuple(aliases)) for name, aliases in groups.items() if aliases)

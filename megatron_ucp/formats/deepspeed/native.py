@@ -12,13 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
+from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
 from megatron_ucp.core.mesh import EXPERTS, Coords, stage_of
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.stages import Stage, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -69,11 +67,9 @@ from megatron_ucp.formats.tags import tag_folder
 
 
 class NativeCheckpoint(TagFolder):
-    """One opened tag folder. `order` names the parameters of each group for stage-0 files that have
-    no manifest; with `positions_too` such a file is read without its optimizer, whose states it
-    keeps by position only. `specs` declare whole shapes and layouts, which a tensor-parallel
-    checkpoint without a manifest needs; `names` the canonical names of a pipeline's parameters,
-    which one of a pipeline without a manifest needs. `rules` declare both; those that contradict a
+    """One opened tag folder. `told` is what the caller knows and files may not say: the order of
+    the parameters in files of stage 0 without a manifest (with `positions_too` such a file is read
+    without its optimizer), whole shapes, layouts, names of a pipeline. Rules that contradict a
     manifest are an error.
 
     Raises a UcpError for anything that its directories and pickles can show: a missing, truncated,
@@ -84,12 +80,8 @@ class NativeCheckpoint(TagFolder):
         self,
         path: str | Path,
         tag: str | None = None,
-        order: Order | None = None,
+        told: Told | None = None,
         positions_too: bool = False,
-        specs: Mapping[str, ParamSpec] | None = None,
-        names: Mapping[str, str] | None = None,
-        rules: RuleSet | None = None,
-        shapes: Mapping[str, Ints] | None = None,
     ) -> None:
         super().__init__(tag_folder(path, tag))
         if is_universal(self.folder):
@@ -98,13 +90,14 @@ class NativeCheckpoint(TagFolder):
                 file=self.folder,
                 fix="open_checkpoint reads it",
             )
-        self._specs, self._rules, self.told_shapes = specs, rules, shapes
-        self.pipe_names = names or {}
+        self.told = told or Told()
+        self._specs, self._rules = self.told.specs, self.told.rules
+        self.pipe_names = self.told.names or {}
         self._used: dict[tuple[int, int, bool], int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
-                self._read(order, positions_too)
+                self._read(positions_too)
             except WRONG_STRUCTURE as error:
                 raise DamagedFileError(
                     "the checkpoint has another structure than its keys promise",
@@ -115,7 +108,7 @@ class NativeCheckpoint(TagFolder):
 
     # ------------------------------------------------ structure
 
-    def _read(self, order: Order | None, positions_too: bool) -> None:
+    def _read(self, positions_too: bool) -> None:
         recorded = self.recorded
         self._read_model_file()
         self.pipeline = is_pipeline(self.names, self.meta)
@@ -134,7 +127,7 @@ class NativeCheckpoint(TagFolder):
         self.weights: Weights = self._weights()
         self.declared = self._layout_source()
         self.readers: list[OptimizerFile] = []
-        self.stages = self._stages(order, positions_too)
+        self.stages = self._stages(positions_too)
         self.contents = self._joined()
         self.manifest: Manifest = self._with_evidence(Derived(self).manifest(), recorded)
 
@@ -224,7 +217,8 @@ class NativeCheckpoint(TagFolder):
         """Without the experts that lie in files of their own."""
         tp = self.counts.tp
         if not self.pipeline:
-            return WholeModel(self, {rank: self.model_of(rank) for rank in range(tp)})
+            files = {rank: self.model_of(rank) for rank in range(tp)}
+            return WholeModel(self, files, self._renamed())
         if not self.pipe_names:
             raise UnsupportedError(
                 "a pipeline checkpoint without a manifest needs a family or rules",
@@ -239,11 +233,16 @@ class NativeCheckpoint(TagFolder):
         places = [(stage, rank) for stage in range(mesh.pp) for rank in range(tp)]
         return StageModels(self, names, {(s, t): self.model_of(s * tp + t) for s, t in places})
 
-    def _stages(self, order: Order | None, positions_too: bool) -> list[Contents]:
+    def _renamed(self) -> Mapping[str, str]:
+        """Names of entries of the weights -> those of the model, as the run said, or the caller."""
+        said: Any = self.told.renamed if self.recorded is None else self.recorded.run.get(RENAMED)
+        return said if isinstance(said, dict) else {}
+
+    def _stages(self, positions_too: bool) -> list[Contents]:
         """The optimizer of every place (see `Mesh.holding`), as the files of its first rank say.
         Each numbers from 0."""
         recorded, out = self.recorded, list[Contents]()
-        orders = orders_of(self, self._own_order(order))
+        orders = orders_of(self, self._own_order(self.told.order))
         for at in self.places:
             rank = self.mesh.rank_of(at, 0)
             if recorded is not None:
@@ -360,18 +359,6 @@ class NativeCheckpoint(TagFolder):
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise wrong_structure(error, file) from error
 
-    def shape_of(self, module: Mapping[str, Any], name: str) -> Ints:
-        ref = module.get(name)
-        if not isinstance(ref, TensorRef):
-            raise ForeignFileError(
-                "the model of the engine has a parameter that the checkpoint lacks",
-                parameter=name,
-                file=self.main_file,
-                found=f"{len(module)} other tensors",
-                fix="build the model with the configuration that the checkpoint was trained with",
-            )
-        return ref.shape
-
     def format_of(self, stage: int) -> OptimizerFile:
         """How the files of a stage keep its optimizer."""
         return self.readers[[stage_of(at) for at in self.places].index(stage)]
@@ -442,22 +429,24 @@ class NativeCheckpoint(TagFolder):
         with the structure."""
         buffer = self.manifest.buffers[slot.buffer]
         ref, name = self._ref(slot, buffer)
+        param = buffer.members[0].param if buffer.members else None
+        order = self.manifest.by_name[param].order if param else None
         if not isinstance(ref, TensorRef):
             raise ForeignFileError(
                 f"a file lacks the state {slot.state} that the first file has",
                 file=self.full_path(name),
-                parameter=buffer.members[0].param if buffer.members else None,
+                parameter=param,
                 expected=f"{buffer.partition_elems} elements",
                 found=type(ref).__name__,
             )
         used = self._used_elems(slot)
         dtype, most = dict(buffer.states)[slot.state], buffer.of(slot.state).elems(slot.part)
         fits = used <= ref.numel <= most
-        if not ref.is_contiguous or ref.storage.dtype != dtype or not fits:
+        if not ref.lies_in(order) or ref.storage.dtype != dtype or not fits:
             raise ForeignFileError(
                 f"the state {slot.state} has another size or type than the run's structure says",
                 file=self.full_path(name),
-                parameter=buffer.members[0].param if buffer.members else None,
+                parameter=param,
                 expected=f"{used} to {most} contiguous elements of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
@@ -510,5 +499,4 @@ class NativeFormat:
         return True
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
-        known = told.specs, told.names, told.rules, told.shapes
-        return NativeCheckpoint(folder, None, told.order, told.order is None, *known)
+        return NativeCheckpoint(folder, None, told, told.order is None)

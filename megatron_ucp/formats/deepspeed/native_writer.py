@@ -164,11 +164,9 @@ class NativeWriter(OptimizerTrees):
                 )
         for tie in self.manifest.ties if not self.layers else ():
             out.update(dict.fromkeys(tie.aliases, out[tie.canonical]))
-        return out | {
-            name: _nothing(output, value)
-            for name, value in self._stateless(here).items()
-            if name not in out
-        }
+        nothing = self._stateless(here).items()
+        out |= {name: _nothing(output, value) for name, value in nothing if name not in out}
+        return out | module_states(output, self.run.extras)
 
     @property
     def _staged(self) -> bool:
@@ -302,6 +300,11 @@ def model_extras(output: Output, extras: Extras) -> dict[str, Any]:
         "global_steps": 0,
         **extras.counters,
     }
+
+
+def module_states(output: Output, extras: Extras) -> dict[str, Any]:
+    """What modules keep besides tensors, as entries of the weights."""
+    return {name: output.adopt(value) for name, value in extras.modules.items()}
 
 
 def _nothing(output: Output, value: Any) -> Any:

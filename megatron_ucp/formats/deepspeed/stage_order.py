@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
 from megatron_ucp.formats.base import Order
+from megatron_ucp.formats.deepspeed.flattened import shape_of
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.stage_0_files import is_empty
 
@@ -36,7 +37,7 @@ def orders_of(checkpoint: "NativeCheckpoint", order: Order | None) -> list[Order
     module = checkpoint.weights.module()
 
     def weigh(name: str) -> int:
-        return math.prod(checkpoint.shape_of(module, name)) if in_elements else 1
+        return math.prod(shape_of(checkpoint, module, name)) if in_elements else 1
 
     counts = [size for size, _ in sizes]
     return [*of_stages(order, PipeNames(checkpoint.pipe_names), counts, weigh, trees[0][1])]

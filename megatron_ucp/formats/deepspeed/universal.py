@@ -40,7 +40,7 @@ from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import loss_scaler, number, param_groups
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
-from megatron_ucp.formats.deepspeed.weights import no_extra_state
+from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
 from megatron_ucp.formats.optimizers import ELEMENT
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
@@ -480,7 +480,9 @@ class UniversalCheckpoint(TagFolder):
     def read_extras(self) -> Extras:
         scaler = loss_scaler(self._global.get("loss_scaler"))
         scheduler = self.meta.get("lr_scheduler")
-        return from_meta(self, self.meta, self._global, scheduler, scaler, {})
+        module: Any = self.meta.get("module") or {}
+        kept = {name: value for name, value in module.items() if is_extra_state(name)}
+        return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
 
     def layers(self) -> Layers | None:
         return None

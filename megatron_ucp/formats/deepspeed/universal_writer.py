@@ -21,7 +21,7 @@ from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.native_optimizer import group_tree, scalar_tensor, scaler_of
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
-from megatron_ucp.formats.deepspeed.native_writer import model_extras
+from megatron_ucp.formats.deepspeed.native_writer import model_extras, module_states
 from megatron_ucp.formats.pt.output import Output
 
 UNIVERSAL_VERSION = 0.4
@@ -91,7 +91,7 @@ class UniversalWriter:
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         frozen = [spec.name for spec in self._of_kind("frozen")]
         output.tree = {
-            "module": OrderedDict(),
+            "module": OrderedDict(module_states(output, extras)),
             "optimizer": None,
             "buffer_names": [self._names[spec.name] for spec in self._of_kind("buffer")],
             "param_shapes": [self._shapes(names) for _, names in self._groups()],

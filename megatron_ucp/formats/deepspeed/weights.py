@@ -32,9 +32,9 @@ class Weights(Protocol):
         """Names of one and the same memory."""
         ...
 
-    def stateless(self) -> dict[str, Any]:
-        """Entries that hold nothing (see `no_extra_state`), which a strict load asks for all the
-        same."""
+    def extra_states(self) -> dict[str, Any]:
+        """What modules keep besides tensors, by canonical name: for most of them nothing (see
+        `no_extra_state`), which a strict load asks for all the same."""
         ...
 
     def check(self, file: str) -> None:
@@ -43,10 +43,13 @@ class Weights(Protocol):
 
 
 class WholeModel:
-    """No pipeline: `module` in the model file of each tensor-parallel rank."""
+    """No pipeline: `module` in the model file of each tensor-parallel rank. A hook of the model's
+    state dict may have `renamed` some entries: their names, and those of the model."""
 
-    def __init__(self, folder: TagFolder, files: Mapping[int, str]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(
+        self, folder: TagFolder, files: Mapping[int, str], renamed: Mapping[str, str]
+    ) -> None:
+        self._folder, self._files, self._renamed = folder, files, renamed
 
     def name_of(self, name: str, file: str) -> str:
         return name
@@ -60,18 +63,19 @@ class WholeModel:
                 expected="module, or layer files beside it",
                 found=type(module).__name__,
             )
-        return cast("Mapping[str, Any]", module)
+        held = cast("dict[str, Any]", module)
+        return _under_own_names(held, self._renamed) if self._renamed else held
 
     def file_of(self, name: str, tp: int = 0) -> str:
         return self._files[tp]
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        return find_ties(
-            self.module(), flat, self._folder.tree(self._files[0]).get("shared_params") or {}
-        )
+        return find_ties(self._folder.tree(self._files[0]), self.module(), flat)
 
-    def stateless(self) -> dict[str, Any]:
-        return {name: value for name, value in self.module().items() if no_extra_state(name, value)}
+    def extra_states(self) -> dict[str, Any]:
+        named = {*(self._folder.tree(self._files[0]).get("buffer_names") or ())}
+        held = self.module().items()
+        return {name: value for name, value in held if is_extra_state(name) and name not in named}
 
     def check(self, file: str) -> None:
         pass
@@ -85,7 +89,7 @@ class StageModels:
         self, folder: TagFolder, names: PipeNames, files: Mapping[tuple[int, int], str]
     ) -> None:
         self._names = names
-        self._stages = {at: WholeModel(folder, {0: file}) for at, file in files.items()}
+        self._stages = {at: WholeModel(folder, {0: file}, {}) for at, file in files.items()}
         self._held: dict[int, dict[str, tuple[Any, str]]] = {}
 
     def name_of(self, name: str, file: str) -> str:
@@ -112,11 +116,12 @@ class StageModels:
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
         return ()  # one canonical name for all stages that hold a parameter
 
-    def stateless(self) -> dict[str, Any]:
+    def extra_states(self) -> dict[str, Any]:
         return {
             self._names.find(name): value
             for (_, rank), stage in sorted(self._stages.items())
-            for name, value in (stage.stateless().items() if rank == 0 else ())
+            for name, value in (stage.extra_states().items() if rank == 0 else ())
+            if is_nothing(value)
         }
 
     def check(self, file: str) -> None:
@@ -199,7 +204,7 @@ class LayerFiles:
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
         return ()  # one canonical name for all stages that hold a parameter
 
-    def stateless(self) -> dict[str, Any]:
+    def extra_states(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for (layer, rank), file in sorted(self._files.items()):
             tree = self._folder.tree(file) if rank == 0 else {}
@@ -225,6 +230,15 @@ class LayerFiles:
             )
 
 
+def _under_own_names(module: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """The entries under the names that the model has, where those are not among them."""
+    others = {name: own for name, own in renamed.items() if own not in module}
+    out: dict[str, Any] = {}
+    for name, value in module.items():
+        out.setdefault(others.get(name, name), value)
+    return out
+
+
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[Ints, str] | None]:
     return {
         name: (ref.shape, ref.storage.dtype) if isinstance(ref, TensorRef) else None
@@ -232,9 +246,17 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[Ints, str] | None]:
     }
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether an entry is what a module's own `get_extra_state` gave."""
+    return str(name).rpartition(".")[2] == "_extra_state"
+
+
 def no_extra_state(name: str, value: Any) -> bool:
     """megatron-core's local layer spec has an `_extra_state` per linear layer that says nothing:
     None, or empty."""
-    return str(name).endswith("_extra_state") and (
-        value is None or (isinstance(value, TensorRef) and not value.numel)
-    )
+    return is_extra_state(name) and is_nothing(value)
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether an extra state says nothing."""
+    return value is None or (isinstance(value, TensorRef) and not value.numel)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
+from megatron_ucp.core.box import dims_in_memory
 from megatron_ucp.core.values import TENSOR, Stand
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 
@@ -77,12 +78,16 @@ class TensorRef:
     def is_contiguous(self) -> bool:
         """Whether the elements lie in C order without gaps, as torch defines it (dims of size 1 do
         not count)."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
+        return self.order == tuple(range(len(self.shape)))
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """See `dims_in_memory`."""
+        return dims_in_memory(self.shape, self.stride)
+
+    def lies_in(self, order: tuple[int, ...] | None) -> bool:
+        """Whether the elements lie without gaps, the dims in an order (None: their own)."""
+        return self.is_contiguous if order is None else self.order == order
 
 
 MAX_ELEMS = 2**20  # of a tensor that is a plain value

@@ -234,8 +234,8 @@ class LiveMegatron:
             set_group(number, group, plain, carried, notes)
         return notes
 
-    def restore(self, extras: MegatronExtras, optimizer: bool) -> list[str]:
-        return extras.restore(self.stack, self.own, optimizer)
+    def restore(self, extras: MegatronExtras, optimizer: bool, module_only: bool) -> list[str]:
+        return [] if module_only else extras.restore(self.stack, self.own, optimizer)
 
 
 def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:

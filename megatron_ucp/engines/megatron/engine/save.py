@@ -39,7 +39,15 @@ from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.saves import Saving, as_save_error, prune, publish, run_of
+from megatron_ucp.engines.saves import (
+    Saving,
+    as_save_error,
+    prune,
+    publish,
+    require_one_save,
+    run_of,
+    where_to,
+)
 from megatron_ucp.engines.unusable import is_unusable
 from megatron_ucp.engines.values import KeptValue, refuse_strange
 from megatron_ucp.errors import EngineUnusableError, SaveError, UnsupportedError, UsageError
@@ -99,8 +107,9 @@ def save(
     `loader` are those of `Saving`. Raises a UcpError on every rank: SaveError
     where a file can't be written (older tags are as they were), UsageError before the first step.
     """
-    _refuse_other(stack)
-    how = Saving(durable, keep_latest, rng, loader)
+    with agree.together():
+        _refuse_other(stack)
+        how = Saving(durable, keep_latest, rng, loader)
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
     sync = Syncs(how.durable)
@@ -116,11 +125,11 @@ def _save(
     aside, rank = aside_of(folder, tag), agree.world()[0]
     with ExitStack() as left:
         with as_save_error(), agree.together() as block:
-            block.value = str(folder), tag
+            block.value = where_to(folder, tag), how.asked()
             if rank == 0:
                 left.enter_context(begin(folder, tag))
                 make_files(aside, job.plan)
-        _check_one_folder(block.values)
+        require_one_save(block.values)
         apart = job.own.differing()
         with as_save_error(), agree.together():
             job.write(aside, how.rng, rank, sync)
@@ -144,15 +153,6 @@ def _refuse_other(stack: Any) -> None:
             expected="what ucp.attach_megatron returned",
             found=type(stack).__name__,
             fix="an engine of DeepSpeed saves by its own engine.save_checkpoint",
-        )
-
-
-def _check_one_folder(said: list[tuple[str, str]]) -> None:
-    if len(set(said)) > 1:
-        raise UsageError(
-            "the ranks don't save into one tag",
-            expected=said[0],
-            found=sorted(set(said))[:4],
         )
 
 
@@ -227,7 +227,7 @@ class _Job:
         self.stack, self.live, self.manifest = stack, live, manifest
         self._params = {name: tensor for tensor, name in live.own.names.items()}
         buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
-        self.own = LiveValues(buffers, {}, None, has_client_state=False)
+        self.own = LiveValues(buffers, {}, None, False, {})
         self.notes = list(live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
         self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}

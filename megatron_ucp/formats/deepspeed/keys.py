@@ -1,0 +1,32 @@
+"""Keys of DeepSpeed's model files: its own, and so those of a program."""
+
+# What DeepSpeed itself puts into the model file; every other key is the user's client state.
+OWN_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "ds_autoep_layers",
+        "universal_checkpoint_info",
+        "folding",
+        "sparse_tensor_module_names",
+    }
+)
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+HELPERS = ("random_ltd", "data_sampler")

@@ -1,0 +1,204 @@
+"""Odd models, saved at one ZeRO stage and loaded at another; stock's own load is the control."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_ucp as ucp
+from tests.engines.canonical import canonical, differences
+from tests.engines.model import NETS, Setup, make_engine, train
+from tests.engines.odd_models import NAMED
+
+NETS |= NAMED
+STEPS, MORE = 2, 3
+Change = Callable[[Any], None]
+
+
+def freeze_one(engine: Any) -> None:
+    """A parameter of the optimizer is not trained from here on."""
+    engine.module.down.bias.requires_grad_(False)
+
+
+CHANGES: dict[str, Change] = {"freeze_one": freeze_one}
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """The canonical state, and what modules keep besides tensors."""
+    kept = engine.module.meter.kept if hasattr(engine.module, "meter") else None
+    return {**canonical(engine), "kept": repr(kept)}
+
+
+def compared(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
+    kept = [] if want["kept"] == have["kept"] else [f"{want['kept']} became {have['kept']}"]
+    return differences(want, have) + kept
+
+
+def saved(
+    net: str, folder: Path, zero: int, attach: bool, change: str = "", dtype: str = "fp32"
+) -> dict[str, Any]:
+    """Trains and saves; the state there and the losses of the steps after it."""
+    engine = make_engine(Setup(zero, dtype, net=net), attach)
+    train(engine, STEPS)
+    if change:
+        CHANGES[change](engine)
+        train(engine, 1, first=STEPS)
+    engine.save_checkpoint(str(folder), tag="odd")
+    found = {"state": snapshot(engine), "losses": train(engine, MORE, first=STEPS + 1)}
+    engine.destroy()
+    return found
+
+
+def loaded(
+    net: str,
+    folder: Path,
+    zero: int,
+    want: dict[str, Any],
+    change: str = "",
+    native: bool = False,
+    dtype: str = "fp32",
+) -> dict[str, Any]:
+    """Loads into a fresh engine: what differs, before and after, and in the losses; or the
+    error."""
+    engine = make_engine(Setup(zero, dtype, net=net, seed=9), attach=not native)
+    if change:
+        CHANGES[change](engine)
+    out: dict[str, Any] = {"error": "", "before": len(compared(want["state"], snapshot(engine)))}
+    try:
+        if native:
+            engine.load_checkpoint(str(folder), tag="odd")
+        else:
+            out["notes"] = ucp.load(engine, folder, tag="odd").notes
+        out["after"] = compared(want["state"], snapshot(engine))
+        losses = train(engine, MORE, first=STEPS + 1)
+        out["loss"] = max(abs(a - b) for a, b in zip(want["losses"], losses, strict=True))
+    except ucp.UcpError as error:
+        out["error"] = f"{type(error).__name__}: {error}"
+        out["unchanged"] = out["before"] == len(compared(want["state"], snapshot(engine)))
+    engine.destroy()
+    return out
+
+
+def cross(
+    net: str,
+    folder: str,
+    source: int,
+    targets: tuple[int, ...],
+    change: str = "",
+    dtype: str = "fp32",
+    natives: bool = True,
+) -> dict[str, Any]:
+    """A save of an attached engine and one of stock's, and loads of both at several stages; by
+    stock's own load too at the stage of the save."""
+    found: dict[str, Any] = {}
+    for kind in ("attached", "stock"):
+        own = Path(folder) / kind
+        want = saved(net, own, source, kind == "attached", change, dtype)
+        for zero in targets:
+            key = f"{kind} {source} to {zero}"
+            found[key] = loaded(net, own, zero, want, change, dtype=dtype)
+        if natives:
+            control = loaded(net, own, source, want, change, True, dtype)
+            found[f"{kind} {source}, control"] = control
+    return found
+
+
+def refused(net: str, zero: int = 1) -> str:
+    """What attaching an engine says."""
+    try:
+        make_engine(Setup(zero, net=net)).destroy()
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def planted(folder: str) -> list[list[str]]:
+    """What the comparison says of a count that is wrong by one, and of a transposed buffer with two
+    elements swapped."""
+    out: list[list[str]] = []
+    for net, fault in (("ExtraState", miscount), ("Turned", swap_two)):
+        own = Path(folder) / net
+        want = saved(net, own, 1, True)
+        engine = make_engine(Setup(1, net=net, seed=9))
+        ucp.load(engine, own, tag="odd")
+        fault(engine.module)
+        out.append(compared(want["state"], snapshot(engine)))
+        engine.destroy()
+    return out
+
+
+def miscount(module: Any) -> None:
+    module.meter.kept["count"] += 1
+
+
+def swap_two(module: Any) -> None:
+    one, other = module.turned[0, 1].clone(), module.turned[1, 0].clone()
+    module.turned[0, 1], module.turned[1, 0] = other, one
+
+
+def converted(folder: str) -> dict[str, Any]:
+    """Loads of what `convert` makes of a save; by stock's own load too."""
+    out: dict[str, Any] = {}
+    for net in ("ExtraState", "Turned"):
+        own = Path(folder) / net
+        want = saved(net, own, 1, True)
+        for to, zero in (("native", 3), ("native", 1), ("universal", 1)):
+            made = own / f"{to}{zero}"
+            if torch.distributed.get_rank() == 0:
+                mesh = ucp.Mesh(dp=2, zero=zero) if to == "native" else None
+                ucp.convert(own / "odd", made / "odd", to=to, target=mesh)
+            torch.distributed.barrier()
+            key = f"{net} {to} {zero}"
+            out[key] = loaded(net, made, zero, want)
+            if key.endswith("native 1"):
+                out[f"{key}, control"] = loaded(net, made, zero, want, native=True)
+    return out
+
+
+def prefixed(folder: str, zero: int, attach: bool) -> dict[str, str]:
+    """What loads say of models that were wrapped on one side only."""
+    own, out = Path(folder), dict[str, str]()
+    for net in ("Net", "Wrapped", "Compiled"):
+        saved(net, own / net, zero, attach)
+    for source, target in (
+        ("Net", "Compiled"),
+        ("Compiled", "Net"),
+        ("Net", "Wrapped"),
+        ("Wrapped", "Net"),
+        ("Net", "Wider"),
+    ):
+        engine = make_engine(Setup(zero, net=target), attach=False)
+        before = canonical(engine)
+        for allow in ((), ("missing", "extra", "new")):
+            try:
+                ucp.load(engine, own / source, tag="odd", allow=allow)
+            except ucp.UcpError as error:
+                out[f"{source} {target} {len(allow)}"] = f"{type(error).__name__}: {error}"
+        if differences(before, canonical(engine)):
+            raise AssertionError("the engine was changed")
+        engine.destroy()
+    return out
+
+
+def under_inference_mode(folder: str) -> dict[str, Any]:
+    """Loads inside of torch.inference_mode, by both ways; training goes on after them."""
+    out: dict[str, Any] = {}
+    for zero, dtype in ((0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (3, "fp32")):
+        own = Path(folder) / f"{zero}{dtype}"
+        want = saved("Net", own, zero, True, dtype=dtype)
+        for through in ("load", "load_checkpoint"):
+            engine = make_engine(Setup(zero, dtype, seed=9))
+            before = len(compared(want["state"], snapshot(engine)))
+            with torch.inference_mode():
+                if through == "load":
+                    ucp.load(engine, own, tag="odd")
+                else:
+                    engine.load_checkpoint(str(own), tag="odd")
+            after = compared(want["state"], snapshot(engine))
+            losses = train(engine, MORE, first=STEPS + 1)
+            loss = max(abs(a - b) for a, b in zip(want["losses"], losses, strict=True))
+            found = {"error": "", "before": before, "after": after, "loss": loss}
+            out[f"{through} {zero} {dtype}"] = found
+            engine.destroy()
+    return out
