@@ -10,7 +10,7 @@ from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
-from megatron_ucp.engines.deepspeed.save import save
+from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
@@ -101,17 +101,9 @@ def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        engine.ucp_save_report = save(
-            engine,
-            model,
-            how,
-            stock_save,
-            save_dir,
-            tag,
-            client_state or {},
-            save_latest,
-            exclude_frozen_parameters,
-        )
+        client_state = client_state or {}
+        asked = Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        engine.ucp_save_report = save(engine, model, how, stock_save, asked)
         return True
 
     return save_checkpoint

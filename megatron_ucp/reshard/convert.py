@@ -119,32 +119,35 @@ def convert(
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
         wanted = origin.wanted(target, config)
-        origin.check_names()
-        origin.take_apart(wanted.target.mesh if to == "native" else None, allow)
+        origin.take_values(wanted.target.mesh if to == "native" else None, allow)
         if to == TORCH_DIST:
-            _refuse_muon(wanted, "folder for Megatron")
-            out = written(wanted, source, target.mesh, origin.notes)
-            job = TorchDistJob(source, out, frozenset(allow), progress)
-            job.prove()
-            job.write(folder)
-            files = len(out.plan.sizes) + 1
+            job, files = _to_torch_dist(origin, wanted, folder, frozenset(allow), progress)
         else:
             manifest, outputs = _WRITERS[to](origin, wanted, config)
             job = ConversionJob(source, manifest, frozenset(allow), progress)
             job.prove(outputs)
             write_tag(job, outputs, folder, origin.apart)
             files = len(outputs)
-    notes = [*source.notes, *origin.notes, *point_at(folder, to)]
-    return Converted(
-        str(folder),
-        str(source.manifest.mesh),
-        str(target.mesh) if to == "native" else to,
-        files,
-        job.reader.read_bytes,
-        job.done,
-        time.perf_counter() - started,
-        tuple(notes),
-    )
+    notes = (*source.notes, *origin.notes, *point_at(folder, to))
+    meshes = str(source.manifest.mesh), str(target.mesh) if to == "native" else to
+    moved = files, job.reader.read_bytes, job.done
+    return Converted(str(folder), *meshes, *moved, time.perf_counter() - started, notes)
+
+
+def _to_torch_dist(
+    origin: Origin,
+    wanted: Wanted,
+    folder: Path,
+    allow: frozenset[str],
+    progress: Progress | None,
+) -> tuple[TorchDistJob, int]:
+    """Writes a folder for Megatron; the job that did, and the number of files."""
+    _refuse_muon(wanted, "folder for Megatron")
+    out = written(wanted, origin.source, wanted.target.mesh, origin.notes)
+    job = TorchDistJob(origin.source, out, allow, progress)
+    job.prove()
+    job.write(folder)
+    return job, len(out.plan.sizes) + 1
 
 
 def _check_files(source: Checkpoint, allow: Collection[str]) -> None:

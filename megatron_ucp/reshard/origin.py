@@ -18,7 +18,7 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.of_ranks import Apart, apart_in, ranks_of, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by
-from megatron_ucp.formats.pt.known import names_in
+from megatron_ucp.formats.pt.strangers import names_in
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.target import Wanted
 
@@ -40,10 +40,13 @@ class Origin:
         trained = [spec.dtype for spec in self.manifest.params if spec.kind == "trainable"]
         self.dtype = trained[0] if trained else training_dtype({"ds_config": self.config}, {}, ())
 
-    def take_apart(self, mesh: Mesh | None, allow: Collection[str]) -> None:
-        """Finds what ranks have otherwise than each other. It goes to files for the same ranks
-        (None: to none); else it is refused, or the first rank's is taken where that is allowed.
-        Raises StateMismatchError."""
+    def take_values(self, mesh: Mesh | None, allow: Collection[str]) -> None:
+        """Looks at plain values: whether they can be written again, and what ranks have otherwise
+        than each other. That goes to files for the same ranks (None: to none); else it is
+        refused, or the first rank's is taken where that is allowed.
+
+        Raises StateMismatchError, UnsafePickleError."""
+        self._check_names()
         apart = apart_in(self.source)
         if not apart.what:
             return
@@ -53,7 +56,7 @@ class Origin:
         file, here = str(self.source.folder), str(mesh or "a format without ranks")
         self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here))
 
-    def check_names(self) -> None:
+    def _check_names(self) -> None:
         """Notes classes of the run's program that values name, as the written files name them
         again. Raises UnsafePickleError for what only a call makes: nobody here knows what it
         would do."""

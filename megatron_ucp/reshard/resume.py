@@ -20,7 +20,6 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import (
-    DamagedFileError,
     StateMismatchError,
     UsageError,
     some_of,
@@ -28,17 +27,14 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.of_ranks import (
-    SCHEDULER,
     OwnValues,
     PerRank,
     differing,
-    ranks_of,
-    refuse_unless,
 )
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.execute import Counts, check_runs, execute, tensor_of
+from megatron_ucp.reshard.execute import Counts, check_runs, execute
 from megatron_ucp.reshard.match import (
     ALLOWANCES,
     Fit,
@@ -53,6 +49,7 @@ from megatron_ucp.reshard.match import (
     source_states,
 )
 from megatron_ucp.reshard.overflows import in_masters, may_overflow, too_large
+from megatron_ucp.reshard.own_values import set_buffers, values_for
 
 _NAMED = 5  # parameters that a note lists by name
 
@@ -191,24 +188,14 @@ class _Job:
         states = _states(bare, source.manifest, fit, optimizer, file)
         target = _with_states(engine, states)
         groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
-        allow = how.allow if engine.has_optimizer else how.allow | {"narrow"}
-        plan = _proved(source, target, _wants(engine, target, fit), fit, allow)
-        of_rank, apart = _own(source, bare, how)
-        how = replace(how, optimizer=optimizer, own=of_rank)
+        plan = _proved(engine, source, target, fit, how.allow)
+        how, apart = _with_own(source, bare, replace(how, optimizer=optimizer))
         extras = _extras(engine, source, how)
-        own = {number for number, _, _ in engine.parts() if bare.buffers[number].stepped}
+        own = [number for number, _, _ in engine.parts() if bare.buffers[number].stepped]
         notes = [*source.notes, *_described(fit, replicas), *settings, *apart, *extras.notes]
-        return cls(
-            engine,
-            source,
-            how,
-            plan,
-            extras,
-            {number: states[number] for number in own},
-            {number: _scalars(bare.buffers[number], source.manifest) for number in own},
-            groups,
-            notes,
-        )
+        scalars = {number: _scalars(bare.buffers[number], source.manifest) for number in own}
+        held = {number: states[number] for number in own}
+        return cls(engine, source, how, plan, extras, held, scalars, groups, notes)
 
     def fill(self) -> Counts:
         """Moves the bytes. From here on a failure of any rank leaves the engine unusable on all."""
@@ -233,7 +220,7 @@ class _Job:
         """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""
         self.notes += self.engine.drop_gradients()
         if self.how.own is not None:
-            _set_buffers(self.engine, self.how.own.buffers)
+            set_buffers(self.engine, self.how.own.buffers)
         if self.how.optimizer:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
@@ -274,65 +261,6 @@ def _check_files(source: Checkpoint, how: How, engine: Engine) -> PerRank:
     if optimizer:
         refuse_lost_moments(source.manifest, str(source.folder))
     return differing(source, own)
-
-
-def _own(source: Checkpoint, bare: Manifest, how: How) -> tuple[OwnValues | None, list[str]]:
-    """What this rank gets of all that differs from rank to rank (None: what all share), and notes.
-    Raises StateMismatchError on another mesh, unless that is allowed."""
-    what, rank = how.apart, agree.world()[0]
-    if not what:
-        return None, []
-    mesh = ranks_of(source)
-    if mesh.has_ranks_of(bare.mesh):
-        own = source.of_rank(rank)
-        _check_buffers(own, bare, str(source.folder))
-        return own, []
-    if how.per_rank is not None:
-        held = [source.of_rank(number) for number in range(mesh.world)]
-        own = _reduced(what, held, how.per_rank)
-        _check_buffers(own, bare, str(source.folder))
-        return own, [f"made of those of all ranks: {what}"]
-    allowed = "per_rank" in how.allow
-    return None, [refuse_unless(allowed, what, str(source.folder), str(bare.mesh))]
-
-
-def _reduced(
-    what: PerRank, held: Sequence[OwnValues], reduce: Callable[[str, list[Any]], Any]
-) -> OwnValues:
-    """What a function makes of the values of all ranks."""
-
-    def client(key: Any) -> Any:
-        values = [own.client_state[key] for own in held if key in own.client_state]
-        return reduce(f"client_state[{key!r}]", values)
-
-    return OwnValues(
-        {n: reduce(n, [o.buffers[n] for o in held if n in o.buffers]) for n in what.buffers},
-        {key: client(key) for key in what.client_state},
-        reduce(SCHEDULER, [own.scheduler for own in held]) if what.scheduler else None,
-    )
-
-
-def _check_buffers(own: OwnValues, bare: Manifest, file: str) -> None:
-    """Raises DamagedFileError where a rank's own buffer has another shape than the model's."""
-    for name, value in own.buffers.items():
-        spec = bare.by_name.get(name)
-        if spec is not None and spec.shape != value.get("shape"):
-            raise DamagedFileError(
-                "a rank's own buffer has another shape than the one of the model",
-                file=file,
-                parameter=name,
-                expected=spec.shape,
-                found=value.get("shape"),
-            )
-
-
-def _set_buffers(engine: Engine, own: Mapping[str, Any]) -> None:
-    """Gives the engine what this rank had otherwise than the first one."""
-    for number, cut, part in engine.parts():
-        name = _first_of(engine.manifest, number)
-        if name in own and not engine.manifest.buffers[number].stepped:
-            memory = engine.tensor(Slot(number, cut, part, VALUE))
-            memory.copy_(tensor_of(own[name]).reshape(-1))
 
 
 def _fit(
@@ -435,11 +363,20 @@ def _first_of(target: Manifest, buffer: int) -> str:
     return members[0].param if members else ""
 
 
+def _with_own(source: Checkpoint, bare: Manifest, how: How) -> tuple[How, list[str]]:
+    """What is asked for, with what this rank gets of values that differ; and notes."""
+    own, notes = values_for(source, bare, how.apart, how.per_rank, how.allow)
+    return replace(how, own=own), notes
+
+
 def _proved(
-    source: Checkpoint, target: Manifest, wants: list[Want], fit: Fit, allow: frozenset[str]
+    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, allow: frozenset[str]
 ) -> Plan:
     """A plan that is proved, and whose every source is there. What is frozen from here on is
-    rounded to its training copy, as the run did; nothing else without `allow`."""
+    rounded to its training copy, as the run did, and so are the weights of an engine without an
+    optimizer; nothing else without `allow`."""
+    allow = allow if engine.has_optimizer else allow | {"narrow"}
+    wants = _wants(engine, target, fit)
     frozen = [want for want in wants if _first_of(target, want[0].buffer) in fit.frozen]
     others = [want for want in wants if want not in frozen]
     plan = make_plan(source.manifest, target, others, allow)

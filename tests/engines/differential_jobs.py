@@ -153,6 +153,14 @@ def next_rates(engine: Any) -> list[Any]:
     return out
 
 
+def require_same(want: dict[str, Any], have: dict[str, Any]) -> None:
+    for what in want:
+        if not exactly(want[what], have[what]):
+            raise AssertionError(f"{what}: {want[what]} and {have[what]}")
+    if bad := strangers(have):
+        raise AssertionError(f"classes of the package: {bad}")
+
+
 def side_by_side(zero: int, folder: str, examples: int, plant: bool = False) -> int:
     """Compares both loads of generated cases; returns how many. `plant`: a value is changed after
     the load, which the comparison has to see."""
@@ -172,25 +180,15 @@ def side_by_side(zero: int, folder: str, examples: int, plant: bool = False) -> 
         nonlocal count
         prepare(source, case, saved=True)
         source.save_checkpoint(folder, tag=str(count), client_state=case["client_state"])
-        found = []
         for engine in (stock, ours):
             prepare(engine, case, saved=False)
-            if engine is stock:
-                _, client_state = engine.load_checkpoint(folder, tag=str(count))
-                client_state = {key: client_state[key] for key in case["client_state"]}
-            else:
-                report = ucp.load(engine, Path(folder) / str(count))
-                client_state = dict(report.client_state)
-            found.append(left(engine, client_state))
+        _, client_state = stock.load_checkpoint(folder, tag=str(count))
+        want = left(stock, {key: client_state[key] for key in case["client_state"]})
+        have = left(ours, dict(ucp.load(ours, Path(folder) / str(count)).client_state))
         if plant:
-            found[1]["groups"][0]["lr"] = float(np.nextafter(found[1]["groups"][0]["lr"], 1))
-        for what in found[0]:
-            if not exactly(*(one[what] for one in found)):
-                raise AssertionError(f"{what}: {found[0][what]} and {found[1][what]}")
-        if bad := strangers(found[1]):
-            raise AssertionError(f"classes of the package: {bad}")
-        if not exactly(next_rates(stock), next_rates(ours)):
-            raise AssertionError("the next rates differ")
+            have["groups"][0]["lr"] = float(np.nextafter(have["groups"][0]["lr"], 1))
+        require_same(want, have)
+        require_same({"rates": next_rates(stock)}, {"rates": next_rates(ours)})
         count += 1
 
     run()

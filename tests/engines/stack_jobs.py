@@ -482,39 +482,3 @@ def stock_load(
     go_on(found, oracle, lambda n, s: train(engine, n, first=s), more)
     close(engine)
     return found
-
-
-def own_buffers(setup: Mcore, folder: str) -> dict[str, Any]:
-    """Buffers that differ from rank to rank: saved, and loaded on the same mesh; what is refused
-    before the save; the error of a group's value that no file holds."""
-    from tests.engines.stack_states import biases
-
-    engine = make(setup)
-    train(engine, 1)
-    for value in biases(engine).values():
-        value += dist.get_rank()
-    want = {name: value.tolist() for name, value in biases(engine).items()}
-    ucp.save(engine.handle, folder)
-    for value in biases(engine).values():
-        value.zero_()
-    report = ucp.load(engine.handle, folder)
-    have = {name: value.tolist() for name, value in biases(engine).items()}
-    engine.handle.optimizer.chained_optimizers[0].optimizer.param_groups[0]["mine"] = object()
-    said = ""
-    try:
-        ucp.save(engine.handle, folder)
-    except ucp.UcpError as error:
-        said = f"{type(error).__name__}: {error}"
-    close(engine)
-    return {"same": want == have, "want": want, "notes": list(report.notes), "error": said}
-
-
-def load_own_buffers(setup: Mcore, folder: str, **options: Any) -> str:
-    engine = make(setup)
-    try:
-        notes = ucp.load(engine.handle, folder, **options).notes
-        return "\n".join(notes)
-    except ucp.UcpError as error:
-        return f"error: {error}"
-    finally:
-        close(engine)

@@ -177,11 +177,11 @@ def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
 
 def test_buffers_that_differ_from_rank_to_rank(ranks: RankPool, tmp_path: Path) -> None:
     setup = Mcore(**MIXTURE)
-    found = ranks.run(2, "tests.engines.stack_jobs:own_buffers", setup, str(tmp_path))
+    found = ranks.run(2, "tests.engines.stack_own_jobs:own_buffers", setup, str(tmp_path))
     assert all(rank["same"] for rank in found) and found[0]["want"] != found[1]["want"]
     for rank in found:
         assert rank["error"].startswith("SaveError") and "mine" in rank["error"]
-    job = "tests.engines.stack_jobs:load_own_buffers"
+    job = "tests.engines.stack_own_jobs:load_own_buffers"
     (refused,) = ranks.run(1, job, setup, str(tmp_path))
     assert refused.startswith("error: ") and "expert_bias" in refused
     (noted,) = ranks.run(1, job, setup, str(tmp_path), allow={"per_rank"})

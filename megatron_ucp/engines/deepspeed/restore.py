@@ -55,15 +55,8 @@ class DeepSpeedExtras:
         counts other groups than the engine has, or the data position does not fit the loader."""
         saved, values = source.extras, Values(source, "values" in how.allow)
         apart, own = how.apart, how.own
-        schedule = own.scheduler if own is not None and apart.scheduler else saved.scheduler
         client = saved.client_state if own is None else own.over(saved.client_state, apart)
-        found, notes = schedule if scheduler else None, list[str]()
-        if found is not None:
-            here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
-            found = scheduler_for(found, groups, len(source.manifest.groups), here)
-            notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
-            _check_scheduler(found, engine, source)
-            found = values.built(found, "lr_scheduler", here)
+        found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
         notes += _of_the_position(source, engine, how.module_only)
         position = None if how.module_only else saved.data_position
         if how.loader is not None and position is not None:
@@ -120,6 +113,22 @@ class DeepSpeedExtras:
         if sampler is not None and engine.training_dataloader is not None:
             if engine.curriculum_learning_enabled():
                 engine.training_dataloader.data_sampler.load_state_dict(sampler)
+
+
+def _schedule(
+    source: Checkpoint, engine: Any, groups: Sequence[int | None], how: How, values: Values
+) -> tuple[Any, list[str]]:
+    """The scheduler's state as the engine takes it, and notes. Raises StateMismatchError."""
+    own = how.own
+    apart = own is not None and how.apart.scheduler
+    found = own.scheduler if own is not None and apart else source.extras.scheduler
+    if found is None:
+        return None, []
+    here = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    found = scheduler_for(found, groups, len(source.manifest.groups), here)
+    notes = check_class(found, engine.lr_scheduler, source, "scheduler" in how.allow)
+    _check_scheduler(found, engine, source)
+    return values.built(found, "lr_scheduler", here), notes
 
 
 def _of_the_position(source: Checkpoint, engine: Any, module_only: bool) -> list[str]:

@@ -77,86 +77,85 @@ class SaveReport:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a caller of `save_checkpoint` gives."""
+
+    save_dir: Any
+    tag: str
+    client_state: Any
+    save_latest: bool
+    exclude_frozen: bool
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.save_dir)
+
+    @property
+    def aside(self) -> Path:
+        """Where DeepSpeed writes."""
+        return durable.aside_of(self.folder, self.tag)
+
+
 def save(
-    engine: Any,
-    model: Model | None,
-    how: Saving,
-    stock_save: Callable[..., Any],
-    save_dir: Any,
-    tag: str,
-    client_state: Any,
-    save_latest: bool,
-    exclude_frozen: bool,
+    engine: Any, model: Model | None, how: Saving, stock_save: Callable[..., Any], asked: Asked
 ) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
     try:
-        return _save(
-            engine,
-            model,
-            how,
-            stock_save,
-            Path(save_dir),
-            tag,
-            client_state,
-            save_latest,
-            exclude_frozen,
-        )
+        return _save(engine, model, how, stock_save, asked)
     except RuntimeError as error:  # collectives break when a rank dies
         raise RankError(
             "the save did not finish, and nothing of it counts: a rank died, or its collectives "
             "failed",
-            file=Path(save_dir) / tag,
+            file=asked.folder / asked.tag,
             found=str(error).strip().partition("\n")[0],
             fix="look at the other ranks' output; resume from the tag that `latest` names",
         ) from error
 
 
 def _save(
-    engine: Any,
-    model: Model | None,
-    how: Saving,
-    stock_save: Callable[..., Any],
-    folder: Path,
-    tag: str,
-    client_state: Any,
-    save_latest: bool,
-    exclude_frozen: bool,
+    engine: Any, model: Model | None, how: Saving, stock_save: Callable[..., Any], asked: Asked
 ) -> SaveReport:
     started = time.perf_counter()
-    rank = agree.world()[0]
     sync = durable.Syncs(how.durable)
     with ExitStack() as left:
-        asked = how.asked(save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
-        aside = _begin(engine, how, folder, tag, client_state, asked, left)
+        _begin(engine, how, asked, left)
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
-        own = _own_values(engine, live, client_state)
+        own = _own_values(engine, live, asked.client_state)
         apart = own.differing()
-        written, stock_seconds = _stock(
-            engine, stock_save, folder, aside, client_state, exclude_frozen
-        )
+        written, stock_seconds = _stock(engine, stock_save, asked)
         with as_save_error(), agree.together() as block:
-            more = [own.write(aside, rank, apart)] if apart else []
-            block.value = _settle(aside, written, more, how, rank, sync), live.own.not_carried()
-        entries = _flat(each for each, _ in block.values)
-        said = _said(live, tag, waiting if middle else None, apart)
-        with as_save_error(), agree.together() as named:
-            if rank == 0:
-                pointer = LATEST if save_latest else None
-                whole = _complete(
-                    live.manifest, entries, engine, how, save_latest, exclude_frozen, said
-                )
-                named.value = publish(aside, folder, to_json(whole), pointer, sync)
-                named.value += prune(folder, pointer and how.keep_latest, engine)
-    notes = _lost(_flat(keys for _, keys in block.values), middle, waiting)
+            more = [own.write(asked.aside, agree.world()[0], apart)] if apart else []
+            files = _settle(asked.aside, written, more, how, sync)
+            block.value = files, live.own.not_carried()
+        said = _said(live, asked, waiting if middle else None, apart)
+        whole = _complete(live, _flat(each for each, _ in block.values), how, asked, said)
+        notes = _named(engine, asked, whole, how, sync)
+    lost = _lost(_flat(keys for _, keys in block.values), middle, waiting)
     if apart:
-        notes.append(f"differs from rank to rank, and is kept for each: {apart}")
-    return _reported(folder / tag, started, stock_seconds, sync, [*notes, *(named.value or ())])
+        lost.append(f"differs from rank to rank, and is kept for each: {apart}")
+    seconds = time.perf_counter() - started
+    path = str(asked.folder / asked.tag)
+    return SaveReport(path, seconds, stock_seconds, sync.seconds, (*lost, *notes))
 
 
-def _said(live: LiveEngine, tag: str, waiting: int | None, apart: PerRank) -> dict[str, Any]:
+def _named(
+    engine: Any, asked: Asked, whole: Manifest, how: Saving, sync: durable.Syncs
+) -> list[str]:
+    """Rank 0 gives the files their names, and takes older tags away; returns notes, on rank 0.
+    Collective."""
+    with as_save_error(), agree.together() as block:
+        if agree.world()[0] == 0:
+            pointer = LATEST if asked.save_latest else None
+            block.value = publish(asked.aside, asked.folder, to_json(whole), pointer, sync)
+            block.value += prune(asked.folder, pointer and how.keep_latest, engine)
+    return block.value or []
+
+
+def _said(live: LiveEngine, asked: Asked, waiting: int | None, apart: PerRank) -> dict[str, Any]:
     """What a manifest says of the save and of the engine besides what it holds. `waiting` are
     micro-batches since the last step, where there are any."""
     model, module = live.own.model, live.engine.module
@@ -169,15 +168,8 @@ def _said(live: LiveEngine, tag: str, waiting: int | None, apart: PerRank) -> di
     }
     counted: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
     ranks = {of_ranks.PER_RANK: apart.as_value() if apart else {}}
-    named = {TAG: tag, RUN: run_of(live.engine).id}
+    named = {TAG: asked.tag, RUN: run_of(live.engine).id}
     return {**named, **counted, **ranks, **{key: value for key, value in said.items() if value}}
-
-
-def _reported(
-    path: Path, started: float, stock_seconds: float, sync: durable.Syncs, notes: list[str]
-) -> SaveReport:
-    seconds = time.perf_counter() - started
-    return SaveReport(str(path), seconds, stock_seconds, sync.seconds, tuple(notes))
 
 
 def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
@@ -186,40 +178,30 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _stock(
-    engine: Any,
-    stock_save: Callable[..., Any],
-    folder: Path,
-    aside: Path,
-    client_state: Any,
-    exclude_frozen: bool,
+    engine: Any, stock_save: Callable[..., Any], asked: Asked
 ) -> "tuple[list[Path | SaveError], float]":
     """DeepSpeed's own save into the folder aside: what this rank wrote, or why it could not, and
     the seconds that it took. Collective."""
     before = time.perf_counter()
     with _catching_writes(engine) as written:
         stock_save(
-            str(folder),
-            tag=aside.name,
-            client_state=client_state,
+            str(asked.folder),
+            tag=asked.aside.name,
+            client_state=asked.client_state,
             save_latest=False,
-            exclude_frozen_parameters=exclude_frozen,
+            exclude_frozen_parameters=asked.exclude_frozen,
         )
     return written, time.perf_counter() - before
 
 
-def _begin(
-    engine: Any,
-    how: Saving,
-    folder: Path,
-    tag: str,
-    client_state: Any,
-    asked: Mapping[str, Any],
-    left: ExitStack,
-) -> Path:
+def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
+    options = how.asked(
+        save_latest=asked.save_latest, exclude_frozen_parameters=asked.exclude_frozen
+    )
     with as_save_error(), agree.together() as block:
-        block.value = where_to(folder, tag), asked
+        block.value = where_to(asked.folder, asked.tag), options
         if not wrapper_of(engine).is_saved:
             raise SaveError(
                 "this engine has no optimizer, and DeepSpeed's own save fails for such an engine "
@@ -228,14 +210,13 @@ def _begin(
                 "engine.module.state_dict() at stage 0",
             )
         check_states(engine)
-        file = Path(engine._get_ckpt_name(str(folder), tag))
-        refuse_strange(of_caller(client_state, OWN_KEYS, file), SaveError, file)
+        file = Path(engine._get_ckpt_name(str(asked.folder), asked.tag))
+        refuse_strange(of_caller(asked.client_state, OWN_KEYS, file), SaveError, file)
         if not how.values_left:
             refuse_strange(of_engine(engine), SaveError, file)
         if agree.world()[0] == 0:
-            left.enter_context(durable.begin(folder, tag))
+            left.enter_context(durable.begin(asked.folder, asked.tag))
     require_one_save(block.values)
-    return durable.aside_of(folder, tag)
 
 
 def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
@@ -321,7 +302,6 @@ def _settle(
     written: list[Path | SaveError],
     more: list[Path],
     how: Saving,
-    rank: int,
     sync: durable.Syncs,
 ) -> list[FileEntry]:
     """This rank's files, on disk, as lines of the manifest. Raises SaveError."""
@@ -330,23 +310,22 @@ def _settle(
             raise failure
     paths = [path for path in written if isinstance(path, Path)] + more
     if how.rng:
-        paths.append(random_states.write(aside, rank))
+        paths.append(random_states.write(aside, agree.world()[0]))
     for path in [*paths, aside]:
         sync(path)
     return [durable.entry_of(path) for path in paths]
 
 
 def _complete(
-    manifest: Manifest,
+    live: LiveEngine,
     entries: list[FileEntry],
-    engine: Any,
     how: Saving,
-    save_latest: bool,
-    exclude_frozen: bool,
+    asked: Asked,
     said: Mapping[str, Any],
 ) -> Manifest:
     """The engine's manifest with all that identifies the save, and what else is `said` of it."""
-    if exclude_frozen:
+    engine, manifest = live.engine, live.manifest
+    if asked.exclude_frozen:
         apart = manifest.mesh.experts_apart  # DeepSpeed's files of experts have the frozen ones too
         dropped = (spec.name for spec in manifest.params if spec.kind == "frozen")
         frozen = {name for name in dropped if not in_own_file(name, apart)}
@@ -361,7 +340,7 @@ def _complete(
         random_states.SEED: torch.initial_seed(),
         "ds_version": deepspeed.__version__,
         "saved_at": time.time(),
-        MOVED_LATEST: save_latest,
+        MOVED_LATEST: asked.save_latest,
         **({CLASS: kind} if (kind := class_of(engine.lr_scheduler)) else {}),
         **said,
     }

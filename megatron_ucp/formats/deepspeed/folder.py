@@ -17,7 +17,8 @@ from megatron_ucp.formats.deepspeed.keys import HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Strangers, TensorRef
+from megatron_ucp.formats.pt.strangers import Strangers
+from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 from megatron_ucp.formats.recorded import Recorded
 

@@ -410,19 +410,17 @@ class NativeCheckpoint(TagFolder):
         refuse_unusable(self.manifest, self.main_file, allow)
         check_file(self, name, allow, optimizer)
 
+    @property
+    def _ranks_have_files(self) -> bool:
+        """Whether model files alone show what differs from rank to rank: at ZeRO-3 all have one."""
+        said = self.recorded is not None and PER_RANK in self.recorded.run
+        return self.manifest.mesh.zero == 3 and not said
+
     def differs(self, name: str) -> PerRank:
-        """Of ZeRO-3, where every rank has a model file, as the files show it."""
-        recorded = self.recorded
-        if self.manifest.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
-            return super().differs(name)
-        return differs_in(self, name)
+        return differs_in(self, name) if self._ranks_have_files else super().differs(name)
 
     def of_rank(self, rank: int) -> OwnValues:
-        """See `Checkpoint`."""
-        recorded = self.recorded
-        if self.manifest.mesh.zero < 3 or (recorded is not None and PER_RANK in recorded.run):
-            return super().of_rank(rank)
-        return held_by(self, rank)
+        return held_by(self, rank) if self._ranks_have_files else super().of_rank(rank)
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot. Raises DamagedFileError or ForeignFileError where the file disagrees

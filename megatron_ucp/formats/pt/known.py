@@ -9,7 +9,7 @@ import datetime
 import pathlib
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
     FACTORIES,
-    TENSOR,
     DeviceName,
     Global,
     Size,
@@ -472,30 +471,3 @@ KNOWN: dict[str, _Build | None] = {
         stand,
     ),
 }
-
-
-def names_in(value: object) -> tuple[set[str], set[str]]:
-    """Names in a value that are not on the closed list: of classes and functions, and of what a
-    call makes."""
-    names, calls = set[str](), set[str]()
-    seen = set[int]()
-    left = [value]
-    while left:
-        item = left.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if (
-            isinstance(item, Stand | Global)
-            and item.qualname not in KNOWN
-            and item.qualname != TENSOR
-        ):
-            by_call = isinstance(item, Stand) and item.made == "call"
-            (calls if by_call else names).add(item.qualname)
-        if isinstance(item, Stand):
-            left += [*item.args, *item.state.values()]
-        elif isinstance(item, Mapping):
-            left += [*item, *item.values()]
-        elif isinstance(item, list | tuple | set | frozenset | deque):
-            left += item
-    return names, calls

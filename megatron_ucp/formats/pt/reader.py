@@ -24,14 +24,13 @@ from megatron_ucp.formats.pt.directory import (
     parse_directory,
     root_of,
 )
+from megatron_ucp.formats.pt.strangers import Strangers, refuse_outside
 from megatron_ucp.formats.pt.unpickler import (
     ITEMSIZE,
     MAX_PICKLE_BYTES,
     StorageRef,
-    Strangers,
     TensorRef,
     loads,
-    refuse_outside,
 )
 
 # Of an archive inside of a file, what is read at once from either end: the directory that torch

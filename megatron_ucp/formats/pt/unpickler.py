@@ -13,14 +13,14 @@ torch.save writes 2.
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from megatron_ucp.core.values import SCALARS, TENSOR, DtypeName, Global, Size, Stand, shown
-from megatron_ucp.errors import DamagedFileError, UnsafePickleError
+from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES, stand
 from megatron_ucp.formats.pt.opcodes import HANDLERS
+from megatron_ucp.formats.pt.strangers import Strangers, not_listed
 from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
 
 __all__ = [
@@ -93,54 +93,6 @@ def loads(
             file=file,
             found=f"{type(error).__name__}: {str(error)[:200]}",
         ) from error
-
-
-@dataclass
-class Strangers:
-    """Names that are not on the closed list and may stand as names: under a key of the tree that
-    `is_value` and in parameter groups, where a program's own values are. They may name an object
-    that is made without a call, or by one with a single plain argument, as members of enums are;
-    `members` says the names of those (class, value) that are known. `names` are those that were
-    found."""
-
-    is_value: Callable[[str], bool]
-    members: Mapping[tuple[str, Any], str] = field(default_factory=dict[tuple[str, Any], str])
-    names: set[str] = field(default_factory=set[str])
-
-
-def refuse_outside(tree: object, strangers: Strangers, file: str) -> None:
-    """Raises UnsafePickleError for a name that is not on the closed list in any other place."""
-    is_value = strangers.is_value
-    inside: dict[object, object] = tree if isinstance(tree, dict) else {None: tree}
-    left = [value for key, value in inside.items() if not (isinstance(key, str) and is_value(key))]
-    seen = set[int]()
-    while left:
-        item = left.pop()
-        if isinstance(item, Global | Stand) and item.qualname in strangers.names:
-            raise not_listed(item.qualname, file)
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict):
-            left += [*item, *(value for key, value in item.items() if key != PARAM_GROUPS)]
-        elif isinstance(item, Stand):
-            left += [*item.args, *item.state.values()]
-        elif isinstance(item, _CONTAINERS):
-            left += item
-
-
-PARAM_GROUPS = "param_groups"  # of every optimizer's state dict
-
-
-def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
-    """A name in a pickle that nothing here knows."""
-    shown = ascii(qualname[:200])
-    return UnsafePickleError(
-        f"the pickle asks for {shown}, which is not on the closed list",
-        file=file,
-        found=shown,
-        expected="tensors, plain Python values and DeepSpeed's own records",
-    )
 
 
 def _check_extent(value: object, machine: "Machine") -> None:

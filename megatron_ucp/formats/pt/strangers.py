@@ -1,0 +1,86 @@
+"""Names in a pickle that are not on the closed list: where they may stand as names, and which they
+are."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ucp.core.values import TENSOR, Global, Stand
+from megatron_ucp.errors import UnsafePickleError
+from megatron_ucp.formats.pt.known import KNOWN
+
+
+@dataclass
+class Strangers:
+    """Names that are not on the closed list and may stand as names: under a key of the tree that
+    `is_value` and in parameter groups, where a program's own values are. They may name an object
+    that is made without a call, or by one with a single plain argument, as members of enums are;
+    `members` says the names of those (class, value) that are known. `names` are those that were
+    found."""
+
+    is_value: Callable[[str], bool]
+    members: Mapping[tuple[str, Any], str] = field(default_factory=dict[tuple[str, Any], str])
+    names: set[str] = field(default_factory=set[str])
+
+
+def refuse_outside(tree: object, strangers: Strangers, file: str) -> None:
+    """Raises UnsafePickleError for a name that is not on the closed list in any other place."""
+    is_value = strangers.is_value
+    inside: dict[object, object] = tree if isinstance(tree, dict) else {None: tree}
+    left = [value for key, value in inside.items() if not (isinstance(key, str) and is_value(key))]
+    seen = set[int]()
+    while left:
+        item = left.pop()
+        if isinstance(item, Global | Stand) and item.qualname in strangers.names:
+            raise not_listed(item.qualname, file)
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            left += [*item, *(value for key, value in item.items() if key != PARAM_GROUPS)]
+        elif isinstance(item, Stand):
+            left += [*item.args, *item.state.values()]
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            left += item
+
+
+PARAM_GROUPS = "param_groups"  # of every optimizer's state dict
+
+
+def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
+    """A name in a pickle that nothing here knows."""
+    shown = ascii(qualname[:200])
+    return UnsafePickleError(
+        f"the pickle asks for {shown}, which is not on the closed list",
+        file=file,
+        found=shown,
+        expected="tensors, plain Python values and DeepSpeed's own records",
+    )
+
+
+def names_in(value: object) -> tuple[set[str], set[str]]:
+    """Names in a value that are not on the closed list: of classes and functions, and of what a
+    call makes."""
+    names, calls = set[str](), set[str]()
+    seen = set[int]()
+    left = [value]
+    while left:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if (
+            isinstance(item, Stand | Global)
+            and item.qualname not in KNOWN
+            and item.qualname != TENSOR
+        ):
+            by_call = isinstance(item, Stand) and item.made == "call"
+            (calls if by_call else names).add(item.qualname)
+        if isinstance(item, Stand):
+            left += [*item.args, *item.state.values()]
+        elif isinstance(item, Mapping):
+            left += [*item, *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset | deque):
+            left += item
+    return names, calls
