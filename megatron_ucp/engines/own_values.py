@@ -16,14 +16,15 @@ from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 
-Digests = tuple[dict[str, int], dict[Any, str], str, dict[str, str]]
+Digests = tuple[dict[str, int], dict[Any, str], tuple[int, str], dict[str, str]]
 
 
 class LiveValues:
     """This rank's buffers by canonical name, its client state and its scheduler's state (None:
     without one). `has_client_state` says whether it takes part where client states are compared:
     below ZeRO-3 DeepSpeed writes the first rank's alone, and others may give none. `alike` are
-    values that have no place of a rank's own, by names that say whose they are."""
+    values that have no place of a rank's own, by names that say whose they are. The schedulers of
+    pipeline stages count other groups: those of one `stage` are compared."""
 
     def __init__(
         self,
@@ -32,8 +33,9 @@ class LiveValues:
         scheduler: Any,
         has_client_state: bool,
         alike: Mapping[str, Any],
+        stage: int = 0,
     ) -> None:
-        self._alike = alike
+        self._alike, self._stage = alike, stage
         self._buffers, self._scheduler = buffers, scheduler
         self._client = client_state if has_client_state else {}
         self._compared = has_client_state
@@ -43,7 +45,7 @@ class LiveValues:
         something does. Raises SaveError on all ranks where it is what must be alike."""
         own = self._digests()
         text = repr([sorted(map(repr, each.items())) for each in (own[0], own[1], own[3])])
-        text += own[2]
+        text += own[2][1]
         whole = hashlib.sha256(text.encode()).hexdigest()
         if len(set(agree.gather(whole))) == 1:
             return PerRank()
@@ -52,17 +54,18 @@ class LiveValues:
         sums = _by_name([buffers for (buffers, *_), _ in found])
         clients = [client for (_, client, *_), compared in found if compared]
         keys = {key for client in clients for key in client}
+        schedules = _by_name([dict([schedule]) for (_, _, schedule, _), _ in found])
         return PerRank(
             frozenset(name for name, held in sums.items() if len(held) > 1),
             frozenset(key for key in keys if len({c.get(key) for c in clients}) > 1),
-            len({schedule for (_, _, schedule, _), _ in found}) > 1,
+            any(len(held) > 1 for held in schedules.values()),
         )
 
     def _digests(self) -> Digests:
         buffers = {name: _sum(tensor) for name, tensor in self._buffers.items()}
         client = {key: _digest(value) for key, value in self._client.items()}
         alike = {name: _digest(value) for name, value in self._alike.items()}
-        return buffers, client, _digest(self._scheduler), alike
+        return buffers, client, (self._stage, _digest(self._scheduler)), alike
 
     def write(self, folder: Path, rank: int, what: PerRank) -> Path:
         """Writes what this rank has of all that differs; returns the file. Raises OSError."""
@@ -76,9 +79,9 @@ class LiveValues:
         return path
 
 
-def _by_name(digests: Sequence[Mapping[str, Any]]) -> dict[str, set[Any]]:
+def _by_name(digests: Sequence[Mapping[Any, Any]]) -> dict[Any, set[Any]]:
     """All that ranks say of each name."""
-    out: dict[str, set[Any]] = {}
+    out: dict[Any, set[Any]] = {}
     for each in digests:
         for name, one in each.items():
             out.setdefault(name, set()).add(one)

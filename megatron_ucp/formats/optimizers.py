@@ -138,6 +138,7 @@ _OF_ADAM = frozenset(
     {
         *("torch.Adam", "torch.AdamW", "deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam"),
         *("transformer_engine.FusedAdam", "apex.FusedAdam"),
+        "deepspeed.MuonWithAuxAdam",  # of what is no matrix
     }
 )
 
@@ -148,6 +149,8 @@ def steps_as(optimizer: str, settings: Mapping[str, Any]) -> str:
     optimizer without a name, which DeepSpeed's files do not say, the keys that torch's classes
     have are looked at."""
     decoupled = settings.get(DECOUPLED)
+    if settings.get("use_muon"):
+        return "Muon"
     if not optimizer and decoupled is not None:
         optimizer = "torch.Adam" if "amsgrad" in settings else "torch.RAdam"
         optimizer = "torch.NAdam" if "momentum_decay" in settings else optimizer

@@ -102,7 +102,7 @@ def test_what_no_save_could_hold_is_refused_when_it_is_attached(ranks: RankPool)
     for net, words in {
         "Expanded": ("wide", "memory of its own", "contiguous()"),
         "Gapped": ("part", "memory of its own", "contiguous()"),
-        "Strange": ("meter._extra_state", "builtins.type", "get_extra_state"),
+        "Strange": ("meter._extra_state", "odd_models.Strange", "get_extra_state"),
         "Changed": ("scale", "hook", "another tensor"),
         "Added": ("version", "hook", "any names"),
         "LikeSlices": ("experts.w1[3]", "AutoEP", "another name"),

@@ -294,7 +294,7 @@ def _own_values(engine: Any, live: LiveEngine, client_state: Any) -> LiveValues:
         if key not in GROUP_MARKS
     ]
     alike = {**dict(groups), **states_of(engine.module)}
-    return LiveValues(buffers, client_state, scheduler, compared, alike)
+    return LiveValues(buffers, client_state, scheduler, compared, alike, own.number)
 
 
 def _settle(
