@@ -5,15 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly
+from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly, table
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.value_jobs:"
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path) -> None:
-    for rank in ranks.run(2, JOBS + "matrix", str(tmp_path), timeout_s=300):
+    found = ranks.run(2, JOBS + "matrix", str(tmp_path), timeout_s=300)
+    wanted = table(found[0])
+    assert "NO" not in wanted
+    assert wanted in (ROOT / "docs" / "values.md").read_text(), f"put this there:\n{wanted}"
+    for rank in found:
         (refused,) = rank.pop("stock, converted")["error"]
         assert "Mode" in refused and "made by a call" in refused
         assert len(rank) == 10

@@ -173,3 +173,32 @@ def strangers(value: Any) -> list[str]:
         elif not isinstance(item, type | types.ModuleType | types.FunctionType | torch.Tensor):
             left += list(getattr(item, "__dict__", {}).values())
     return sorted(found)
+
+
+def table(back: dict[str, dict[str, list[str]]]) -> str:
+    """The table of the documents, from what came back by every way: by way and place the kinds
+    that did not."""
+    lost = {
+        way: {kind: [place for place in places if kind in places[place]] for kind in _ALL}
+        for way, places in back.items()
+    }
+    lines = [f"| {' | '.join(_HEADS)} |", f"|{' --- |' * len(_HEADS)}"]
+    for kind in _ALL:
+        own = kind in LIVE_KINDS
+        said = "where the engine has the class" if own else "yes"
+        attached = [p for way in lost if way.startswith("attached") for p in lost[way][kind]]
+        stock = [p for way in ("same mesh", "another") for p in lost[f"stock, {way}"][kind]]
+        ways = ("converted", "converted back")
+        converted = [p for way in ways for p in lost[f"attached, {way}"][kind]]
+        cells = [
+            *("NO" if place in attached else said for place in ("scheduler", "group")),
+            "NO" if "client state" in attached else "refused at the save" if own else "yes",
+            "NO" if stock else said,
+            "NO" if converted else "yes",
+        ]
+        lines.append(f"| {' | '.join([kind, *cells])} |")
+    return "\n".join(lines)
+
+
+_ALL = [*KINDS, *LIVE_KINDS]
+_HEADS = ["kind", "scheduler", "parameter group", "client state", "stock files", "`convert`"]
