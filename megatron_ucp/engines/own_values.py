@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 
 from megatron_ucp.core.values import TENSOR, Stand, coded
 from megatron_ucp.engines.values import inert
@@ -16,19 +15,19 @@ from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 
-Digests = tuple[dict[str, int], dict[Any, str], tuple[int, str], dict[str, str]]
+Digests = tuple[dict[str, str], dict[Any, str], tuple[int, str], dict[str, str]]
 
 
 class LiveValues:
-    """This rank's buffers by canonical name, its client state and its scheduler's state (None:
-    without one). `has_client_state` says whether it takes part where client states are compared:
-    below ZeRO-3 DeepSpeed writes the first rank's alone, and others may give none. `alike` are
+    """This rank's buffers and modules' extra states by canonical name, its client state and its
+    scheduler's state (None: without one). `has_client_state` says whether it takes part where
+    client states are compared: below ZeRO-3 DeepSpeed writes the first rank's alone, and others may give none. `alike` are
     values that have no place of a rank's own, by names that say whose they are. The schedulers of
     pipeline stages count other groups: those of one `stage` are compared."""
 
     def __init__(
         self,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, Any],
         client_state: Mapping[Any, Any],
         scheduler: Any,
         has_client_state: bool,
@@ -62,7 +61,7 @@ class LiveValues:
         )
 
     def _digests(self) -> Digests:
-        buffers = {name: _sum(tensor) for name, tensor in self._buffers.items()}
+        buffers = {name: _digest(value) for name, value in self._buffers.items()}
         client = {key: _digest(value) for key, value in self._client.items()}
         alike = {name: _digest(value) for name, value in self._alike.items()}
         return buffers, client, (self._stage, _digest(self._scheduler)), alike
@@ -70,7 +69,7 @@ class LiveValues:
     def write(self, folder: Path, rank: int, what: PerRank) -> Path:
         """Writes what this rank has of all that differs; returns the file. Raises OSError."""
         own = OwnValues(
-            {name: inert(t) for name, t in self._buffers.items() if name in what.buffers},
+            {name: inert(v) for name, v in self._buffers.items() if name in what.buffers},
             {key: inert(v) for key, v in self._client.items() if key in what.client_state},
             inert(self._scheduler) if what.scheduler else None,
         )
@@ -100,22 +99,16 @@ def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _sum(tensor: torch.Tensor) -> int:
-    """Of shape, dtype and bytes: equal ones have equal sums, others almost never."""
-    data = bytes_of(tensor.detach().cpu().contiguous()) if tensor.numel() else b""
-    return crc32(data, crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
-
-
 def _digest(value: Any) -> str:
-    """Of type and bits of a plain value."""
-    return hashlib.sha256(repr(coded(_without_bytes(inert(value)))).encode()).hexdigest()
+    """Of type and bits of a plain value, or of a tensor, whose memory is read where it lies."""
+    if type(value) is torch.Tensor:
+        data = bytes_of(value.detach().cpu().contiguous()) if value.numel() else b""
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    text = coded(with_tensors(inert(value), lambda found: Stand(TENSOR, (_sum(found),))))
+    return hashlib.sha256(repr(text).encode()).hexdigest()
 
 
-def _without_bytes(value: Any) -> Any:
-    """Tensors by their sums, which are shorter than their text."""
-    return with_tensors(value, lambda stand: Stand(TENSOR, (_hash(stand),)))
-
-
-def _hash(stand: Stand) -> str:
+def _sum(stand: Stand) -> str:
+    """Of a tensor in its inert form: shorter than its text."""
     data: Any = stand.get("data")
     return f"{stand.get('dtype')} {stand.get('shape')} {hashlib.sha256(data).hexdigest()}"

@@ -23,8 +23,8 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class PerRank:
-    """What differs from rank to rank: names of buffers, keys of the client state, and whether the
-    scheduler's state does."""
+    """What differs from rank to rank: names of buffers and of modules' extra states, keys of the
+    client state, and whether the scheduler's state does."""
 
     buffers: frozenset[str] = frozenset()
     client_state: frozenset[Any] = frozenset()

@@ -11,12 +11,27 @@ import megatron_ucp as ucp
 from tests.engines.model import WIDTH
 
 
+class Meter(torch.nn.Module):
+    """Keeps a number besides tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": (self.seen,)}
+
+    def set_extra_state(self, state: Any) -> None:
+        (self.seen,) = state["seen"]
+
+
 class Normed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = torch.nn.Linear(WIDTH, 5)
         self.norm = torch.nn.BatchNorm1d(5)
         self.down = torch.nn.Linear(5, 1)
+        self.meter = Meter()
         self.register_buffer("shared", torch.arange(3.0))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -52,6 +67,7 @@ def train(engine: Any, steps: int = 2) -> None:
         engine.backward(loss)
         engine.step()
         scheduler.step(loss.item())
+        engine.module.meter.seen += 1 + dist.get_rank()
     engine.lr_scheduler = scheduler
 
 
@@ -68,7 +84,8 @@ def held(engine: Any, client: Any) -> dict[str, Any]:
     place = client.get("place", {})
     shown = {**place, "seen": place["seen"].tolist()} if place else {}
     best = engine.lr_scheduler.best if engine.lr_scheduler is not None else None
-    return {"buffers": buffers(engine), "place": shown, "run": client.get("run"), "best": best}
+    own = {"buffers": buffers(engine), "seen": engine.module.meter.seen, "place": shown}
+    return {**own, "run": client.get("run"), "best": best}
 
 
 def save(zero: int, folder: str, attach: bool, tag: str, alike: bool = False) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 steps, schedulers, engines without an optimizer, ranks that fail alone."""
 
 import argparse
+import datetime
+import enum
 import os
-import pathlib
 import types
+import zoneinfo
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,18 +82,22 @@ def client_state(setup: Setup, folder: str) -> list[str]:
     return changed
 
 
+class Kind(enum.Enum):
+    ONE = 1
+
+
 REFUSED: dict[str, Any] = {
-    "path": lambda: {"path": pathlib.Path("/a")},
+    "zone": lambda: {"at": datetime.datetime.now(zoneinfo.ZoneInfo("UTC"))},
     "parameter": lambda: {"ema": {"w": torch.nn.Parameter(torch.ones(2))}},
-    "device": lambda: {"a": [torch.device("cpu")]},
-    "class": lambda: {"kind": int},
+    "member": lambda: {"a": [Kind.ONE]},
+    "class": lambda: {"kind": Kind},
     "structured": lambda: {"a": np.zeros(2, [("x", "f4")])},
     "objects": lambda: {"a": np.array([None])},
     "sparse": lambda: {"a": torch.eye(2).to_sparse()},
     "subclass": lambda: {"a": type("Mine", (dict,), {})()},
     "reserved": lambda: {"global_steps": 3},
     "no dict": lambda: [1],
-    "on rank 1": lambda: {"a": pathlib.Path("/a") if dist.get_rank() == 1 else "/a"},
+    "on rank 1": lambda: {"a": Kind.ONE if dist.get_rank() == 1 else "/a"},
 }
 
 

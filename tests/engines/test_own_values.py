@@ -12,7 +12,7 @@ from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 JOBS = "tests.engines.own_value_jobs:"
-HELD = ("buffers", "place", "run", "best")
+HELD = ("buffers", "seen", "place", "run", "best")
 
 
 def own(rank: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def own(rank: dict[str, Any]) -> dict[str, Any]:
 def test_each_rank_gets_its_own_back(ranks: RankPool, tmp_path: Path, zero: int) -> None:
     want = ranks.run(2, JOBS + "save", zero, str(tmp_path), True, "tag")
     assert want[0]["buffers"] != want[1]["buffers"] and want[0]["place"] != want[1]["place"]
-    assert want[0]["best"] != want[1]["best"]
+    assert want[0]["best"] != want[1]["best"] and want[0]["seen"] != want[1]["seen"]
     for rank in want:
         (note,) = rank["notes"]
         assert "norm.running_mean" in note and "client_state['place']" in note

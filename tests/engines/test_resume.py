@@ -34,9 +34,9 @@ def test_what_can_not_is_refused_before_a_file_is_written(ranks: RankPool, tmp_p
             usage = name in ("reserved", "no dict")
             assert error == ("UsageError" if usage else "SaveError"), (name, message)
             assert left == [], name
-        assert "client_state['path']: pathlib.PosixPath" in rank["path"][1]
+        assert "client_state['at']: datetime.datetime with a zone" in rank["zone"][1]
         assert "client_state['ema']['w']: torch.nn.parameter.Parameter" in rank["parameter"][1]
-        assert "client_state['a'][0]: torch.device" in rank["device"][1]
+        assert "client_state['a'][0]: tests.engines.resume_jobs.Kind" in rank["member"][1]
         assert "global_steps" in rank["reserved"][1]
 
 

@@ -1,7 +1,7 @@
 """What modules keep besides tensors: torch's `get_extra_state` and `set_extra_state`, entries
 `_extra_state` of a state dict."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.engines.values import WHAT_TRAVELS, strange
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.reshard.resume import How
 
 _KEY = "_extra_state"
 _NATIVE = "keep it in buffers instead, or leave `attach` out: DeepSpeed's own load on the same mesh"
@@ -51,13 +52,15 @@ def states_for(
     module: torch.nn.Module,
     source: Checkpoint,
     values: Values,
-    allow: Collection[str],
+    how: How,
 ) -> dict[str, Any]:
     """What a load gives to the modules in a module. `values` builds them.
 
     Raises ModelMismatchError where one side has other states, but for what is allowed;
     UnsafePickleError for a value of a class that is not known."""
-    held, saved = _keepers(module), source.extras.modules
+    held, allow = _keepers(module), how.allow
+    own = {} if how.own is None else how.own.buffers
+    saved = {**source.extras.modules, **{n: v for n, v in own.items() if n in held}}
     if saved and source.manifest.mesh.tp > 1:
         raise UnsupportedError(
             "modules kept an extra state on each tensor-parallel rank, and nothing says how it is "

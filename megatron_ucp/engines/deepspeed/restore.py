@@ -74,7 +74,7 @@ class DeepSpeedExtras:
             randoms,
             position,
             how.loader,
-            states_for(engine.module, source, values, how.allow),
+            states_for(engine.module, source, values, how),
             (*notes, *values.notes),
         )
 

@@ -293,8 +293,8 @@ def _own_values(engine: Any, live: LiveEngine, client_state: Any) -> LiveValues:
         for key, value in group.items()
         if key not in GROUP_MARKS
     ]
-    alike = {**dict(groups), **states_of(engine.module)}
-    return LiveValues(buffers, client_state, scheduler, compared, alike, own.number)
+    held = {**buffers, **states_of(engine.module)}
+    return LiveValues(held, client_state, scheduler, compared, dict(groups), own.number)
 
 
 def _settle(

@@ -166,7 +166,7 @@ class NativeWriter(OptimizerTrees):
             out.update(dict.fromkeys(tie.aliases, out[tie.canonical]))
         nothing = self._stateless(here).items()
         out |= {name: _nothing(output, value) for name, value in nothing if name not in out}
-        return out | module_states(output, self.run.extras)
+        return out | module_states(output, self.run.extras, self._own_values(own))
 
     @property
     def _staged(self) -> bool:
@@ -302,9 +302,11 @@ def model_extras(output: Output, extras: Extras) -> dict[str, Any]:
     }
 
 
-def module_states(output: Output, extras: Extras) -> dict[str, Any]:
-    """What modules keep besides tensors, as entries of the weights."""
-    return {name: output.adopt(value) for name, value in extras.modules.items()}
+def module_states(output: Output, extras: Extras, own: OwnValues | None = None) -> dict[str, Any]:
+    """What modules keep besides tensors, as entries of the weights; `own` is what a rank has
+    otherwise."""
+    of_rank = {} if own is None else own.buffers
+    return {name: output.adopt(of_rank.get(name, value)) for name, value in extras.modules.items()}
 
 
 def _nothing(output: Output, value: Any) -> Any:

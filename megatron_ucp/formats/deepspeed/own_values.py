@@ -37,8 +37,8 @@ def held_by(source: "NativeCheckpoint", rank: int) -> OwnValues:
     file = source.model_of(mp, part)
     module = source.tree(file).get("module") or {}
     buffers = {
-        source.weights.name_of(name, file): source.tensor(source.full_path(file), module[name])
-        for name in _buffer_names(source, file)
+        source.weights.name_of(name, file): _read(source, file, module[name])
+        for name in _held_names(source, file)
     }
     scheduler = _read(source, file, source.tree(file).get(SCHEDULER))
     return OwnValues(buffers, _client(source, file), scheduler)
@@ -63,33 +63,42 @@ def _tensor(source: "NativeCheckpoint", path: str, found: Any) -> Any:
     return source.tensor(path, found) if isinstance(found, TensorRef) else found
 
 
-def _buffer_names(source: "NativeCheckpoint", file: str) -> list[str]:
+def _held_names(source: "NativeCheckpoint", file: str) -> list[str]:
+    """Buffers, and extra states of modules, in a model file."""
     tree = source.tree(file)
     module = tree.get("module") or {}
-    return [name for name in tree.get("buffer_names") or [] if name in module]
+    states = (name for name in module if str(name).endswith(EXTRA_STATE))
+    return [name for name in (*(tree.get("buffer_names") or []), *states) if name in module]
 
 
 def _buffers_that_differ(source: "NativeCheckpoint", first: str, name: str) -> list[str]:
-    """Buffers whose records have other checksums; where files have none, other bytes."""
+    """What a model file has otherwise than the first one, of buffers and extra states."""
     ours, theirs = (source.tree(file).get("module") or {} for file in (first, name))
     out: list[str] = []
-    for buffer in _buffer_names(source, name):
-        refs: Any = (ours.get(buffer), theirs[buffer])
-        canonical = source.weights.name_of(buffer, name)
+    for held in _held_names(source, name):
+        canonical = source.weights.name_of(held, name)
         of_an_expert = number_and_count(canonical, source.expert_counts) is not None
-        if of_an_expert or not all(isinstance(ref, TensorRef) for ref in refs):
+        if of_an_expert or held not in ours:
             continue  # ranks have other experts
-        records = [
-            source.file(f).record(r.storage) for f, r in zip((first, name), refs, strict=True)
-        ]
-        placed = [(r.shape, r.stride, r.offset_elems, r.storage.dtype) for r in refs]
-        sums = [(record.crc32, record.size_bytes) for record in records]
-        equal = sums[0] == sums[1] and placed[0] == placed[1]
-        if not (equal and records[0].crc32) and not same(
-            *(
-                source.tensor(source.full_path(f), r)
-                for f, r in zip((first, name), refs, strict=True)
-            )
-        ):
+        pair = (first, ours[held]), (name, theirs[held])
+        if not _same_records(source, pair) and not same(*(_read(source, *one) for one in pair)):
             out.append(canonical)
     return out
+
+
+def _same_records(
+    source: "NativeCheckpoint", pair: tuple[tuple[str, Any], tuple[str, Any]]
+) -> bool:
+    """Whether two tensors are large, and their records have equal sums."""
+    (_, ref), (_, other) = pair
+    if not isinstance(ref, TensorRef) or not isinstance(other, TensorRef):
+        return False
+    placed = [(r.shape, r.stride, r.offset_elems, r.storage.dtype) for r in (ref, other)]
+    records = [source.file(file).record(r.storage) for file, r in pair]
+    sums = [(record.crc32, record.size_bytes) for record in records]
+    large = records[0].crc32 and records[0].size_bytes > _READ_BYTES
+    return bool(large) and placed[0] == placed[1] and sums[0] == sums[1]
+
+
+EXTRA_STATE = "_extra_state"
+_READ_BYTES = 2**20  # up to so many are read and compared
