@@ -2,7 +2,7 @@
 deepspeed themselves."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed import kept
@@ -171,7 +171,11 @@ def _load_method(
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
     own = {key: options[key] for key in _OF_SAVES if key in options}
-    return Saving(**own, loader=loader, values_left="values" in options.get("allow", ()))
+    return Saving(**own, loader=loader, values_left=_leaves_values(options.get("allow")))
+
+
+def _leaves_values(allow: Any) -> bool:
+    return isinstance(allow, Collection) and not isinstance(allow, str) and "values" in allow
 
 
 def _warn(text: str) -> None:

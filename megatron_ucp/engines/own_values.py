@@ -21,9 +21,9 @@ Digests = tuple[dict[str, str], dict[Any, str], tuple[int, str], dict[str, str]]
 class LiveValues:
     """This rank's buffers and modules' extra states by canonical name, its client state and its
     scheduler's state (None: without one). `has_client_state` says whether it takes part where
-    client states are compared: below ZeRO-3 DeepSpeed writes the first rank's alone, and others may give none. `alike` are
-    values that have no place of a rank's own, by names that say whose they are. The schedulers of
-    pipeline stages count other groups: those of one `stage` are compared."""
+    client states are compared: below ZeRO-3 DeepSpeed writes the first rank's alone, and others may
+    give none. `alike` are values that have no place of a rank's own, by names that say whose they
+    are. The schedulers of pipeline stages count other groups: those of one `stage` are compared."""
 
     def __init__(
         self,

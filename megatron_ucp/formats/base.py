@@ -235,7 +235,8 @@ class Told:
     Hugging Face folder holds of the parameters in `specs`, or, without a family, `like` the model
     that the folder is for; `weights`: the optimizer's states are not wanted, and may be damaged;
     `renamed` the names in the state dict of the caller's model that are others than its
-    parameters and buffers have, with those;
+    parameters and buffers have, with those; `classes` are those that the caller's own plain values
+    have, by module and name (None: all that a file names may stand as names);
     `shapes`: of what the caller's first tensor-parallel rank has of each parameter, where its
     optimizer sorted by them."""
 
@@ -248,6 +249,7 @@ class Told:
     weights: bool = False
     shapes: Mapping[str, Ints] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    classes: frozenset[str] | None = frozenset()
 
 
 class Format(Protocol):

@@ -33,7 +33,7 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed import muon
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.experts import is_stacked
-from megatron_ucp.formats.deepspeed.folder import MEMBERS
+from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
@@ -443,7 +443,7 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
     content = json.dumps([said.get("saved_at"), [asdict(entry) for entry in files]])
     run = {
-        **{key: said[key] for key in ("seed", "data", RUN, MEMBERS) if key in said},
+        **{key: said[key] for key in ("seed", "data", RUN, CLASSES, MEMBERS) if key in said},
         **manifest.run,
         "converted_from": str(source.manifest.mesh),
         "saved_at": said.get("saved_at", newest),

@@ -131,6 +131,8 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     with ExitStack() as opened:
         with agree.together() as looked:
             told = replace(engine.told(), weights="weights" in how.allow)
+            if "values" in how.allow:
+                told = replace(told, classes=None)
             source = opened.enter_context(open_checkpoint(path, tag, told=told))
             looked.value = _check_files(source, how, engine)
         how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))

@@ -151,9 +151,9 @@ class Mine(enum.Enum):
     HERS = 1
 
 
-def left_to_the_engine(folder: str) -> dict[str, Any]:
+def left_to_the_engine(folder: str, attach: bool) -> dict[str, Any]:
     """A value of a scheduler that is beyond us: the rest loads, where that is allowed."""
-    engine = make_engine(Setup(1), attach=False)
+    engine = make_engine(Setup(1), attach)
     engine.lr_scheduler.mine = Mine.HERS
     train(engine, 2)
     engine.save_checkpoint(folder, tag="tag")

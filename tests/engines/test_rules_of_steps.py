@@ -93,8 +93,10 @@ def test_what_no_load_could_give_back_is_refused_at_attach(ranks: RankPool) -> N
             assert "mine" in said and 'allow={"values"}' in said, case
 
 
-def test_one_value_beyond_us_leaves_the_rest(ranks: RankPool, tmp_path: Path) -> None:
-    (found,) = ranks.run(1, JOBS + "left_to_the_engine", str(tmp_path))
-    assert found["()"][0] == "UnsafePickleError" and "mine" in found["()"][1]
+@pytest.mark.parametrize("attach", [True, False])
+def test_one_value_beyond_us_leaves_the_rest(ranks: RankPool, tmp_path: Path, attach: bool) -> None:
+    (found,) = ranks.run(1, JOBS + "left_to_the_engine", str(tmp_path), attach)
+    name, said = found["()"]
+    assert name == "UnsafePickleError" and ("mine" if attach else "rule_jobs.Mine") in said
     mine, epoch, (note,) = found["('values',)"]
     assert (mine, epoch) == ("the engine's", found["want"]) and "Mine" in note

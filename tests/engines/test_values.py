@@ -20,7 +20,7 @@ def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path)
     assert wanted in (ROOT / "docs" / "values.md").read_text(), f"put this there:\n{wanted}"
     for rank in found:
         (refused,) = rank.pop("stock, converted")["error"]
-        assert "Mode" in refused and "made by a call" in refused
+        assert "value_kinds" in refused and "closed list" in refused
         assert len(rank) == 10
         for way, places in rank.items():
             assert places == {key: [] for key in places}, way

@@ -219,8 +219,8 @@ def test_client_state(source: Path, tmp_path: Path, to: str) -> None:
             assert type(found[name]) is type(value) and equal, name
 
 
-def test_a_rate_that_is_a_scalar_of_numpy(source: Path, tmp_path: Path) -> None:
-    """As a schedule with np.cos leaves it."""
+def test_a_groups_values_are_written_as_they_are(source: Path, tmp_path: Path) -> None:
+    """A rate as a schedule with np.cos leaves it, and a program's own keys."""
 
     def change(name: str, tree: dict[str, Any]) -> None:
         if "optim" in name:
@@ -235,8 +235,9 @@ def test_a_rate_that_is_a_scalar_of_numpy(source: Path, tmp_path: Path) -> None:
     (group,) = paper.read(tmp_path / "out")["zero_pp_rank_0_mp_rank_00_optim_states.pt"][
         "optimizer_state_dict"
     ]["base_optimizer_state"]["param_groups"]
-    assert group == {"lr": 0.1, "weight_decay": 0.5, "params": [0]}
-    assert found.notes == ("hyper-parameters that are no plain values are left out: odd, x",)
+    own = {"odd": [{}], "x": {}}
+    assert group == {"lr": 0.1, "weight_decay": 0.5, **own, "params": [0]}
+    assert type(group["lr"]) is np.float64 and found.notes == ()
 
 
 def resealed(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.declared import dtype_name, flat_view, memory_of
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.extra_state import set_states
+from megatron_ucp.engines.deepspeed.kept import of_engine
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import (
     OwnStage,
@@ -26,6 +27,7 @@ from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.engines.settings import built_groups, scalar_state, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable
+from megatron_ucp.engines.values import named_in
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
@@ -83,12 +85,17 @@ class LiveEngine:
 
     def told(self) -> Told:
         model, order = self.own.model, self.order if self.has_optimizer else None
+        classes = frozenset(
+            name for kept in of_engine(self.engine) for name in named_in(kept.value)
+        )
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            return Told(order, like=self.manifest, shapes=shapes, renamed=self.own.renamed)
+            renamed = self.own.renamed
+            return Told(order, like=self.manifest, shapes=shapes, renamed=renamed, classes=classes)
         twin = model.family.hugging_face
         shares = None if twin is None else twin.tensors(model.sizes)
-        return Told(order, self.manifest.by_name, model.pipe, shares=shares, shapes=shapes)
+        specs = self.manifest.by_name
+        return Told(order, specs, model.pipe, shares=shares, shapes=shapes, classes=classes)
 
     def _local_shapes(self) -> dict[str, Ints]:
         """Of what the first tensor-parallel rank has of every parameter: Muon sorts by them."""

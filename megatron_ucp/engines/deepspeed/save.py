@@ -48,13 +48,13 @@ from megatron_ucp.engines.saves import (
     run_of,
     where_to,
 )
-from megatron_ucp.engines.values import members_by_value, refuse_strange
+from megatron_ucp.engines.values import members_by_value, named_in, refuse_strange
 from megatron_ucp.errors import RankError, SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
 from megatron_ucp.formats.deepspeed.experts import in_own_file
-from megatron_ucp.formats.deepspeed.folder import MEMBERS
+from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
 from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
 from megatron_ucp.formats.of_ranks import PerRank
@@ -159,12 +159,13 @@ def _said(live: LiveEngine, asked: Asked, waiting: int | None, apart: PerRank) -
     """What a manifest says of the save and of the engine besides what it holds. `waiting` are
     micro-batches since the last step, where there are any."""
     model, module = live.own.model, live.engine.module
-    members = [one for kept in of_engine(live.engine) for one in members_by_value(kept.value)]
+    kept = [one.value for one in of_engine(live.engine)]
     model_said = recorded(model, module) if model is not None else recorded_settings(module)
     said = {
         RECORDED: model_said,
         RENAMED: live.own.renamed,
-        MEMBERS: list(dict.fromkeys(members)),
+        CLASSES: sorted(named_in(kept)),
+        MEMBERS: list(dict.fromkeys(members_by_value(kept))),
     }
     counted: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
     ranks = {of_ranks.PER_RANK: apart.as_value() if apart else {}}

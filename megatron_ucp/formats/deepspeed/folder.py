@@ -32,6 +32,7 @@ WRONG_STRUCTURE = (
     ArithmeticError,
     RecursionError,
 )
+CLASSES = "classes"  # of a manifest's run: that plain values of the program have
 MEMBERS = "members"  # of a manifest's run: of enums that pickles name by value
 # keys of a model file under which a program's own values stand, beside its client state
 _OF_PROGRAMS = frozenset({"lr_scheduler", *HELPERS})
@@ -44,8 +45,8 @@ class TagFolder:
     main_file: str  # whose tree the extras come from: a full path
     led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, classes: frozenset[str] | None = frozenset()) -> None:
+        self.folder, self._told_classes = folder, classes
         self.names: TagFiles = scan(folder)
         self._closing = ExitStack()
         self._open: dict[str, PtFile] = {}
@@ -74,11 +75,20 @@ class TagFolder:
         if name not in self._open:
             _allow_descriptors(len(self._open))
             is_value = _is_value if name in self.names.model.values() else _is_no_value
-            strangers = Strangers(is_value, self._members)
+            strangers = Strangers(is_value, self._classes, self._members)
             file = self._closing.enter_context(PtFile(self.folder / name, strangers=strangers))
             self._open[name] = file
             self.evidence.compare(name, file.size_bytes, file.directory_sha256)
         return self._open[name]
+
+    @cached_property
+    def _classes(self) -> frozenset[str] | None:
+        """Classes that values may name: the caller's own, and those that the save's manifest
+        says. Nothing of them is imported."""
+        said: Any = self.recorded.run.get(CLASSES, ()) if self.recorded is not None else ()
+        if self._told_classes is None or not isinstance(said, list | tuple):
+            return self._told_classes
+        return self._told_classes | {str(name) for name in said}
 
     @cached_property
     def _members(self) -> Mapping[tuple[str, Any], str]:

@@ -83,14 +83,14 @@ class NativeCheckpoint(TagFolder):
         told: Told | None = None,
         positions_too: bool = False,
     ) -> None:
-        super().__init__(tag_folder(path, tag))
+        self.told = told or Told()
+        super().__init__(tag_folder(path, tag), self.told.classes)
         if is_universal(self.folder):
             raise UnsupportedError(
                 "this is a universal folder, not a native one",
                 file=self.folder,
                 fix="open_checkpoint reads it",
             )
-        self.told = told or Told()
         self._specs, self._rules = self.told.specs, self.told.rules
         self.pipe_names = self.told.names or {}
         self._used: dict[tuple[int, int, bool], int] = {}

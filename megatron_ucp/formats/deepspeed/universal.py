@@ -50,7 +50,7 @@ _PARAM = "param"
 class UniversalCheckpoint(TagFolder):
     """One opened universal folder. `specs` or `rules`
     declare layouts, which stock's folders do not hold; `names` or `rules` those of a pipeline's
-    parameters.
+    parameters; `classes` may stand as names in plain values.
 
     Raises a UcpError for anything that its directories and pickles can show. Tensor bytes are not
     read.
@@ -62,8 +62,9 @@ class UniversalCheckpoint(TagFolder):
         specs: Mapping[str, ParamSpec] | None = None,
         names: Mapping[str, str] | None = None,
         rules: RuleSet | None = None,
+        classes: frozenset[str] | None = frozenset(),
     ) -> None:
-        super().__init__(folder)
+        super().__init__(folder, classes)
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
@@ -495,4 +496,4 @@ class UniversalFormat:
         return is_universal(folder)
 
     def open(self, folder: Path, told: Told) -> Checkpoint:
-        return UniversalCheckpoint(folder, told.specs, told.names, told.rules)
+        return UniversalCheckpoint(folder, told.specs, told.names, told.rules, told.classes)

@@ -13,15 +13,23 @@ from megatron_ucp.formats.pt.known import KNOWN
 
 @dataclass
 class Strangers:
-    """Names that are not on the closed list and may stand as names: under a key of the tree that
-    `is_value` and in parameter groups, where a program's own values are. They may name an object
-    that is made without a call, or by one with a single plain argument, as members of enums are;
-    `members` says the names of those (class, value) that are known. `names` are those that were
-    found."""
+    """Names that are not on the closed list and may stand as names, as somebody vouches for them:
+    those `known` (None: all), under a key of the tree that `is_value` and in parameter groups,
+    where a program's own values are. They may name an object that is made without a call, or by
+    one with a single plain argument, as members of enums are; `members` says the names of those
+    (class, value) that are known. `names` are those that were found."""
 
     is_value: Callable[[str], bool]
+    known: frozenset[str] | None = None
     members: Mapping[tuple[str, Any], str] = field(default_factory=dict[tuple[str, Any], str])
     names: set[str] = field(default_factory=set[str])
+
+    def take(self, qualname: str) -> bool:
+        """Whether a name may stand as one; it is noted then."""
+        if self.known is not None and qualname not in self.known:
+            return False
+        self.names.add(qualname)
+        return True
 
 
 def refuse_outside(tree: object, strangers: Strangers, file: str) -> None:
@@ -56,6 +64,8 @@ def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
         file=file,
         found=shown,
         expected="tensors, plain Python values and DeepSpeed's own records",
+        fix=UnsafePickleError.fix + '; a load with allow={"values"} leaves such a value of a '
+        "scheduler, a group or the client state out",
     )
 
 

@@ -336,9 +336,8 @@ class Machine:
                 self.globals[qualname] = DtypeName(qualname)
             else:
                 if self._is_strange(qualname):
-                    if self.strangers is None:
+                    if self.strangers is None or not self.strangers.take(qualname):
                         raise not_listed(qualname, self.file)
-                    self.strangers.names.add(qualname)
                 self.globals[qualname] = Global(qualname)
         self.stack.append(self.globals[qualname])
 
