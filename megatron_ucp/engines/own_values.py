@@ -1,6 +1,7 @@
 """What ranks of a live engine have otherwise than each other: found at a save, kept for each."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from megatron_ucp.core.values import TENSOR, Stand, coded
 from megatron_ucp.engines.values import inert
 from megatron_ucp.errors import SaveError, some_of
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank, file_name, text_of
-from megatron_ucp.formats.pt.unpickler import with_tensors
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 
@@ -100,15 +100,12 @@ def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
 
 
 def _digest(value: Any) -> str:
-    """Of type and bits of a plain value, or of a tensor, whose memory is read where it lies."""
-    if type(value) is torch.Tensor:
-        data = bytes_of(value.detach().cpu().contiguous()) if value.numel() else b""
-        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
-    text = coded(with_tensors(inert(value), lambda found: Stand(TENSOR, (_sum(found),))))
-    return hashlib.sha256(repr(text).encode()).hexdigest()
+    """Of type and bits of a plain value. Tensors are read where they lie."""
+    text = json.dumps(coded(inert(value, _sum)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sum(stand: Stand) -> str:
-    """Of a tensor in its inert form: shorter than its text."""
-    data: Any = stand.get("data")
-    return f"{stand.get('dtype')} {stand.get('shape')} {hashlib.sha256(data).hexdigest()}"
+def _sum(tensor: torch.Tensor) -> Stand:
+    data = bytes_of(tensor.cpu().contiguous()) if tensor.numel() else b""
+    text = f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
+    return Stand(TENSOR, (text,))

@@ -77,6 +77,9 @@ def strange(value: Any, where: str, live: bool) -> Iterator[tuple[str, str]]:
     `live`: a running program will have a value in the same place, whose classes may be named:
     members of enums, named tuples, objects that are their attributes, functions of modules.
     """
+    if _holds_itself(value, set(), set()):
+        yield where, "a container that holds itself"
+        return
     seen: dict[int, Any] = {}  # kept, that no other object gets the number
     left: list[tuple[Any, str, int]] = [(value, where, 0)]
     while left:
@@ -94,6 +97,18 @@ def strange(value: Any, where: str, live: bool) -> Iterator[tuple[str, str]]:
         if wrong:
             yield place, wrong
         left += [(inner, name, level + 1) for name, inner in found or ()]
+
+
+def _holds_itself(item: Any, above: set[int], done: set[int]) -> bool:
+    """Whether a container is somewhere in itself; `above` are those that it is in."""
+    if id(item) in done or len(above) > _MAX_LEVELS:
+        return False
+    if id(item) in above:
+        return True
+    inner = [part for _, part in _inside(item, "") or () if _inside(part, "") is not None]
+    found = any(_holds_itself(part, above | {id(item)}, done) for part in inner)
+    done.add(id(item))
+    return found
 
 
 def _inside(item: Any, place: str) -> list[tuple[str, Any]] | None:
@@ -255,14 +270,16 @@ def _all_in(value: Any) -> Iterator[Any]:
 # ------------------------------------------------ live to inert
 
 
-def inert(value: Any) -> Any:
+def inert(value: Any, of_tensor: Callable[[torch.Tensor], Stand] | None = None) -> Any:
     """A live value in its inert form, detached from what a program goes on changing. Of one in
-    which nothing is `strange`; what is becomes the name of its class."""
-    return _Inert().of(value)
+    which nothing is `strange`; what is becomes the name of its class. `of_tensor` makes something
+    else of tensors than what holds their bytes."""
+    return _Inert(of_tensor or _of_tensor).of(value)
 
 
 class _Inert:
-    def __init__(self) -> None:
+    def __init__(self, of_tensor: Callable[[torch.Tensor], Stand]) -> None:
+        self._of_tensor = of_tensor
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # that no other object gets their numbers
 
@@ -279,7 +296,7 @@ class _Inert:
 
     def _leaf(self, item: Any, kind: type) -> Any:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return _of_tensor(item.detach())
+            return self._of_tensor(item.detach())
         if kind is np.ndarray and not _wrong_leaf(item):
             return _of_array(item)
         if isinstance(item, np.dtype):

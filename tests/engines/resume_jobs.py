@@ -86,6 +86,12 @@ class Kind(enum.Enum):
     ONE = 1
 
 
+def _in_itself() -> list[Any]:
+    out: list[Any] = [1]
+    out.append({"again": out})
+    return out
+
+
 REFUSED: dict[str, Any] = {
     "zone": lambda: {"at": datetime.datetime.now(zoneinfo.ZoneInfo("UTC"))},
     "parameter": lambda: {"ema": {"w": torch.nn.Parameter(torch.ones(2))}},
@@ -95,6 +101,7 @@ REFUSED: dict[str, Any] = {
     "objects": lambda: {"a": np.array([None])},
     "sparse": lambda: {"a": torch.eye(2).to_sparse()},
     "subclass": lambda: {"a": type("Mine", (dict,), {})()},
+    "itself": lambda: {"a": _in_itself()},
     "reserved": lambda: {"global_steps": 3},
     "no dict": lambda: [1],
     "on rank 1": lambda: {"a": Kind.ONE if dist.get_rank() == 1 else "/a"},
