@@ -21,7 +21,7 @@ from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError,
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.durable import write_at
 from megatron_ucp.formats.megatron.common_file import CommonFile
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, CLIENT_KEYS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND
 from megatron_ucp.formats.megatron.writer import (
     ADAM_STATES,
@@ -78,6 +78,8 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     notes += common.notes
     if extras.modules:
         notes.append(f"left out: extra states of modules: {some_of(sorted(extras.modules))}")
+    if own := sorted(repr(key) for key in extras.client_state if key not in CLIENT_KEYS):
+        notes.append(f"left out: client state: {some_of(own)}")
     return out
 
 

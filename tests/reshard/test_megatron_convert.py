@@ -65,17 +65,21 @@ def test_to_torch_dist_and_through_deepspeed_back(case: str, tmp_path: Path) -> 
         assert verify(other, deep=True).findings == ()
 
 
-def test_extra_states_of_modules_have_no_place_there(
+def test_extra_states_and_client_state_have_no_place_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(GOLDEN / CASES[0], tmp_path / "native" / "tag", target=ucp.Mesh(dp=1, zero=1))
     kept = {"decoder._extra_state": {"count": 3}}
     read = NativeCheckpoint.read_extras
+    mine = {"mine": 1, "args": {}}
     monkeypatch.setattr(
-        NativeCheckpoint, "read_extras", lambda own: replace(read(own), modules=kept)
+        NativeCheckpoint,
+        "read_extras",
+        lambda own: replace(read(own), modules=kept, client_state=mine),
     )
-    (note,) = convert(tmp_path / "native", tmp_path / TAG, to="torch_dist").notes
-    assert note == "left out: extra states of modules: decoder._extra_state"
+    modules, client = convert(tmp_path / "native", tmp_path / TAG, to="torch_dist").notes
+    assert modules == "left out: extra states of modules: decoder._extra_state"
+    assert client == "left out: client state: 'mine'"
 
 
 def test_to_a_universal_folder(tmp_path: Path) -> None:

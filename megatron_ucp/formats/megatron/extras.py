@@ -18,6 +18,9 @@ from megatron_ucp.formats.pt.values import number_in
 ARGUMENTS_KEY = "args"  # of the client state, as `pretrain_gpt.py` keeps its flags there too
 SCHEDULER = "opt_param_scheduler"
 OPERATIONS = "num_floating_point_operations_so_far"
+_VERSION, _ITERATION, _SAMPLES = "checkpoint_version", "iteration", "consumed_train_samples"
+# of the client state, what Megatron's own files have a place for
+CLIENT_KEYS = frozenset({ARGUMENTS_KEY, OPERATIONS, _VERSION, _ITERATION, _SAMPLES})
 _SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
@@ -58,10 +61,10 @@ def extras_of(
             "the scheduler's state is no dictionary", file=file, found=type(scheduler).__name__
         )
     client: dict[str, Any] = {ARGUMENTS_KEY: dict(arguments)} if arguments else {}
-    client["iteration"] = counters["global_steps"]
+    client[_ITERATION] = counters["global_steps"]
     if "global_samples" in counters:
-        client["consumed_train_samples"] = counters["global_samples"]
-    for key in ("checkpoint_version", OPERATIONS):
+        client[_SAMPLES] = counters["global_samples"]
+    for key in (_VERSION, OPERATIONS):
         if tree.get(key) is not None:
             client[key] = number(tree[key])
     return Extras(
