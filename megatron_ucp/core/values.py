@@ -410,6 +410,8 @@ def loose(value: Any) -> Any:
     if isinstance(value, Mapping):
         pairs = cast("Mapping[Any, Any]", value).items()
         return tuple(sorted([(repr(key), loose(item)) for key, item in pairs], key=lambda p: p[0]))
+    if isinstance(value, set | frozenset):
+        return frozenset([loose(item) for item in cast("set[Any]", value)])
     if isinstance(value, Stand):
         return value.qualname, loose(value.args), loose(value.state)
     return value

@@ -17,8 +17,8 @@ from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
 from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import asked_of, fill
 from megatron_ucp.engines.loader import ResumableLoader
+from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import Saving
-from megatron_ucp.engines.values import refuse_strange
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Model
@@ -70,8 +70,7 @@ def attach(
         refuse_engine(engine, model)
         refuse_writer(engine)
         taken_as = carried_as(engine)
-        if not how.values_left:
-            refuse_strange(kept.of_engine(engine))
+        refuse_strange(kept.of_engine(engine), left=how.values_left)
     if taken_as:
         _say(taken_as)
     if model is not None and not hasattr(engine.module, INFO):

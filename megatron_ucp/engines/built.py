@@ -111,7 +111,8 @@ class _Builder:
         return self._made[id(item)]
 
     def _numpy(self, item: NumpyScalar, like: Any, place: str) -> Any:
-        return np.frombuffer(item.data, np.dtype(item.dtype))[0]
+        dtype = np.dtype(item.dtype)
+        return np.frombuffer(item.data, dtype)[0] if item.data else dtype.type()
 
     def _list(self, item: Any, like: Any, place: str) -> Any:
         out = self._made[id(item)] = empty_like(item)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,30 @@ class LiveValues:
     ) -> None:
         self._alike, self._stage = alike, stage
         self._buffers, self._scheduler = buffers, scheduler
-        self._client = client_state if has_client_state else {}
+        self._client = {inert(key): value for key, value in client_state.items()}
+        if not has_client_state:
+            self._client = {}
         self._compared = has_client_state
 
-    def differing(self) -> PerRank:
-        """What differs among the ranks that have it. Collective: one, and a second one where
-        something does. Raises SaveError on all ranks where it is what must be alike."""
-        own = self._digests()
+    @cached_property
+    def _digests(self) -> Digests:
+        buffers = {name: _digest(value) for name, value in self._buffers.items()}
+        client = {key: _digest(value) for key, value in self._client.items()}
+        alike = {name: _digest(value) for name, value in self._alike.items()}
+        return buffers, client, (self._stage, _digest(self._scheduler)), alike
+
+    def digest(self) -> str:
+        """Of all of them, in this rank's place. Raises what a value may raise."""
+        own = self._digests
         text = repr([sorted(map(repr, each.items())) for each in (own[0], own[1], own[3])])
-        text += own[2][1]
-        whole = hashlib.sha256(text.encode()).hexdigest()
-        if len(set(agree.gather(whole))) == 1:
+        return hashlib.sha256((text + own[2][1]).encode()).hexdigest()
+
+    def differing(self, digests: Sequence[str]) -> PerRank:
+        """What differs among the ranks that have it; `digests` are those of all ranks. Collective
+        where they differ. Raises SaveError on all ranks where it is what must be alike."""
+        if len({*digests}) == 1:
             return PerRank()
-        found = agree.gather((own, self._compared))
+        found = agree.gather((self._digests, self._compared))
         _require_alike([alike for (*_, alike), _ in found])
         sums = _by_name([buffers for (buffers, *_), _ in found])
         clients = [client for (_, client, *_), compared in found if compared]
@@ -59,12 +71,6 @@ class LiveValues:
             frozenset(key for key in keys if len({c.get(key) for c in clients}) > 1),
             any(len(held) > 1 for held in schedules.values()),
         )
-
-    def _digests(self) -> Digests:
-        buffers = {name: _digest(value) for name, value in self._buffers.items()}
-        client = {key: _digest(value) for key, value in self._client.items()}
-        alike = {name: _digest(value) for name, value in self._alike.items()}
-        return buffers, client, (self._stage, _digest(self._scheduler)), alike
 
     def write(self, folder: Path, rank: int, what: PerRank) -> Path:
         """Writes what this rank has of all that differs; returns the file. Raises OSError."""
@@ -101,8 +107,21 @@ def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
 
 def _digest(value: Any) -> str:
     """Of type and bits of a plain value. Tensors are read where they lie."""
-    text = json.dumps(coded(inert(value, _sum)), sort_keys=True)
+    text = json.dumps(_unordered(coded(inert(value, _sum))), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unordered(data: Any) -> Any:
+    """A coded value in which entries of mappings stand in the order of their text: ranks may have
+    filled them in other orders."""
+    if isinstance(data, list):
+        return [_unordered(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    out = {key: _unordered(item) for key, item in data.items()}
+    if out.get("$") in ("dict", "Counter", "defaultdict"):
+        out["items"] = sorted(out["items"], key=lambda pair: json.dumps(pair, sort_keys=True))
+    return out
 
 
 def _sum(tensor: torch.Tensor) -> Stand:

@@ -94,9 +94,10 @@ def set_group(
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
     """A tensor that others may hold (a rate that a compiled step reads) is filled and stays."""
     old = group.get(key)
-    if isinstance(old, torch.Tensor) and not isinstance(value, torch.Tensor):
-        old.fill_(value)
-    elif isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
-        old.copy_(value)
-    else:
-        group[key] = value
+    with torch.no_grad():
+        if isinstance(old, torch.Tensor) and not isinstance(value, torch.Tensor):
+            old.fill_(value)
+        elif isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+            old.copy_(value)
+        else:
+            group[key] = value

@@ -9,8 +9,7 @@ import pathlib
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from megatron_ucp.core.values import (
     is_numpy_scalar,
     numpy_scalar,
 )
-from megatron_ucp.errors import UcpError, UnsupportedError
 from megatron_ucp.formats.pt.values import ITEMSIZE, tensor_stand
 from megatron_ucp.reshard.execute import bytes_of
 
@@ -364,37 +362,3 @@ def members_by_value(value: Any) -> list[tuple[str, Any, str]]:
     found = [item for item in _all_in(value) if isinstance(item, enum.Enum)]
     by_value = [item for item in found if reduced(item)[0] is type(item)]
     return [(_qualname(type(item)), item.value, item.name) for item in by_value]
-
-
-# ------------------------------------------------ refused before a save
-
-
-@dataclass(frozen=True)
-class KeptValue:
-    """A value that a save keeps: what messages call it, and whether a running program will have one
-    in the same place (`live`)."""
-
-    name: str
-    value: Any
-    live: bool = True
-
-
-def refuse_strange(
-    kept: Iterable[KeptValue], error: type[UcpError] = UnsupportedError, file: object = None
-) -> None:
-    """Raises an error of that class for a value that no load could give back as it is; `file` is
-    the one that it would go into."""
-    for one in kept:
-        for place, wrong in strange(one.value, one.name, one.live):
-            raise error(
-                "no load could give back a value as it is",
-                file=file,
-                expected=WHAT_TRAVELS + _LIVE if one.live else WHAT_TRAVELS,
-                found=f"{place}: {wrong}",
-                fix="give it as one of these (a parameter as .detach()), keep it in a file of its "
-                "own; or, of the scheduler or a group, leave it to the engine with "
-                'allow={"values"}',
-            )
-
-
-_LIVE = ", objects of classes that are found in their modules and are their attributes alone"

@@ -1,7 +1,10 @@
 """What a rank does in the tests of optimizers that are who they are, and of schedules and groups
 with numpy's values."""
 
+import decimal
 import enum
+import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +125,8 @@ def own_keys(folder: str) -> dict[str, Any]:
 
 
 def refused_at_attach() -> dict[str, str]:
-    """What attach says of values that no load could give back, and with "values" allowed."""
+    """What attach says of values that no load could give back, and with "values" allowed, which
+    is no way out where a file can't hold them, or nobody can read the rest of it."""
     out = {}
     makes = {
         "open file": lambda: open("/dev/null"),  # noqa: SIM115
@@ -171,3 +175,118 @@ def left_to_the_engine(folder: str, attach: bool) -> dict[str, Any]:
             out[str(allow)] = type(error).__name__, str(error)
         engine.destroy()
     return out
+
+
+class Slotted:
+    __slots__ = ("one",)
+
+    def __init__(self) -> None:
+        self.one = 1
+
+
+class Sub(dict[str, int]):
+    pass
+
+
+# values of which a save passed, and which no load took
+LATE: dict[str, Any] = {
+    "range as key": lambda: {range(3): 1},
+    "dtype as key": lambda: {np.dtype("f4"): 1},
+    "long key": lambda: {tuple(range(2000)): 1},
+    "deep key": lambda: {((((((((((1,),),),),),),),),),): 1},
+    "shared too often": lambda: _doubled(24),
+    "deep by sharing": lambda: _nested(200),
+    "subclass": lambda: Sub(a=1),
+    "slots": Slotted,
+    "uuid": lambda: uuid.UUID(int=5),
+    "decimal": lambda: decimal.Decimal("1.5"),
+    "generator": torch.Generator,
+    "empty text of numpy": lambda: [np.str_("")],  # whose pickle says another dtype
+}
+# of these the class is strange, and the rest of the file can be read
+BY_CLASS = ("subclass", "slots", "uuid", "decimal", "generator", "empty text of numpy")
+# values that look alike, and come back
+FINE: dict[str, Any] = {
+    "nan in a set": lambda: {float("nan")},
+    "shared": lambda: _doubled(10),
+    "nested": lambda: _nested(60),
+    "keys": lambda: {(1, ("a", None)): 1, np.int64(3): 2, torch.float32: 3},
+}
+
+
+def _doubled(levels: int) -> Any:
+    value: Any = [1]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+def _nested(levels: int) -> Any:
+    value: Any = [1]
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def late(folder: str, place: str) -> dict[str, Any]:
+    """What a save says of each value in a place, and whether a load gives back what it took. Where
+    groups and schedulers are allowed to hold anything, the rest has to load."""
+    out: dict[str, Any] = {}
+    for name, make in {**LATE, **FINE}.items():
+        for allow in ((), ("values",)) if place != "client state" and name in LATE else ((),):
+            engine = make_engine(Setup(1), attach=False)
+            engine = ucp.attach(engine, allow=allow)
+            train(engine, 1)
+            client = {"mine": make()} if place == "client state" else {}
+            if place == "scheduler":
+                engine.lr_scheduler.mine = make()
+            elif place == "group":
+                base_of(engine).param_groups[0]["mine"] = make()
+            tag = f"{len(out)}"
+            try:
+                engine.save_checkpoint(folder, tag=tag, client_state=client)
+                said = "saved"
+            except ucp.UcpError as error:
+                said = type(error).__name__
+            if said == "saved":
+                said += ", " + _loaded(folder, tag, place, allow)
+            out[f"{name}{', allowed' if allow else ''}"] = said
+            engine.destroy()
+    return out
+
+
+def _loaded(folder: str, tag: str, place: str, allow: Any) -> str:
+    engine = make_engine(Setup(1), attach=False)
+    try:
+        report = ucp.load(engine, folder, tag, allow=allow)
+        return "loaded" if report.global_steps == 1 else "lost"
+    except ucp.UcpError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def on_one_rank(folder: str) -> str:
+    """A client state that only one rank can't save: all of them say so."""
+    engine = make_engine(Setup(1))
+    client = {"mine": _nested(200) if torch.distributed.get_rank() == 1 else 1}
+    try:
+        engine.save_checkpoint(folder, tag="tag", client_state=client)
+    except ucp.UcpError as error:
+        return type(error).__name__
+    finally:
+        engine.destroy()
+    return "saved"
+
+
+def in_another_order(folder: str) -> list[str]:
+    """Notes of a save where ranks filled their dictionaries in another order."""
+    engine = make_engine(Setup(1))
+    keys = ["a", "b", (1, 2)]
+    order = keys if torch.distributed.get_rank() else keys[::-1]
+    client = {"mine": dict.fromkeys(order, 1), "count": Counter(dict.fromkeys(order, 2))}
+    base_of(engine).param_groups[0]["mine"] = dict.fromkeys(order, 1)
+    engine.save_checkpoint(folder, tag="tag", client_state=client)
+    notes = list(engine.ucp_save_report.notes)
+    engine.destroy()
+    return notes

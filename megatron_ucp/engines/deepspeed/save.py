@@ -38,6 +38,7 @@ from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.own_values import LiveValues
+from megatron_ucp.engines.read_back import names_of, refuse_strange
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import (
     Saving,
@@ -48,7 +49,7 @@ from megatron_ucp.engines.saves import (
     run_of,
     where_to,
 )
-from megatron_ucp.engines.values import members_by_value, named_in, refuse_strange
+from megatron_ucp.engines.values import members_by_value, named_in
 from megatron_ucp.errors import RankError, SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
@@ -124,8 +125,7 @@ def _save(
         live = describe(engine, model, present=True)
         waiting = micro_batches(engine)
         middle = in_the_middle(engine, live.wrapper)
-        own = _own_values(engine, live, asked.client_state)
-        apart = own.differing()
+        own, apart = _own_values(live, asked.client_state)
         written, stock_seconds = _stock(engine, stock_save, asked)
         with as_save_error(), agree.together() as block:
             more = [own.write(asked.aside, agree.world()[0], apart)] if apart else []
@@ -164,7 +164,7 @@ def _said(live: LiveEngine, asked: Asked, waiting: int | None, apart: PerRank) -
     said = {
         RECORDED: model_said,
         RENAMED: live.own.renamed,
-        CLASSES: sorted(named_in(kept)),
+        CLASSES: sorted({*named_in(kept), *names_of(kept)}),
         MEMBERS: list(dict.fromkeys(members_by_value(kept))),
     }
     counted: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
@@ -213,8 +213,7 @@ def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
         check_states(engine)
         file = Path(engine._get_ckpt_name(str(asked.folder), asked.tag))
         refuse_strange(of_caller(asked.client_state, OWN_KEYS, file), SaveError, file)
-        if not how.values_left:
-            refuse_strange(of_engine(engine), SaveError, file)
+        refuse_strange(of_engine(engine), SaveError, file, left=how.values_left)
         if agree.world()[0] == 0:
             left.enter_context(durable.begin(asked.folder, asked.tag))
     require_one_save(block.values)
@@ -282,8 +281,17 @@ def _catching_writes(engine: Any) -> Iterator[list[Path | SaveError]]:
                 setattr(owner, name, old)
 
 
-def _own_values(engine: Any, live: LiveEngine, client_state: Any) -> LiveValues:
-    """What this rank has that other ranks may have otherwise."""
+def _own_values(live: LiveEngine, client_state: Any) -> tuple[LiveValues, PerRank]:
+    """What this rank has that other ranks may have otherwise, and what differs. Collective. Raises
+    SaveError."""
+    with agree.together() as told:
+        own = _live_values(live, client_state)
+        told.value = own.digest()
+    return own, own.differing(told.values)
+
+
+def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
+    engine = live.engine
     buffers = {n: v.tensor for n, v in live.own.values.items() if v.kind == "buffer"}
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     compared = bool(client_state) or live.wrapper.zero == 3

@@ -15,9 +15,8 @@ from megatron_ucp.formats.pt.known import KNOWN
 class Strangers:
     """Names that are not on the closed list and may stand as names, as somebody vouches for them:
     those `known` (None: all), under a key of the tree that `is_value` and in parameter groups,
-    where a program's own values are. They may name an object that is made without a call, or by
-    one with a single plain argument, as members of enums are; `members` says the names of those
-    (class, value) that are known. `names` are those that were found."""
+    where a program's own values are. They may name an object too; nothing of it is made. `members`
+    says the names of members of enums, by (class, value). `names` are those that were found."""
 
     is_value: Callable[[str], bool]
     known: frozenset[str] | None = None

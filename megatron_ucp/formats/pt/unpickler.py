@@ -355,10 +355,12 @@ class Machine:
         return build(self, func.qualname, args)
 
     def _member(self, qualname: str, args: tuple[object, ...]) -> Stand:
-        """What may be the member of an enum by its value: a call with a single plain argument."""
-        if self.strangers is None or len(args) != 1 or type(args[0]) not in SCALARS:
+        """A call of a name that somebody vouches for, as what it is: nothing is called. It may be
+        the member of an enum by its value."""
+        if self.strangers is None:
             raise not_listed(qualname, self.file)
-        name = self.strangers.members.get((qualname, args[0]))
+        plain = len(args) == 1 and type(args[0]) in SCALARS
+        name = self.strangers.members.get((qualname, args[0])) if plain else None
         return Stand(qualname, args) if name is None else Stand(qualname, (name,), made="member")
 
     def new(self, kind: object, args: object) -> object:

@@ -39,6 +39,7 @@ from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
+from megatron_ucp.engines.read_back import KeptValue, refuse_strange
 from megatron_ucp.engines.saves import (
     Saving,
     as_save_error,
@@ -49,7 +50,6 @@ from megatron_ucp.engines.saves import (
     where_to,
 )
 from megatron_ucp.engines.unusable import is_unusable
-from megatron_ucp.engines.values import KeptValue, refuse_strange
 from megatron_ucp.errors import EngineUnusableError, SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
@@ -130,7 +130,7 @@ def _save(
                 left.enter_context(begin(folder, tag))
                 make_files(aside, job.plan)
         require_one_save(block.values)
-        apart = job.own.differing()
+        apart = job.own.differing(agree.collect(job.own.digest))
         with as_save_error(), agree.together():
             job.write(aside, how.rng, rank, sync)
             if apart:
