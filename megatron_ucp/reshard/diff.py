@@ -18,11 +18,12 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
-from megatron_ucp.formats.base import PER_GROUP, Checkpoint
+from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.schedule import one_spelling
 from megatron_ucp.formats.of_ranks import Apart, apart_in, text_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
+from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
 from megatron_ucp.reshard.twin import told_by
 from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
@@ -132,9 +133,7 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
     if staged or len(one.manifest.groups) != len(two.manifest.groups):
         # the stages of a pipeline, and experts that other ranks share, have groups of their own;
         # their rates are compared with the parameters' hyper-parameters
-        a, b = (
-            state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
-        )
+        a, b = without_groups(a), without_groups(b)
     if not alike(one_spelling(a), one_spelling(b)):
         yield Difference("", "lr_scheduler", shown(a), shown(b))
 

@@ -12,9 +12,9 @@ from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
-from megatron_ucp.formats.base import PER_GROUP
 from megatron_ucp.formats.optimizers import keeps_states, steps_as
 from megatron_ucp.formats.prefixes import other_prefix
+from megatron_ucp.formats.schedules import regrouped
 
 NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
@@ -363,20 +363,25 @@ def check_not_lost(
 def scheduler_for(
     found: Any, origins: Sequence[int | None], count: int, own: Mapping[str, Any] | None = None
 ) -> Any:
-    """A scheduler's state for other groups: what it keeps per group follows the parameters. `found`
-    has it for the `count` groups of the checkpoint; `origins` are those that each target group
-    comes from. A group that comes from none has what the target's `own` scheduler says."""
+    """A scheduler's state for other groups: what it keeps per group, and what schedulers that it
+    holds keep, follows the parameters. `found` has it for the `count` groups of the checkpoint;
+    `origins` are those that each target group comes from. A group that comes from none has what the
+    target's `own` scheduler says."""
     if not isinstance(found, dict) or (None in origins and own is None):
         return found
-    out = dict(found)
-    for key in PER_GROUP & found.keys():
-        saved, here = found[key], (own or {}).get(key)
-        if not isinstance(saved, list) or len(saved) != count:
-            continue
+    strange: list[Any] = []
+
+    def of(lists: list[Any]) -> Any:
+        saved, here = lists
+        if len(saved) != count:
+            return saved
         if None in origins and (not isinstance(here, list) or len(here) != len(origins)):
-            return found  # counts other groups: the caller refuses it
-        out[key] = [
-            here[number] if origin is None and here is not None else saved[origin or 0]
+            strange.append(saved)
+            return saved
+        return [
+            here[number] if origin is None else saved[origin]
             for number, origin in enumerate(origins)
         ]
-    return out
+
+    out = regrouped([found, own], of)
+    return found if strange else out  # counts other groups: the caller refuses it

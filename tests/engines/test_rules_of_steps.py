@@ -55,6 +55,16 @@ def test_the_next_rates_are_those_of_the_run(
             assert found[f"{way} notes"] == []
 
 
+@pytest.mark.parametrize("schedule", ["SequentialLR", "ChainedScheduler"])
+def test_schedulers_in_a_scheduler_follow_the_parameters(
+    ranks: RankPool, tmp_path: Path, schedule: str
+) -> None:
+    (found,) = ranks.run(1, JOBS + "nested_rates", str(tmp_path), schedule)
+    assert found["run"][0] != found["run"][3]
+    for way in ("same", "swapped", "split"):
+        assert found[way] == found["run"], way
+
+
 def test_a_groups_own_keys(ranks: RankPool, tmp_path: Path) -> None:
     (found,) = ranks.run(1, JOBS + "own_keys", str(tmp_path))
     assert found["all"][:2] == ("np.int64(3)", None)
