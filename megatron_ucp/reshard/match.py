@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
-from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
-from megatron_ucp.formats.optimizers import keeps_states, steps_as
+from megatron_ucp.formats.optimizers import keeps_states, rule_of, rule_untold
 from megatron_ucp.formats.prefixes import other_prefix
 from megatron_ucp.formats.schedules import regrouped
 
@@ -296,19 +296,27 @@ def group_values(
     return [one_value(every, of, "hyper-parameters", file) for every in members]
 
 
+UNTOLD = "the files don't say by which rule of Adam the run stepped; the engine steps by {}"
+ADAMS = frozenset({"Adam", "AdamW"})
+
+
 def match_optimizers(
     source: Manifest, target: Manifest, fresh: Collection[str], allow: frozenset[str], file: str
 ) -> list[str]:
-    """Notes about groups that the engine steps by another rule than the run did. Raises
-    StateMismatchError unless that is allowed."""
+    """Notes about groups that the engine steps by another rule than the run did, or whose rule
+    nothing says. Raises StateMismatchError unless another one is allowed."""
     other: dict[tuple[str, str], str] = {}
+    untold: dict[str, None] = {}
     for buffer in target.buffers:
         for member in buffer.members:
             number = source.group_number(member.param)
             if member.group is None or number is None or member.param in fresh:
                 continue
-            rules = _rule(source.groups[number]), _rule(target.groups[member.group])
-            if all(rules) and rules[0] != rules[1]:
+            groups = source.groups[number], target.groups[member.group]
+            rules = rule_of(groups[0]), rule_of(groups[1])
+            if rules[1] in ADAMS and rule_untold(groups[0]):
+                untold[UNTOLD.format(rules[1])] = None
+            elif all(rules) and rules[0] != rules[1]:
                 other.setdefault(rules, member.param)
     for (theirs, ours), param in other.items():
         if "optimizer" not in allow:
@@ -322,12 +330,12 @@ def match_optimizers(
                 'allow={"optimizer"}',
             )
     return [
-        f"the engine steps by {ours}, the run did by {theirs}: allowed" for theirs, ours in other
+        *untold,
+        *(
+            f"the engine steps by {ours}, the run did by {theirs}: allowed"
+            for theirs, ours in other
+        ),
     ]
-
-
-def _rule(group: ParamGroup) -> str:
-    return group.steps_as or steps_as(group.optimizer, group.settings)
 
 
 def source_states(source: Manifest, param: str) -> dict[str, str]:

@@ -242,3 +242,43 @@ def nested_rates(folder: str, schedule: str) -> dict[str, Any]:
         out[way] = _rates_by_parameter(engine, 4, 2)
         engine.destroy()
     return out
+
+
+def _own_adam(decoupled: bool, by_config: bool) -> Any:
+    """An engine with DeepSpeed's Adam on the host."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "steps_per_print": 10**9,
+    }
+    made: dict[str, Any] = {"model_parameters": net.parameters()}
+    if by_config:
+        params = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": decoupled}
+        config["optimizer"] = {"type": "Adam", "params": params}
+    else:
+        made = {"optimizer": DeepSpeedCPUAdam(net.parameters(), lr=1e-2, adamw_mode=decoupled)}
+    return deepspeed.initialize(model=net, config=config, dist_init_required=False, **made)[0]
+
+
+def own_adams(folder: str, by_config: bool) -> dict[tuple[bool, bool], str]:
+    """What a load says of stock files of one Adam in an engine with one."""
+    out: dict[tuple[bool, bool], str] = {}
+    for wrote in (True, False):
+        engine = _own_adam(wrote, by_config)
+        engine.backward(engine(torch.ones(4, 6)).square().mean())
+        engine.step()
+        engine.save_checkpoint(folder, tag=str(wrote))
+        engine.destroy()
+        for loads in (True, False):
+            engine = _own_adam(loads, by_config)
+            try:
+                out[wrote, loads] = " ".join(ucp.load(engine, folder, str(wrote)).notes)
+            except ucp.UcpError as error:
+                out[wrote, loads] = str(error)
+            engine.destroy()
+    return out
