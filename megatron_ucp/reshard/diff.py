@@ -25,6 +25,7 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
+from megatron_ucp.reshard.client_states import unequal
 from megatron_ucp.reshard.twin import told_by
 from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
@@ -50,7 +51,7 @@ def diff(
     rules_b: str | Path | None = None,
 ) -> list[Difference]:
     """Every difference in parameters, shapes, master weights, optimizer states, steps,
-    hyper-parameters and counters.
+    hyper-parameters, counters, schedules and client states.
 
     Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are
     not compared: they are casts of the masters. Of a Hugging Face folder the weights are compared,
@@ -136,6 +137,8 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         a, b = without_groups(a), without_groups(b)
     if not alike(one_spelling(a), one_spelling(b)):
         yield Difference("", "lr_scheduler", shown(a), shown(b))
+    for what, *sides in unequal(one, two):
+        yield Difference("", what, *sides)
 
 
 def _same_apart(a: Apart, b: Apart) -> bool:
