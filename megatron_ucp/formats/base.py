@@ -74,7 +74,10 @@ class Where:
 # What torch's schedulers keep once per parameter group; the stages of a pipeline may have different
 # groups.
 PER_GROUP = frozenset(
-    {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums"}
+    {
+        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+        *("base_momentums", "max_momentums"),
+    }
 )
 
 

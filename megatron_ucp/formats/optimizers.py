@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import StateMismatchError, UnsupportedError, UsageError
 
@@ -159,6 +160,18 @@ def steps_as(optimizer: str, settings: Mapping[str, Any]) -> str:
         decoupled = True if decoupled is None and name == "AdamW" else decoupled
         return "" if decoupled is None else "AdamW" if decoupled else "Adam"
     return f"{name} with decoupled weight decay" if decoupled else name
+
+
+def rule_of(group: ParamGroup) -> str:
+    """The rule by which a group is stepped, "" where nothing says it."""
+    return group.steps_as or steps_as(group.optimizer, group.settings)
+
+
+def rule_untold(group: ParamGroup) -> bool:
+    """Whether a group is stepped as Adam does, with its kind of weight decay or the other, and does
+    not tell which."""
+    is_adams = {"betas", "eps"} <= group.settings.keys()
+    return is_adams and group.optimizer in {"", *_OF_ADAM} and not rule_of(group)
 
 
 def register_optimizer(

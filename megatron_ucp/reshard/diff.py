@@ -18,12 +18,14 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
-from megatron_ucp.formats.base import PER_GROUP, Checkpoint
+from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.schedule import one_spelling
 from megatron_ucp.formats.of_ranks import Apart, apart_in, text_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
+from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
+from megatron_ucp.reshard.client_states import unequal
 from megatron_ucp.reshard.twin import told_by
 from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
@@ -49,7 +51,7 @@ def diff(
     rules_b: str | Path | None = None,
 ) -> list[Difference]:
     """Every difference in parameters, shapes, master weights, optimizer states, steps,
-    hyper-parameters and counters.
+    hyper-parameters, counters, schedules and client states.
 
     Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are
     not compared: they are casts of the masters. Of a Hugging Face folder the weights are compared,
@@ -132,11 +134,11 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
     if staged or len(one.manifest.groups) != len(two.manifest.groups):
         # the stages of a pipeline, and experts that other ranks share, have groups of their own;
         # their rates are compared with the parameters' hyper-parameters
-        a, b = (
-            state and {k: v for k, v in state.items() if k not in PER_GROUP} for state in (a, b)
-        )
+        a, b = without_groups(a), without_groups(b)
     if not alike(one_spelling(a), one_spelling(b)):
         yield Difference("", "lr_scheduler", shown(a), shown(b))
+    for what, *sides in unequal(one, two):
+        yield Difference("", what, *sides)
 
 
 def _same_apart(a: Apart, b: Apart) -> bool:

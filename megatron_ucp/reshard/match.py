@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
-from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError
-from megatron_ucp.formats.base import PER_GROUP
-from megatron_ucp.formats.optimizers import keeps_states, steps_as
+from megatron_ucp.formats.optimizers import keeps_states, rule_of, rule_untold
 from megatron_ucp.formats.prefixes import other_prefix
+from megatron_ucp.formats.schedules import regrouped
 
 NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
@@ -296,19 +296,27 @@ def group_values(
     return [one_value(every, of, "hyper-parameters", file) for every in members]
 
 
+UNTOLD = "the files don't say by which rule of Adam the run stepped; the engine steps by {}"
+ADAMS = frozenset({"Adam", "AdamW"})
+
+
 def match_optimizers(
     source: Manifest, target: Manifest, fresh: Collection[str], allow: frozenset[str], file: str
 ) -> list[str]:
-    """Notes about groups that the engine steps by another rule than the run did. Raises
-    StateMismatchError unless that is allowed."""
+    """Notes about groups that the engine steps by another rule than the run did, or whose rule
+    nothing says. Raises StateMismatchError unless another one is allowed."""
     other: dict[tuple[str, str], str] = {}
+    untold: dict[str, None] = {}
     for buffer in target.buffers:
         for member in buffer.members:
             number = source.group_number(member.param)
             if member.group is None or number is None or member.param in fresh:
                 continue
-            rules = _rule(source.groups[number]), _rule(target.groups[member.group])
-            if all(rules) and rules[0] != rules[1]:
+            groups = source.groups[number], target.groups[member.group]
+            rules = rule_of(groups[0]), rule_of(groups[1])
+            if rules[1] in ADAMS and rule_untold(groups[0]):
+                untold[UNTOLD.format(rules[1])] = None
+            elif all(rules) and rules[0] != rules[1]:
                 other.setdefault(rules, member.param)
     for (theirs, ours), param in other.items():
         if "optimizer" not in allow:
@@ -322,12 +330,12 @@ def match_optimizers(
                 'allow={"optimizer"}',
             )
     return [
-        f"the engine steps by {ours}, the run did by {theirs}: allowed" for theirs, ours in other
+        *untold,
+        *(
+            f"the engine steps by {ours}, the run did by {theirs}: allowed"
+            for theirs, ours in other
+        ),
     ]
-
-
-def _rule(group: ParamGroup) -> str:
-    return group.steps_as or steps_as(group.optimizer, group.settings)
 
 
 def source_states(source: Manifest, param: str) -> dict[str, str]:
@@ -363,20 +371,25 @@ def check_not_lost(
 def scheduler_for(
     found: Any, origins: Sequence[int | None], count: int, own: Mapping[str, Any] | None = None
 ) -> Any:
-    """A scheduler's state for other groups: what it keeps per group follows the parameters. `found`
-    has it for the `count` groups of the checkpoint; `origins` are those that each target group
-    comes from. A group that comes from none has what the target's `own` scheduler says."""
+    """A scheduler's state for other groups: what it keeps per group, and what schedulers that it
+    holds keep, follows the parameters. `found` has it for the `count` groups of the checkpoint;
+    `origins` are those that each target group comes from. A group that comes from none has what the
+    target's `own` scheduler says."""
     if not isinstance(found, dict) or (None in origins and own is None):
         return found
-    out = dict(found)
-    for key in PER_GROUP & found.keys():
-        saved, here = found[key], (own or {}).get(key)
-        if not isinstance(saved, list) or len(saved) != count:
-            continue
+    strange: list[Any] = []
+
+    def of(lists: list[Any]) -> Any:
+        saved, here = lists
+        if len(saved) != count:
+            return saved
         if None in origins and (not isinstance(here, list) or len(here) != len(origins)):
-            return found  # counts other groups: the caller refuses it
-        out[key] = [
-            here[number] if origin is None and here is not None else saved[origin or 0]
+            strange.append(saved)
+            return saved
+        return [
+            here[number] if origin is None else saved[origin]
             for number, origin in enumerate(origins)
         ]
-    return out
+
+    out = regrouped([found, own], of)
+    return found if strange else out  # counts other groups: the caller refuses it

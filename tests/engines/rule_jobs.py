@@ -290,3 +290,114 @@ def in_another_order(folder: str) -> list[str]:
     notes = list(engine.ucp_save_report.notes)
     engine.destroy()
     return notes
+
+
+def _sequential(optimizer: Any) -> Any:
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.LinearLR(optimizer, 0.2, 1.0, 2), kinds.CosineAnnealingLR(optimizer, 9)]
+    return kinds.SequentialLR(optimizer, parts, [3])
+
+
+def _chained(optimizer: Any) -> Any:
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.LambdaLR(optimizer, lambda n: 1 / (1 + n)), kinds.ExponentialLR(optimizer, 0.9)]
+    return kinds.ChainedScheduler(parts, optimizer)
+
+
+NESTED = {"SequentialLR": _sequential, "ChainedScheduler": _chained}
+
+
+def _in_groups(schedule: str, way: str, attach: bool) -> Any:
+    """An engine with two rates for four parameters; `way` says how the groups stand."""
+    import deepspeed
+
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
+    first, last = ({"params": list(part.parameters())} for part in net)
+    groups = [{**first, "lr": 1e-2}, {**last, "lr": 1e-4}]
+    if way == "swapped":
+        groups.reverse()
+    if way == "split":
+        groups = [{**g, "params": [p]} for g in reversed(groups) for p in g["params"]]
+    optimizer = torch.optim.AdamW(groups)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 10**9,
+    }
+    engine = deepspeed.initialize(
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=NESTED[schedule](optimizer),
+        config=config,
+        dist_init_required=False,
+    )[0]
+    return ucp.attach(engine) if attach else engine
+
+
+def _rates_by_parameter(engine: Any, steps: int, first: int) -> list[dict[str, float]]:
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    out: list[dict[str, float]] = []
+    for number in range(first, first + steps):
+        rows = torch.rand(4, 6, generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        groups = zip(engine.optimizer.bit16_groups, base_of(engine).param_groups, strict=True)
+        out.append({names[id(p)]: float(g["lr"]) for params, g in groups for p in params})
+    return out
+
+
+def nested_rates(folder: str, schedule: str) -> dict[str, Any]:
+    """The next rates of a run with schedulers in a scheduler, and those after a load in other
+    groups, by parameter."""
+    engine = _in_groups(schedule, "", attach=True)
+    _rates_by_parameter(engine, 2, 0)
+    engine.save_checkpoint(folder, tag=schedule)
+    out: dict[str, Any] = {"run": _rates_by_parameter(engine, 4, 2)}
+    engine.destroy()
+    for way in ("same", "swapped", "split"):
+        engine = _in_groups(schedule, way, attach=False)
+        ucp.load(engine, folder, schedule)
+        out[way] = _rates_by_parameter(engine, 4, 2)
+        engine.destroy()
+    return out
+
+
+def _own_adam(decoupled: bool, by_config: bool) -> Any:
+    """An engine with DeepSpeed's Adam on the host."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "steps_per_print": 10**9,
+    }
+    made: dict[str, Any] = {"model_parameters": net.parameters()}
+    if by_config:
+        params = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": decoupled}
+        config["optimizer"] = {"type": "Adam", "params": params}
+    else:
+        made = {"optimizer": DeepSpeedCPUAdam(net.parameters(), lr=1e-2, adamw_mode=decoupled)}
+    return deepspeed.initialize(model=net, config=config, dist_init_required=False, **made)[0]
+
+
+def own_adams(folder: str, by_config: bool) -> dict[tuple[bool, bool], str]:
+    """What a load says of stock files of one Adam in an engine with one."""
+    out: dict[tuple[bool, bool], str] = {}
+    for wrote in (True, False):
+        engine = _own_adam(wrote, by_config)
+        engine.backward(engine(torch.ones(4, 6)).square().mean())
+        engine.step()
+        engine.save_checkpoint(folder, tag=str(wrote))
+        engine.destroy()
+        for loads in (True, False):
+            engine = _own_adam(loads, by_config)
+            try:
+                out[wrote, loads] = " ".join(ucp.load(engine, folder, str(wrote)).notes)
+            except ucp.UcpError as error:
+                out[wrote, loads] = str(error)
+            engine.destroy()
+    return out

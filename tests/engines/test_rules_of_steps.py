@@ -43,6 +43,16 @@ def test_another_rule_is_refused_unless_it_is_allowed(
             assert any("the engine steps by" in note for note in allowed[tag]["notes"])
 
 
+def test_deepspeeds_own_adams_in_stock_files(ranks: RankPool, tmp_path: Path) -> None:
+    (said,) = ranks.run(1, JOBS + "own_adams", str(tmp_path / "config"), True)
+    for (wrote, loads), text in said.items():
+        assert ("steps by another rule" in text) is (wrote != loads), text
+        assert "don't say" not in text
+    (said,) = ranks.run(1, JOBS + "own_adams", str(tmp_path / "own"), False)
+    for text in said.values():  # nothing says it
+        assert "the files don't say by which rule of Adam the run stepped" in text
+
+
 @pytest.mark.parametrize("name", ["milestones", "linspaced", "plain_milestones"])
 @pytest.mark.parametrize("attach", [True, False])
 def test_the_next_rates_are_those_of_the_run(
@@ -54,6 +64,16 @@ def test_the_next_rates_are_those_of_the_run(
         assert found[way] == found["run"], way
         if attach:
             assert found[f"{way} notes"] == []
+
+
+@pytest.mark.parametrize("schedule", ["SequentialLR", "ChainedScheduler"])
+def test_schedulers_in_a_scheduler_follow_the_parameters(
+    ranks: RankPool, tmp_path: Path, schedule: str
+) -> None:
+    (found,) = ranks.run(1, JOBS + "nested_rates", str(tmp_path), schedule)
+    assert found["run"][0] != found["run"][3]
+    for way in ("same", "swapped", "split"):
+        assert found[way] == found["run"], way
 
 
 def test_a_groups_own_keys(ranks: RankPool, tmp_path: Path) -> None:

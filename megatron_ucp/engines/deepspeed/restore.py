@@ -15,6 +15,7 @@ from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.schedules import counted_groups
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.resume import How
@@ -146,15 +147,17 @@ def _of_the_position(source: Checkpoint, engine: Any, module_only: bool) -> list
 
 
 def _check_scheduler(found: Any, engine: Any, source: Checkpoint) -> None:
-    """Raises StateMismatchError where a scheduler counts other groups than the engine has."""
+    """Raises StateMismatchError where a scheduler, or one in it, counts other groups than the
+    engine has."""
     count = len(getattr(engine.optimizer, "param_groups", None) or [])
-    rates = found.get("base_lrs")
-    if engine.lr_scheduler is not None and isinstance(rates, list) and len(rates) != count:
+    counts = (len(rates) for rates in counted_groups(found))
+    other = next((number for number in counts if number != count), None)
+    if engine.lr_scheduler is not None and other is not None:
         raise StateMismatchError(
             "the scheduler of the checkpoint counts another number of groups",
             file=source.main_file,
             expected=count,
-            found=len(rates),
+            found=other,
             fix="build the optimizer's groups as the run did, or load with "
             "load_lr_scheduler_states=False",
         )

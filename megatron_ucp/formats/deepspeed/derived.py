@@ -20,6 +20,7 @@ from megatron_ucp.formats.deepspeed.optimizer_files import Contents
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
+from megatron_ucp.formats.deepspeed.steppers import with_rules
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
@@ -66,7 +67,7 @@ class Derived:
             mesh,
             (*params, *(spec for spec, _ in values)),
             (*found.buffers, *(share for spec, one in values for share in self.shares(spec, one))),
-            found.groups,
+            with_rules(found.groups, self.of.meta.get("ds_config")),
             ties,
             names=self.of.pipe_names if self.of.pipeline else {},
             run=run,

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.base import PER_GROUP, Extras
+from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.keys import COUNTERS, HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.pt.values import TensorRef
+from megatron_ucp.formats.schedules import regrouped
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.folder import TagFolder
@@ -99,7 +100,7 @@ def _int_steps(optimizer: Mapping[str, Any]) -> bool:
 
 def _joined_scheduler(source: "NativeCheckpoint") -> Any:
     """The scheduler's state with what it keeps per group for the groups of all stages, one stage
-    after the other: each stage of a pipeline wrote its own."""
+    after the other, also in schedulers that it holds: each stage of a pipeline wrote its own."""
     found = source.meta.get("lr_scheduler")
     if source.counts.stages == 1 or not isinstance(found, dict):
         return found
@@ -108,17 +109,18 @@ def _joined_scheduler(source: "NativeCheckpoint") -> Any:
     for at, contents in zip(source.places, source.stages, strict=True):
         groups.setdefault(stage_of(at), len(contents.groups))
     saved = [source.tree(file).get("lr_scheduler") or {} for file in files]
-    out = dict(found)
-    for key in PER_GROUP & found.keys():
-        lists = [state.get(key) if isinstance(state, dict) else None for state in saved]
-        counts = [len(values) if isinstance(values, list) else -1 for values in lists]
-        if counts == [*groups.values()]:
-            out[key] = [
-                _as_number(source, file, value)
-                for file, values in zip(files, lists, strict=True)
-                for value in values or []
-            ]
-    return out
+
+    def of(lists: list[Any]) -> Any:
+        counts = [len(values) if isinstance(values, list) else -1 for values in lists[1:]]
+        if counts != [*groups.values()]:
+            return lists[0]
+        return [
+            _as_number(source, file, value)
+            for file, values in zip(files, lists[1:], strict=True)
+            for value in values
+        ]
+
+    return regrouped([found, *saved], of)
 
 
 def _as_number(source: "NativeCheckpoint", file: str, value: Any) -> Any:

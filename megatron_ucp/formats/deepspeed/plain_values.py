@@ -47,15 +47,18 @@ def param_groups(groups: Sequence[Tree], tensors: Tensors) -> tuple[ParamGroup, 
 
 
 def number(value: Any) -> Any:
-    """A number, text or truth value, which is cheap to compare and to show; anything else as a
-    mark of its type.
+    """A number, text or truth value of Python's own type, which is cheap to compare and to show and
+    can be set in a live object; anything else as a mark of its type.
 
     Values of a hostile file can share parts so often that comparing or printing them never ends.
     """
-    if isinstance(value, NumpyInt):
-        return int(value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, NumpyInt) and value.dtype.endswith("b1"):
+        return bool(value)
+    if value is None or isinstance(value, bool):
         return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
     return str(value) if isinstance(value, PurePath) else f"<{type(value).__name__}>"
 
 

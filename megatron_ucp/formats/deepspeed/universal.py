@@ -39,6 +39,7 @@ from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.plain_values import loss_scaler, number, param_groups
+from megatron_ucp.formats.deepspeed.steppers import with_rules
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
 from megatron_ucp.formats.optimizers import ELEMENT
@@ -218,10 +219,9 @@ class UniversalCheckpoint(TagFolder):
     def _manifest(self, groups: list[dict[str, Ints]], recorded: Manifest | None) -> Manifest:
         found = list(self._trainable(groups, recorded))
         found += self._values({spec.name for spec, _ in found})
-        said = param_groups(
-            self._param_groups(),
-            lambda ref: self.tensor(self.full_path(f"{ATOMS}/{GLOBAL}"), ref),
-        )
+        file = self.full_path(f"{ATOMS}/{GLOBAL}")
+        told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
+        said = with_rules(told, self.meta.get("ds_config"))
         run = {
             key: number(self.meta.get(key))
             for key in ("global_steps", "skipped_steps", "ds_version")

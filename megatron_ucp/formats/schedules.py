@@ -1,0 +1,73 @@
+"""States of schedulers: what they keep once per parameter group, also in the states of others that
+they hold (torch's SequentialLR and ChainedScheduler have a list of them)."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_ucp.formats.base import PER_GROUP
+
+_COUNTED = ("base_lrs", "min_lrs")  # rates of every group, in each scheduler of torch that has them
+
+
+def regrouped(states: Sequence[Any], of: Callable[[list[Any]], Any]) -> Any:
+    """The first of some states of one scheduler, where `of` gives what it keeps per group: it gets
+    the lists that the states have there, None of one that has none. Nothing of `states` changes."""
+    return _Walk(of).over(list(states))
+
+
+def without_groups(state: Any) -> Any:
+    """A scheduler's state with nothing in the place of what it keeps per group."""
+    return regrouped([state], lambda _: None)
+
+
+def counted_groups(state: Any) -> Iterator[list[Any]]:
+    """The lists that have one rate for each group."""
+    found: list[list[Any]] = []
+    _Walk(lambda _: None, lambda key, value: key in _COUNTED and found.append(value)).over([state])
+    yield from found
+
+
+class _Walk:
+    """Over the dictionaries and lists of some states at once. What is shared, or holds itself, is
+    walked once: values of a hostile file can share parts so often that a plain walk never ends."""
+
+    def __init__(
+        self, of: Callable[[list[Any]], Any], seen: Callable[[str, list[Any]], Any] | None = None
+    ) -> None:
+        self.of, self.seen = of, seen
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def over(self, states: list[Any]) -> Any:
+        """What changes is a copy; the rest stays what it is, shared as it was."""
+        first, ids = states[0], tuple(map(id, states))
+        if ids in self._made or not (isinstance(first, dict) or _is_list_of_states(first)):
+            return self._made.get(ids, first)
+        self._made[ids] = out = copy.copy(first)
+        if isinstance(first, dict):
+            for key in first:
+                beside = [s.get(key) if isinstance(s, dict) else None for s in states]
+                out[key] = self._part(key, beside)
+            changed = any(out[key] is not first[key] for key in first)
+        else:
+            for number in range(len(first)):
+                out[number] = self.over([_item(state, number) for state in states])
+            changed = any(one is not other for one, other in zip(out, first, strict=True))
+        if not changed:
+            self._made[ids] = first
+        return self._made[ids]
+
+    def _part(self, key: Any, beside: list[Any]) -> Any:
+        if key not in PER_GROUP or not isinstance(beside[0], list):
+            return self.over(beside)
+        if self.seen is not None:
+            self.seen(key, beside[0])
+        return self.of(beside)
+
+
+def _is_list_of_states(value: Any) -> bool:
+    return type(value) is list and all(isinstance(one, dict) for one in value)
+
+
+def _item(state: Any, number: int) -> Any:
+    return state[number] if type(state) is list and number < len(state) else None

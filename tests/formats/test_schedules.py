@@ -1,0 +1,62 @@
+"""What schedulers keep per parameter group, at every depth of their states."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from megatron_ucp.formats.schedules import counted_groups, without_groups
+from megatron_ucp.reshard.match import scheduler_for
+
+
+def _inner(*rates: float) -> dict[str, Any]:
+    return {"base_lrs": [*rates], "_last_lr": [*rates], "lr_lambdas": [{"a": 1}, None]}
+
+
+def _joined(*rates: float) -> dict[str, Any]:
+    return {
+        "_schedulers": [_inner(*rates), {"base_lrs": [*rates], "after": _inner(*rates)}],
+        "_milestones": [3, 1],
+        "_last_lr": [*rates],
+    }
+
+
+def _rates(state: Any) -> list[Any]:
+    return list(counted_groups(state))
+
+
+def test_groups_are_reordered_and_split_at_every_depth() -> None:
+    found = _joined(0.1, 0.2)
+    swapped = scheduler_for(found, [1, 0, 1], 2)
+    assert _rates(swapped) == [[0.2, 0.1, 0.2]] * 3 and swapped["_last_lr"] == [0.2, 0.1, 0.2]
+    assert swapped["_schedulers"][0]["lr_lambdas"] == [None, {"a": 1}, None]
+    assert found == _joined(0.1, 0.2)  # is the checkpoint's
+    assert swapped["_milestones"] is found["_milestones"]
+
+
+def test_a_group_of_its_own_has_what_the_target_says() -> None:
+    found, here = _joined(0.1, 0.2), _joined(0.5, 0.6, 0.7)
+    here["_schedulers"][0]["lr_lambdas"] = [None] * 3
+    here["_schedulers"][1]["after"]["lr_lambdas"] = [None] * 3
+    assert _rates(scheduler_for(found, [1, None, 0], 2, here)) == [[0.2, 0.6, 0.1]] * 3
+    del here["_schedulers"][1]  # another scheduler: nothing is guessed
+    assert scheduler_for(found, [1, None, 0], 2, here) is found
+
+
+def test_what_is_per_group_is_not_compared_where_groups_differ() -> None:
+    assert without_groups(_joined(0.1, 0.2)) == without_groups(_joined(0.3, 0.4))
+    other = _joined(0.1, 0.2) | {"_milestones": [4, 1]}
+    assert without_groups(other) != without_groups(_joined(0.1, 0.2))
+    assert without_groups(None) is None
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_shared_parts_are_walked_once(kind: Any) -> None:
+    state = kind(_inner(0.1, 0.2))
+    for _ in range(200):
+        state = kind({"one": state, "other": state, "more": [state, state]})
+    swapped = scheduler_for(state, [1, 0], 2)
+    assert type(swapped) is kind and swapped["one"] is swapped["other"]
+    for _ in range(200):
+        swapped = swapped["one"]
+    assert swapped["base_lrs"] == [0.2, 0.1]
