@@ -72,8 +72,8 @@ class OwnValues:
     def only(self, what: PerRank) -> "OwnValues":
         """Without what all ranks share."""
         return OwnValues(
-            {name: value for name, value in self.buffers.items() if name in what.buffers},
-            {key: value for key, value in self.client_state.items() if key in what.client_state},
+            {name: self.buffers[name] for name in self.buffers if name in what.buffers},
+            {key: self.client_state[key] for key in self.client_state if key in what.client_state},
             self.scheduler if what.scheduler else None,
         )
 
