@@ -12,7 +12,7 @@ from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Extent, layout_from_json, layout_to_json
 from megatron_ucp.core.manifest import KINDS, FileEntry, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
-from megatron_ucp.core.values import coded, decoded
+from megatron_ucp.core.values import NOT_CODED, coded, decoded
 from megatron_ucp.errors import DamagedFileError
 
 # 2: steps, groups and the optimizer belong to each member of a buffer. In 1 they belonged to whole
@@ -85,7 +85,7 @@ def from_json(text: str | bytes, file: str) -> Manifest:
     # a million values that all stay: looking for cycles in them takes twice the time of the rest
     gc.disable()
     try:
-        _check_extent(text)
+        check_extent(text, MAX_BYTES, MAX_VALUES)
         data = json.loads(text)
         if data.pop("format") != "megatron_ucp" or data["version"] not in (1, 2, FORMAT_VERSION):
             raise DamagedFileError(
@@ -99,7 +99,7 @@ def from_json(text: str | bytes, file: str) -> Manifest:
         if data.pop("version") == 1:
             _from_version_1(data)
         return _build(data)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except NOT_CODED as error:
         raise DamagedFileError(
             "the manifest can't be read",
             file=file,
@@ -111,13 +111,13 @@ def from_json(text: str | bytes, file: str) -> Manifest:
             gc.enable()
 
 
-def _check_extent(text: str | bytes) -> None:
-    """Refuses by its length what would take all memory as values."""
+def check_extent(text: str | bytes, max_bytes: int, max_values: int) -> None:
+    """Refuses by its length what would take all memory as values. Raises ValueError."""
     marks = "[,{" if isinstance(text, str) else (b"[", b",", b"{")
     values = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
-    if len(text) > MAX_BYTES or values > MAX_VALUES:
+    if len(text) > max_bytes or values > max_values:
         raise ValueError(
-            f"{len(text)} bytes with {values} values, and at most {MAX_BYTES} with {MAX_VALUES} "
+            f"{len(text)} bytes with {values} values, and at most {max_bytes} with {max_values} "
             "are read"
         )
 

@@ -19,6 +19,14 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from megatron_ucp.core.value_bytes import (
+    bytes_of_numpy,
+    bytes_of_torch,
+    check_bytes,
+    check_text,
+    is_name,
+)
+
 # ------------------------------------------------ inert classes
 
 
@@ -110,6 +118,8 @@ def numpy_scalar(dtype: str, data: bytes) -> NumpyScalar:
 
 def _python_value(dtype: str, data: bytes) -> tuple[Any, Any]:
     order = "<" if dtype[0] in "|=" else dtype[0]
+    if dtype[0] not in "<>|=" or len(data) != bytes_of_numpy(dtype):
+        raise ValueError(f"{len(data)} bytes of numpy's dtype {dtype}")
     if dtype[1] == "U":
         text = data.decode("utf-32-be" if order == ">" else "utf-32-le", "surrogatepass")
         return NumpyText, text.rstrip("\0")
@@ -323,9 +333,21 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
+NOT_CODED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    OverflowError,
+    struct.error,
+)
+"""What `decoded` raises."""
+
+
 def decoded(data: Any) -> Any:
-    """The value that `coded` wrote. Raises what Python raises for what it did not write
-    (ValueError, KeyError, TypeError)."""
+    """The value that `coded` wrote. Raises one of `NOT_CODED` for what it did not write."""
     if isinstance(data, list):
         return [decoded(item) for item in cast("list[Any]", data)]
     if not isinstance(data, dict):
@@ -337,6 +359,7 @@ def decoded(data: Any) -> Any:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decoded(item) for item in found["items"]])
     if kind in _TEXTS:
+        check_text(kind, _text(found["text"]))
         return _TEXTS[kind](_text(found["text"]))
     if kind in _CALLED:
         return _CALLED[kind](*[decoded(part) for part in found["args"]])
@@ -353,10 +376,39 @@ def _pairs(found: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(decoded(key), decoded(item)) for key, item in found["items"]]
 
 
+def _name(value: Any) -> str:
+    if not is_name(_text(value)):
+        raise ValueError(f"{brief(value)} is no name of a class")
+    return value
+
+
 def _object(found: Mapping[str, Any]) -> Stand:
     args = tuple(decoded(part) for part in found["args"])
     state = {_text(name): decoded(item) for name, item in found["state"]}
-    return Stand(_text(found["name"]), args, state, _text(found["made"]))
+    made = _text(found["made"])
+    if made not in ("call", "new", "member"):
+        raise ValueError(f"an object is made by {brief(made)}")
+    stand = Stand(_name(found["name"]), args, state, made)
+    if stand.qualname in (ARRAY, DTYPE, TENSOR):
+        _check_bytes(stand)
+    return stand
+
+
+def _check_bytes(stand: Stand) -> None:
+    """Raises ValueError for an array, a dtype or a tensor that is malformed."""
+    dtype = stand.get("dtype")
+    size = bytes_of_torch(dtype) if stand.qualname == TENSOR else bytes_of_numpy(dtype)
+    if stand.args or stand.made != "call":
+        raise ValueError(f"{stand.qualname} with arguments")
+    if stand.qualname != DTYPE:
+        check_bytes(size, stand.get("shape"), stand.get("data"))
+
+
+def _bounds(found: Mapping[str, Any]) -> list[Any]:
+    bounds: list[Any] = found["args"]
+    if not all(bound is None or type(bound) is int for bound in bounds):
+        raise ValueError("a range or slice of what is no number")
+    return bounds
 
 
 def _bytes(found: Mapping[str, Any]) -> bytes:
@@ -371,14 +423,14 @@ _DECODERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "deque": lambda f: deque([decoded(item) for item in f["items"]], f["maxlen"]),
     "numpy.scalar": lambda f: numpy_scalar(_text(f["dtype"]), _bytes(f)),
     "object": _object,
-    "name": lambda f: Global(_text(f["name"])),
+    "name": lambda f: Global(_name(f["name"])),
     "int": lambda f: int(_text(f["hex"]), 16),
     "float": lambda f: struct.unpack("<d", _bytes(f))[0],
     "complex": lambda f: complex(*struct.unpack("<dd", _bytes(f))),
     "bytes": _bytes,
     "bytearray": lambda f: bytearray(_bytes(f)),
-    "range": lambda f: range(*f["args"]),
-    "slice": lambda f: slice(*f["args"]),
+    "range": lambda f: range(*_bounds(f)),
+    "slice": lambda f: slice(*_bounds(f)),
 }
 
 

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
+from megatron_ucp.core.value_bytes import bytes_of_numpy, check_bytes, check_text
 from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
+    NOT_CODED,
     TENSOR,
     DeviceName,
     DtypeName,
@@ -38,10 +40,10 @@ from megatron_ucp.engines.values import (
     is_bare,
     named_in,
 )
-from megatron_ucp.errors import UnsafePickleError
+from megatron_ucp.errors import DamagedFileError, UnsafePickleError
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.pt.values import TensorRef
-from megatron_ucp.reshard.execute import tensor_at, tensor_of
+from megatron_ucp.formats.pt.values import ITEMSIZE, TensorRef
+from megatron_ucp.reshard.execute import TORCH_DTYPES, tensor_at, tensor_of
 
 
 @dataclass
@@ -60,8 +62,18 @@ class Building:
 
 def built(value: Any, how: Building) -> Any:
     """The live value of an inert one, in memory of its own. Shared values stay shared. Raises
-    UnsafePickleError for an object of a class that the live value has not."""
-    return _Builder(how).of(value, how.like, how.place)
+    UnsafePickleError for an object of a class that the live value has not, DamagedFileError for
+    what no value of its class says."""
+    try:
+        return _Builder(how).of(value, how.like, how.place)
+    except NOT_CODED as error:
+        raise DamagedFileError(
+            "a value of the checkpoint is malformed",
+            file=how.file,
+            found=f"{how.place}: {type(error).__name__}: {str(error)[:200]}",
+            fix='a load with allow={"values"} keeps the engine\'s own scheduler and groups; else '
+            "restore the file, or load another tag",
+        ) from error
 
 
 def reducing(function: Callable[[str, list[Any]], Any]) -> Callable[[str, list[Any]], Any]:
@@ -111,8 +123,7 @@ class _Builder:
         return self._made[id(item)]
 
     def _numpy(self, item: NumpyScalar, like: Any, place: str) -> Any:
-        dtype = np.dtype(item.dtype)
-        return np.frombuffer(item.data, dtype)[0] if item.data else dtype.type()
+        return np.ndarray((), np.dtype(item.dtype), item.data)[()]
 
     def _list(self, item: Any, like: Any, place: str) -> Any:
         out = self._made[id(item)] = empty_like(item)
@@ -207,8 +218,8 @@ class _Builder:
         return item if self.how.tensor is None else self.how.tensor(item)
 
     _BY_KIND: Mapping[type, Callable[[Any, Any, Any, str], Any]] = {
-        DtypeName: lambda _, item, *__: getattr(torch, item.removeprefix("torch.")),
-        DeviceName: lambda _, item, *__: torch.device(item),
+        DtypeName: lambda _, item, *__: TORCH_DTYPES[item.removeprefix("torch.")],
+        DeviceName: lambda _, item, *__: _device_of(item),
         VersionName: lambda _, item, *__: TorchVersion(item),
         Size: lambda _, item, *__: torch.Size(item),
         Stand: _stand,
@@ -222,14 +233,35 @@ class _Builder:
     }
 
 
+def _device_of(item: DeviceName) -> torch.device:
+    check_text("DeviceName", item)
+    try:
+        return torch.device(item)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
 def _array_of(item: Stand) -> Any:
-    dtype, shape, data = np.dtype(str(item.get("dtype"))), item.get("shape"), item.get("data")
+    """Of numbers or text whose bytes are all there: numpy itself follows what it takes for
+    addresses of objects."""
+    dtype, shape, data = _dtype_of(item), item.get("shape"), item.get("data")
+    check_bytes(dtype.itemsize, shape, data)
     order: Any = "F" if item.get("fortran_order") else "C"
     return np.ndarray(shape, dtype, bytearray(data), order=order)  # type: ignore[arg-type]
 
 
+def _dtype_of(item: Stand) -> "np.dtype[Any]":
+    bytes_of_numpy(item.get("dtype"))
+    return np.dtype(str(item.get("dtype")))
+
+
+def _tensor_of(item: Stand) -> torch.Tensor:
+    check_bytes(ITEMSIZE[str(item.get("dtype"))], item.get("shape"), item.get("data"))
+    return tensor_of(item)
+
+
 _OF_STANDS: dict[str, Callable[[Stand], Any]] = {
     ARRAY: _array_of,
-    DTYPE: lambda item: np.dtype(str(item.get("dtype"))),
-    TENSOR: tensor_of,
+    DTYPE: _dtype_of,
+    TENSOR: _tensor_of,
 }

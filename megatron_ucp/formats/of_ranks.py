@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest_json import check_extent
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.values import coded, decoded, shown
+from megatron_ucp.core.values import NOT_CODED, coded, decoded, shown
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, some_of
 from megatron_ucp.formats.base import Checkpoint
 
 PER_RANK = "per_rank"  # of a manifest's run
 BUFFERS, CLIENT_STATE, SCHEDULER = "buffers", "client_state", "lr_scheduler"
+FILES = "ucp_rank_"  # how their names begin
+MAX_BYTES, MAX_VALUES = 2**31, 2**25  # of one file: it has the bytes of a rank's own tensors
 _NAMED = 5
 
 
@@ -69,8 +72,8 @@ class OwnValues:
     def only(self, what: PerRank) -> "OwnValues":
         """Without what all ranks share."""
         return OwnValues(
-            {name: value for name, value in self.buffers.items() if name in what.buffers},
-            {key: value for key, value in self.client_state.items() if key in what.client_state},
+            {name: self.buffers[name] for name in self.buffers if name in what.buffers},
+            {key: self.client_state[key] for key in self.client_state if key in what.client_state},
             self.scheduler if what.scheduler else None,
         )
 
@@ -96,7 +99,7 @@ def apart_in(checkpoint: Checkpoint) -> Apart:
 
 
 def file_name(rank: int) -> str:
-    return f"ucp_rank_{rank:05d}.json"
+    return f"{FILES}{rank:05d}.json"
 
 
 def text_of(own: OwnValues) -> str:
@@ -115,11 +118,22 @@ def listed(manifest: Manifest | None) -> PerRank:
     if not said:
         return PerRank()
     try:
-        return PerRank(frozenset(said[BUFFERS]), frozenset(said[CLIENT_STATE]), said[SCHEDULER])
-    except (KeyError, TypeError) as error:
+        return PerRank(
+            frozenset(_keys(said[BUFFERS], str)),
+            frozenset(_keys(said[CLIENT_STATE])),
+            bool(said[SCHEDULER]),
+        )
+    except NOT_CODED as error:
         raise DamagedFileError(
             "the manifest does not say what differs from rank to rank", found=repr(error)
         ) from error
+
+
+def _keys(found: Any, kind: type = object) -> list[Any]:
+    """A list of keys: what only counts as one (a range) may be longer than all memory."""
+    if type(found) is not list or not all(isinstance(key, kind) for key in found):
+        raise TypeError(f"{shown(found)} is no list of keys")
+    return found
 
 
 def recorded_of(folder: Path, rank: int, beside: Callable[[str], bytes | None]) -> OwnValues:
@@ -129,10 +143,11 @@ def recorded_of(folder: Path, rank: int, beside: Callable[[str], bytes | None]) 
     if data is None:
         raise DamagedFileError("the values of a rank are missing", file=file)
     try:
+        check_extent(data, MAX_BYTES, MAX_VALUES)
         found: Any = json.loads(data)
         client = {decoded(key): decoded(value) for key, value in found[CLIENT_STATE]}
-        return OwnValues(decoded(found[BUFFERS]), client, decoded(found[SCHEDULER]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return OwnValues(dict(decoded(found[BUFFERS])), client, decoded(found[SCHEDULER]))
+    except NOT_CODED as error:
         raise DamagedFileError(
             "the values of a rank can't be read",
             file=file,

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats import of_ranks
 
 
 class Recorded:
@@ -91,13 +92,15 @@ class Recorded:
         that name."""
         if name not in self.files:
             return None
+        limit = of_ranks.MAX_BYTES if name.startswith(of_ranks.FILES) else MAX_BYTES
         with open_regular(self.folder / name) as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
+            # not the limit itself, for which Python takes memory at once
+            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
+        if len(data) > limit:
             raise DamagedFileError(
                 "the file is larger than any of its kind",
                 file=self.folder / name,
-                expected=f"at most {MAX_BYTES} bytes",
+                expected=f"at most {limit} bytes",
                 found="more",
             )
         self.compare(name, len(data), hashlib.sha256(data).hexdigest())

@@ -8,7 +8,8 @@ from typing import Any
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import UnsafePickleError
+from megatron_ucp.core.values import TENSOR, Stand
+from megatron_ucp.errors import UcpError
 from megatron_ucp.families import families
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.base import Checkpoint
@@ -18,7 +19,9 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.of_ranks import Apart, apart_in, ranks_of, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by
-from megatron_ucp.formats.pt.strangers import names_in
+from megatron_ucp.formats.pt.known import KNOWN
+from megatron_ucp.formats.pt.pickler import check_stand
+from megatron_ucp.formats.pt.strangers import named_in
 from megatron_ucp.reshard.match import scheduler_for
 from megatron_ucp.reshard.target import Wanted
 
@@ -45,9 +48,9 @@ class Origin:
         than each other. That goes to files for the same ranks (None: to none); else it is
         refused, or the first rank's is taken where that is allowed.
 
-        Raises StateMismatchError, UnsafePickleError."""
-        self._check_names()
+        Raises StateMismatchError, UnsafePickleError, UnsupportedError."""
         apart = apart_in(self.source)
+        self._check_names(apart)
         if not apart.what:
             return
         if mesh is not None and mesh.has_ranks_of(ranks_of(self.source)):
@@ -56,20 +59,25 @@ class Origin:
         file, here = str(self.source.folder), str(mesh or "a format without ranks")
         self.notes.append(refuse_unless("per_rank" in allow, apart.what, file, here))
 
-    def _check_names(self) -> None:
+    def _check_names(self, apart: Apart) -> None:
         """Notes classes of the run's program that values name, as the written files name them
         again. Raises UnsafePickleError for what only a call makes: nobody here knows what it
-        would do."""
-        kept = [self.extras.scheduler, self.extras.client_state, dict(self.extras.others)]
-        names, calls = names_in([*kept, *(group.settings for group in self.manifest.groups)])
-        if calls:
-            raise UnsafePickleError(
-                "a value of the checkpoint is made by a call that a conversion can't vouch for",
-                file=self.source.main_file,
-                found=", ".join(sorted(calls))[:200],
-                fix="load the checkpoint into an engine of its program, attach it and save: "
-                "members of enums are known by name then",
-            )
+        would do; UnsupportedError for an object that can't be written."""
+        extras, names = self.extras, set[str]()
+        kept = [extras.scheduler, extras.client_state, extras.others]
+        kept += [extras.modules, extras.stateless, extras.data_position]
+        kept += [part for group in self.manifest.groups for part in (group.settings, group.marks)]
+        kept += [part for own in apart.ranks for part in (own.buffers, own.client_state)]
+        kept += [own.scheduler for own in apart.ranks]
+        for item in named_in(kept):
+            try:
+                if isinstance(item, Stand):
+                    check_stand(item)
+            except UcpError as error:
+                error.file = self.source.main_file
+                raise
+            if item.qualname not in (*KNOWN, TENSOR):
+                names.add(item.qualname)
         if names:
             listed = ", ".join(sorted(names))[:200]
             self.notes.append(f"values name classes of the program that wrote them: {listed}")

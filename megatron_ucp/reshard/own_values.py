@@ -33,9 +33,9 @@ def values_for(
         return None, []
     mesh, file = ranks_of(source), str(source.folder)
     if mesh.has_ranks_of(bare.mesh):
-        own, notes = source.of_rank(agree.world()[0]), list[str]()
+        own, notes = source.of_rank(agree.world()[0]).only(what), list[str]()
     elif rule is not None:
-        held = [source.of_rank(rank) for rank in range(mesh.world)]
+        held = [source.of_rank(rank).only(what) for rank in range(mesh.world)]
         own, notes = _reduced(what, held, rule), [f"made of those of all ranks: {what}"]
     else:
         return None, [refuse_unless("per_rank" in allow, what, file, str(bare.mesh))]

@@ -192,12 +192,13 @@ class TagFolder:
         """None but in DeepSpeed's own files."""
         return None
 
-    def tensor(self, file: str, ref: TensorRef) -> Stand:
-        """A small tensor, as a plain value. Raises UnsupportedError."""
-        data = bytearray(ref.span_bytes if ref.numel <= MAX_ELEMS else 0)
+    def tensor(self, file: str, ref: TensorRef, max_elems: int = MAX_ELEMS) -> Stand:
+        """A small tensor, as a plain value. Raises UnsupportedError for a larger one."""
+        record = self.use(file, ref)  # which has the bytes that the pickle says, or is refused
+        data = bytearray(ref.span_bytes if ref.numel <= max_elems else 0)
         first_byte = ref.offset_elems * ITEMSIZE[ref.storage.dtype]
-        self.opened(file).read_into(self.use(file, ref), first_byte, memoryview(data))
-        return tensor_value(ref, data, file)
+        self.opened(file).read_into(record, first_byte, memoryview(data))
+        return tensor_value(ref, data, file, max_elems)
 
     def scalar(self, file: str, ref: TensorRef) -> float:
         """The value of a one-element tensor."""

@@ -1,9 +1,11 @@
 """What ranks have of their own in files of ZeRO-3, where DeepSpeed writes a model file for each."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ucp.core.values import same
+from megatron_ucp.core.values import TENSOR, Stand, same
 from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
 from megatron_ucp.formats.of_ranks import SCHEDULER, OwnValues, PerRank
@@ -19,39 +21,54 @@ def differs_in(source: "NativeCheckpoint", name: str) -> PerRank:
     place = next((at for at, file in source.names.model.items() if file == name), None)
     if place is None or name == (first := source.model_of(place[1])):
         return PerRank()
-    ours, theirs = _client(source, first), _client(source, name)
-    keys = {key for key in {**ours, **theirs} if not _alike(ours, theirs, key)}
+    ours, theirs = (_client(source, file) for file in (first, name))
+    pair = _Pair(source, first, name)
+    keys = {
+        key
+        for key in {**ours, **theirs}
+        if key not in ours or key not in theirs or not pair.same(ours[key], theirs[key])
+    }
     schedules = [source.tree(file).get(SCHEDULER) for file in (first, name)]
     return PerRank(
-        frozenset(_buffers_that_differ(source, first, name)),
-        frozenset(keys),
-        not same(
-            *(_read(source, file, s) for file, s in zip((first, name), schedules, strict=True))
-        ),
+        frozenset(_buffers_that_differ(pair)), frozenset(keys), not pair.same(*schedules)
     )
 
 
 def held_by(source: "NativeCheckpoint", rank: int) -> OwnValues:
-    """All that a rank's model file has of what may differ."""
+    """All that a rank's model file has of what may differ, read when it is asked for."""
     part, mp = source.file_place(rank)
     file = source.model_of(mp, part)
     module = source.tree(file).get("module") or {}
     buffers = {
-        source.weights.name_of(name, file): _read(source, file, module[name])
-        for name in _held_names(source, file)
+        source.weights.name_of(name, file): module[name] for name in _held_names(source, file)
     }
     scheduler = _read(source, file, source.tree(file).get(SCHEDULER))
-    return OwnValues(buffers, _client(source, file), scheduler)
+    client = _client(source, file)
+    return OwnValues(_Read(source, file, buffers), _Read(source, file, client), scheduler)
 
 
-def _alike(ours: Mapping[Any, Any], theirs: Mapping[Any, Any], key: Any) -> bool:
-    return key in ours and key in theirs and same(ours[key], theirs[key])
+class _Read(Mapping[Any, Any]):
+    """Values of a file whose tensors are read for each one that is asked for."""
+
+    def __init__(self, source: "NativeCheckpoint", file: str, values: Mapping[Any, Any]) -> None:
+        self._source, self._file, self._values = source, file, values
+
+    def __getitem__(self, key: Any) -> Any:
+        return _read(self._source, self._file, self._values[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
 
 
 def _client(source: "NativeCheckpoint", file: str) -> dict[Any, Any]:
-    """The client state of a file, its tensors read."""
-    tree = source.tree(file)
-    return {k: _read(source, file, v) for k, v in tree.items() if k not in OWN_KEYS}
+    """The client state of a file, its tensors by place."""
+    return {key: value for key, value in source.tree(file).items() if key not in OWN_KEYS}
 
 
 def _read(source: "NativeCheckpoint", file: str, value: Any) -> Any:
@@ -60,7 +77,46 @@ def _read(source: "NativeCheckpoint", file: str, value: Any) -> Any:
 
 
 def _tensor(source: "NativeCheckpoint", path: str, found: Any) -> Any:
-    return source.tensor(path, found) if isinstance(found, TensorRef) else found
+    """With no limit but the size of the file."""
+    return source.tensor(path, found, found.numel) if isinstance(found, TensorRef) else found
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two files of which values are compared: large tensors by the CRC-32 of their records, or of
+    others by a digest."""
+
+    source: "NativeCheckpoint"
+    first: str
+    name: str
+
+    def same(self, one: Any, other: Any) -> bool:
+        return self._by(self._summed, one, other) or self._by(self._digested, one, other)
+
+    def _by(self, short: Callable[[str, Any], Any], one: Any, other: Any) -> bool:
+        """Whether values are the same with a short form of each tensor."""
+        return same(
+            *(
+                with_tensors(value, lambda found, file=file: short(file, found))
+                for file, value in ((self.first, one), (self.name, other))
+            )
+        )
+
+    def _summed(self, file: str, found: Any) -> Any:
+        if not isinstance(found, TensorRef):
+            return found
+        record = self.source.file(file).record(found.storage)
+        if not record.crc32 or found.span_bytes <= _READ_BYTES:
+            return self._digested(file, found)
+        placed = (found.shape, found.stride, found.offset_elems, found.storage.dtype)
+        return Stand(TENSOR, (placed, record.crc32, record.size_bytes))
+
+    def _digested(self, file: str, found: Any) -> Any:
+        if not isinstance(found, TensorRef):
+            return found
+        value = _tensor(self.source, self.source.full_path(file), found)
+        digest = hashlib.sha256(value.state.pop("data")).hexdigest()
+        return Stand(TENSOR, (digest,), value.state)
 
 
 def _held_names(source: "NativeCheckpoint", file: str) -> list[str]:
@@ -71,34 +127,20 @@ def _held_names(source: "NativeCheckpoint", file: str) -> list[str]:
     return [name for name in (*(tree.get("buffer_names") or []), *states) if name in module]
 
 
-def _buffers_that_differ(source: "NativeCheckpoint", first: str, name: str) -> list[str]:
+def _buffers_that_differ(pair: _Pair) -> list[str]:
     """What a model file has otherwise than the first one, of buffers and extra states."""
-    ours, theirs = (source.tree(file).get("module") or {} for file in (first, name))
+    source, name = pair.source, pair.name
+    ours, theirs = (source.tree(file).get("module") or {} for file in (pair.first, name))
     out: list[str] = []
     for held in _held_names(source, name):
         canonical = source.weights.name_of(held, name)
         of_an_expert = number_and_count(canonical, source.expert_counts) is not None
         if of_an_expert or held not in ours:
             continue  # ranks have other experts
-        pair = (first, ours[held]), (name, theirs[held])
-        if not _same_records(source, pair) and not same(*(_read(source, *one) for one in pair)):
+        if not pair.same(ours[held], theirs[held]):
             out.append(canonical)
     return out
 
 
-def _same_records(
-    source: "NativeCheckpoint", pair: tuple[tuple[str, Any], tuple[str, Any]]
-) -> bool:
-    """Whether two tensors are large, and their records have equal sums."""
-    (_, ref), (_, other) = pair
-    if not isinstance(ref, TensorRef) or not isinstance(other, TensorRef):
-        return False
-    placed = [(r.shape, r.stride, r.offset_elems, r.storage.dtype) for r in (ref, other)]
-    records = [source.file(file).record(r.storage) for file, r in pair]
-    sums = [(record.crc32, record.size_bytes) for record in records]
-    large = records[0].crc32 and records[0].size_bytes > _READ_BYTES
-    return bool(large) and placed[0] == placed[1] and sums[0] == sums[1]
-
-
 EXTRA_STATE = "_extra_state"
-_READ_BYTES = 2**20  # up to so many are read and compared
+_READ_BYTES = 2**20  # up to so many are read

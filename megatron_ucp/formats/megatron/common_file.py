@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.values import Stand
+from megatron_ucp.core.values import Stand, alike
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
@@ -139,7 +139,9 @@ class CommonFile:
     def _check_alike(
         self, one: tuple[str, Mapping[str, Any]], other: tuple[str, Mapping[str, Any]]
     ) -> None:
-        keys = [key for key in {**one[1], **other[1]} if one[1].get(key) != other[1].get(key)]
+        keys = [
+            key for key in {**one[1], **other[1]} if not alike(one[1].get(key), other[1].get(key))
+        ]
         if keys:
             raise StateMismatchError(
                 "parameters of one group of Megatron's optimizer have different hyper-parameters "

@@ -17,6 +17,7 @@ from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
     FACTORIES,
+    TENSOR,
     DeviceName,
     Global,
     Size,
@@ -471,3 +472,13 @@ KNOWN: dict[str, _Build | None] = {
         stand,
     ),
 }
+
+
+def is_call(item: Stand) -> bool:
+    """Whether only a call makes an object that nobody here knows: not one of the table's."""
+    if item.made != "call" or item.qualname in (ARRAY, DTYPE, TENSOR):
+        return False
+    return KNOWN.get(item.qualname) not in _OF_STANDS
+
+
+_OF_STANDS = (stand, _fragment, _size, _zero_stage)  # of what they make or this package writes

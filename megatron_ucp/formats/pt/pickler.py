@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
 
+from megatron_ucp.core.value_bytes import is_name
 from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
@@ -26,9 +27,9 @@ from megatron_ucp.core.values import (
     Stand,
     VersionName,
 )
-from megatron_ucp.errors import UnsupportedError
-from megatron_ucp.formats.pt.known import STORAGE_DTYPES
-from megatron_ucp.formats.pt.values import StorageRef, TensorRef
+from megatron_ucp.errors import UnsafePickleError, UnsupportedError
+from megatron_ucp.formats.pt.known import STORAGE_DTYPES, is_call
+from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
 
 _STORAGE = {
     dtype: name
@@ -161,6 +162,16 @@ def _as_python_does(write: _Write, value: Any, depth: int) -> None:
     _call(write, f"{kind.__module__.partition('._')[0]}.{kind.__qualname__}", args, depth)
 
 
+def _dtype_name(write: _Write, value: DtypeName, _: int) -> None:
+    if value.removeprefix("torch.") not in ITEMSIZE:
+        raise UnsupportedError(
+            "a dtype that can't be written",
+            found=ascii(value[:100]),
+            expected=", ".join(sorted(ITEMSIZE)),
+        )
+    _global(write, value)
+
+
 def _device_name(write: _Write, value: DeviceName, depth: int) -> None:
     kind, _, index = str(value).partition(":")
     _call(write, "torch.device", (kind, int(index)) if index else (kind,), depth)
@@ -174,6 +185,12 @@ def _version_name(write: _Write, value: VersionName, depth: int) -> None:
 
 def _global(write: _Write, qualname: str) -> None:
     module, _, name = qualname.rpartition(".")
+    if not module or not is_name(qualname):
+        raise UnsafePickleError(
+            "a value names what is no class or function",
+            found=ascii(qualname[:200]),
+            expected="a module and a name in it",
+        )
     write(b"c" + module.encode() + b"\n" + name.encode() + b"\n")
 
 
@@ -245,6 +262,34 @@ def _array(write: _Write, value: Stand, depth: int) -> None:
     write(b"tb")
 
 
+def check_stand(value: Stand) -> None:
+    """Raises UnsafePickleError for what only a call of somebody's function makes, UnsupportedError
+    for an object of which its attributes alone can't be written."""
+    if is_call(value) or (value.made == "member" and not _is_member(value)):
+        raise UnsafePickleError(
+            "a value is made by a call that nobody here can vouch for",
+            found=ascii(value.qualname[:200]),
+            fix="load the checkpoint into an engine of its program, attach it and save: members of "
+            "enums are known by name then",
+        )
+    if more := _NOT_ATTRIBUTES & value.state.keys():
+        raise UnsupportedError(
+            "an object holds more than attributes, which only its own class can take",
+            found=f"{value.qualname[:200]!a}: {', '.join(sorted(more))}",
+            expected="a list or dict itself, or an object that is its attributes",
+            fix="keep it as a plain list or dict, and save again",
+        )
+
+
+_NOT_ATTRIBUTES = {"__elements__", "__items__", "__state__"}  # as the reader calls what is none
+
+
+def _is_member(value: Stand) -> bool:
+    """Whether arguments are a name that a member of an enum can have."""
+    name = value.args[0] if len(value.args) == 1 else None
+    return isinstance(name, str) and name.isidentifier() and not name.startswith("__")
+
+
 def _stand(write: _Write, value: Stand, depth: int) -> None:
     """An object, as Python pickles it: made by a call, as a new one, or as the member of an enum;
     then its attributes."""
@@ -254,6 +299,7 @@ def _stand(write: _Write, value: Stand, depth: int) -> None:
     if value.qualname == DTYPE:
         _dtype(write, str(value.state["dtype"]), depth)
         return
+    check_stand(value)
     if value.made == "member":
         _call(write, "builtins.getattr", (Global(value.qualname), *value.args), depth)
         return
@@ -293,7 +339,7 @@ _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     **dict.fromkeys((NumpyInt, NumpyFloat, NumpyComplex, NumpyText, NumpyBytes), _numpy_scalar),
     DeviceName: _device_name,
     VersionName: _version_name,
-    DtypeName: lambda write, value, _: _global(write, value),  # type: ignore[dict-item]
+    DtypeName: _dtype_name,
     Size: lambda write, value, depth: _call(write, "torch.Size", (tuple(value),), depth),  # type: ignore[dict-item]
     Global: lambda write, value, _: _global(write, value.qualname),  # type: ignore[dict-item]
     StorageRef: _storage,

@@ -2,13 +2,12 @@
 are."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ucp.core.values import TENSOR, Global, Stand
+from megatron_ucp.core.values import Global, Stand
 from megatron_ucp.errors import UnsafePickleError
-from megatron_ucp.formats.pt.known import KNOWN
 
 
 @dataclass
@@ -35,7 +34,11 @@ def refuse_outside(tree: object, strangers: Strangers, file: str) -> None:
     """Raises UnsafePickleError for a name that is not on the closed list in any other place."""
     is_value = strangers.is_value
     inside: dict[object, object] = tree if isinstance(tree, dict) else {None: tree}
-    left = [value for key, value in inside.items() if not (isinstance(key, str) and is_value(key))]
+    left = [
+        value
+        for key, value in inside.items()
+        if not (isinstance(key, str) and (key == PARAM_GROUPS or is_value(key)))
+    ]
     seen = set[int]()
     while left:
         item = left.pop()
@@ -68,10 +71,8 @@ def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
     )
 
 
-def names_in(value: object) -> tuple[set[str], set[str]]:
-    """Names in a value that are not on the closed list: of classes and functions, and of what a
-    call makes."""
-    names, calls = set[str](), set[str]()
+def named_in(value: object) -> Iterator[Global | Stand]:
+    """Every name of a class or function in a value, and every object of one."""
     seen = set[int]()
     left = [value]
     while left:
@@ -79,17 +80,11 @@ def names_in(value: object) -> tuple[set[str], set[str]]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if (
-            isinstance(item, Stand | Global)
-            and item.qualname not in KNOWN
-            and item.qualname != TENSOR
-        ):
-            by_call = isinstance(item, Stand) and item.made == "call"
-            (calls if by_call else names).add(item.qualname)
+        if isinstance(item, Stand | Global):
+            yield item
         if isinstance(item, Stand):
             left += [*item.args, *item.state.values()]
         elif isinstance(item, Mapping):
             left += [*item, *item.values()]
         elif isinstance(item, list | tuple | set | frozenset | deque):
             left += item
-    return names, calls

@@ -16,7 +16,16 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
-from megatron_ucp.core.values import SCALARS, TENSOR, DtypeName, Global, Size, Stand, shown
+from megatron_ucp.core.value_bytes import is_name
+from megatron_ucp.core.values import (
+    SCALARS,
+    TENSOR,
+    DtypeName,
+    Global,
+    Size,
+    Stand,
+    shown,
+)
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES, stand
 from megatron_ucp.formats.pt.opcodes import HANDLERS
@@ -332,6 +341,8 @@ class Machine:
             )
         qualname = f"{module}.{name}".replace("numpy.core.", "numpy._core.", 1)
         if qualname not in self.globals:
+            if not is_name(qualname):  # a line break in it would be code in files written of it
+                raise not_listed(qualname, self.file)
             if qualname.startswith("torch.") and qualname[6:] in ITEMSIZE:
                 self.globals[qualname] = DtypeName(qualname)
             else:

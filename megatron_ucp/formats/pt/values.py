@@ -94,14 +94,16 @@ MAX_ELEMS = 2**20  # of a tensor that is a plain value
 _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
-def tensor_value(ref: TensorRef, data: bytes | bytearray, file: str) -> Stand:
+def tensor_value(
+    ref: TensorRef, data: bytes | bytearray, file: str, max_elems: int = MAX_ELEMS
+) -> Stand:
     """A small tensor as a plain value; `data` are the `span_bytes` from its first element on.
     Raises UnsupportedError for a large one."""
-    if ref.numel > MAX_ELEMS:
+    if ref.numel > max_elems:
         raise UnsupportedError(
             "a tensor among plain values is too large",
             file=file,
-            expected=f"at most {MAX_ELEMS} elements",
+            expected=f"at most {max_elems} elements",
             found=str(ref.shape),
         )
     size = ITEMSIZE[ref.storage.dtype]
