@@ -161,8 +161,14 @@ def _wrong_of_numpy(item: Any, name: str) -> str:
     dtype = item if isinstance(item, np.dtype) else item.dtype
     simple = dtype.kind in _NUMPY_KINDS and dtype.fields is None and dtype.subdtype is None
     if isinstance(item, np.generic):
-        simple = simple and is_numpy_scalar(dtype.str)
+        simple = simple and _is_kept(item)
     return "" if simple else f"{name} of {dtype}"
+
+
+def _is_kept(item: np.generic) -> bool:
+    """Whether a scalar of numpy can be represented; of empty text its pickle says another
+    dtype."""
+    return is_numpy_scalar(item.dtype.str) and item.dtype.itemsize > 0
 
 
 def _wrong_time(item: Any, name: str) -> str:
@@ -288,7 +294,7 @@ class _Inert:
         kind = type(item)
         if kind in LISTS or kind in DICTS or kind in SPACES.values():
             return self._container(item, kind)
-        if isinstance(item, np.generic) and is_numpy_scalar(item.dtype.str):
+        if isinstance(item, np.generic) and _is_kept(item):
             return numpy_scalar(item.dtype.str, item.tobytes())
         return self._leaf(item, kind)
 
