@@ -1,10 +1,13 @@
 """What schedulers keep per parameter group, at every depth of their states."""
 
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ucp.core.mesh import on_stage
+from megatron_ucp.formats.deepspeed.extras import _joined_scheduler
 from megatron_ucp.formats.schedules import counted_groups, without_groups
 from megatron_ucp.reshard.match import scheduler_for
 
@@ -60,3 +63,18 @@ def test_shared_parts_are_walked_once(kind: Any) -> None:
     for _ in range(200):
         swapped = swapped["one"]
     assert swapped["base_lrs"] == [0.2, 0.1]
+
+
+def test_stages_of_a_pipeline_are_joined_at_every_depth() -> None:
+    trees = {"first": {"lr_scheduler": _joined(0.1, 0.2)}, "last": {"lr_scheduler": _joined(0.3)}}
+    groups = [SimpleNamespace(groups=(1, 2)), SimpleNamespace(groups=(1,))]
+    source: Any = SimpleNamespace(
+        meta=trees["first"],
+        counts=SimpleNamespace(stages=2),
+        first_of_stages=list(trees),
+        places=[on_stage(0), on_stage(1)],
+        stages=groups,
+        tree=trees.__getitem__,
+    )
+    found = _joined_scheduler(source)
+    assert _rates(found) == [[0.1, 0.2, 0.3]] * 3 and found["_last_lr"] == [0.1, 0.2, 0.3]
