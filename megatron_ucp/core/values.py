@@ -30,13 +30,29 @@ from megatron_ucp.core.value_bytes import (
 # ------------------------------------------------ inert classes
 
 
-class DtypeName(str):
+class _Name(str):
+    """A text that equals no text of another class, as what it stands for equals none: both may be
+    keys of one dict."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and str.__eq__(self, cast("str", other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, str(self)))
+
+
+class DtypeName(_Name):
     """A torch.dtype, as its name ("torch.float32")."""
 
     __slots__ = ()
 
 
-class DeviceName(str):
+class DeviceName(_Name):
     """A torch.device, as its text ("cuda:0")."""
 
     __slots__ = ()
@@ -466,4 +482,6 @@ def loose(value: Any) -> Any:
         return frozenset([loose(item) for item in cast("set[Any]", value)])
     if isinstance(value, Stand):
         return value.qualname, loose(value.args), loose(value.state)
+    if isinstance(value, _Name):  # manifests of version 2 have texts
+        return str(value)
     return value

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from megatron_ucp.core.values import NOT_CODED, Stand, coded, decoded, numpy_scalar
+from megatron_ucp.core.values import (
+    NOT_CODED,
+    DeviceName,
+    DtypeName,
+    Stand,
+    alike,
+    coded,
+    decoded,
+    numpy_scalar,
+    same,
+)
 
 
 def array(dtype: str, shape: Any, data: Any = b"") -> Any:
@@ -60,3 +70,12 @@ def test_what_was_coded_comes_back() -> None:
         numpy_scalar("|S2", b"a\0"),
     ):
         assert coded(decoded(coded(value))) == coded(value)
+
+
+def test_a_name_is_another_key_than_its_text() -> None:
+    for name in (DtypeName("torch.float32"), DeviceName("cpu")):
+        both = {str(name): 1, name: 2}
+        assert len(both) == 2 == len({name, str(name)}) and name == type(name)(str(name))
+        assert str(name) != name and list(decoded(coded(both)).values()) == [1, 2]
+        assert same(decoded(coded(both)), both) and not same(name, str(name))
+        assert alike([name], [str(name)]), "as manifests of version 2 have it"

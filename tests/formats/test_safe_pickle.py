@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ucp.core.values import DeviceName, NumpyScalar, Size, VersionName
+from megatron_ucp.core.values import DeviceName, DtypeName, NumpyScalar, Size, VersionName
 from megatron_ucp.errors import DamagedFileError, UnsafePickleError, UnsupportedError
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, Global, Stand, StorageRef, TensorRef, loads
 
@@ -167,7 +167,7 @@ def test_storage_classes_and_dtypes() -> None:
         ref = read_torch(torch.zeros(3).to(dtype))
         assert isinstance(ref, TensorRef) and ref.storage == StorageRef("0", name, 3), name
         assert itemsize == dtype.itemsize and ref.storage.size_bytes == 3 * itemsize
-        assert read_torch(dtype) == f"torch.{name}"
+        assert read_torch(dtype) == DtypeName(f"torch.{name}")
 
 
 def test_tensor_geometry() -> None:
@@ -213,7 +213,8 @@ def test_parameters_attributes_and_small_classes() -> None:
     )
     assert isinstance(result, list)
     assert [ref.shape for ref in result[:3]] == [(4,), (2, 2), (3,)]
-    assert result[3:] == [(2, 3), (), "cuda:1", "cpu", str(torch.__version__)]
+    named = [DeviceName("cuda:1"), DeviceName("cpu"), str(torch.__version__)]
+    assert result[3:] == [(2, 3), (), *named]
     kinds = [Size, Size, DeviceName, DeviceName, VersionName]
     assert [type(item) for item in result[3:]] == kinds
 
@@ -277,7 +278,7 @@ def test_deepspeed_objects() -> None:
     dynamic, static, stage, fragment, subparam, device, dtype = result
     assert dynamic.qualname.endswith(".DynamicLossScaler")
     assert (
-        dynamic.state == {**live.__dict__, "dtype": "torch.float16"}
+        dynamic.state == {**live.__dict__, "dtype": DtypeName("torch.float16")}
         and static.get("cur_scale") == 2.0
     )
     assert (stage, type(stage)) == (2, int)
