@@ -9,7 +9,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from benchmarks.cases import Mesh
 from benchmarks.model import make_engine, train_step
-from megatron_ucp.engines.deepspeed.save import save
+from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.saves import Saving
 
 
@@ -27,9 +27,8 @@ def measure(
         each: dict[str, dict[str, float]] = {}
         for durable in (False, True) if number % 2 else (True, False):
             dist.barrier()
-            report: Any = save(
-                engine, None, Saving(durable=durable), stock_save, folder, "tag", {}, True, False
-            )
+            asked = Asked(folder, "tag", {}, save_latest=True, exclude_frozen=False)
+            report: Any = save(engine, None, Saving(durable=durable), stock_save, asked)
             own = report.seconds - report.stock_seconds - report.sync_seconds
             each["durable" if durable else "not durable"] = {
                 "own": own,
