@@ -248,9 +248,7 @@ class Manifest:
         mesh, out = self.mesh, list[tuple[int, Coords, int]]()
         axes = {axis for buffer in self.buffers for axis in buffer.spread}
         here = {axis: mesh.index(rank, axis) for axis in axes}
-        part = {
-            kind: mesh.sharers(rank, kind).index(rank) for kind in {b.spread for b in self.buffers}
-        }
+        part = {kind: mesh.share_of(rank, kind) for kind in {b.spread for b in self.buffers}}
         for number, buffer in enumerate(self.buffers):
             if all(here[axis] == index for axis, index in buffer.at):
                 cut = tuple((axis, here[axis]) for axis in buffer.axes)

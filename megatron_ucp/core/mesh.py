@@ -296,6 +296,11 @@ class Mesh:
         that hold the same experts for an expert's, else the dense ones."""
         return self.expert_data_group(rank) if EXPERTS & {*axes} else self.partition_group(rank)
 
+    def share_of(self, rank: int, axes: Iterable[str]) -> int:
+        """The place of a rank among the `sharers` of a buffer that `axes` cut or place; without
+        making their list, which has all ranks of a large mesh."""
+        return self.index(rank, "edp") if EXPERTS & {*axes} else self.partition_of(rank)
+
     def partition_of(self, rank: int) -> int:
         """Which one of the dense partitions a rank has: its place in `partition_group`."""
         at = self.coord(rank)

@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.manifest_json import check_extent
 from megatron_ucp.core.values import TENSOR, Stand, coded
 from megatron_ucp.engines.values import inert
 from megatron_ucp.errors import SaveError, some_of
-from megatron_ucp.formats.of_ranks import OwnValues, PerRank, file_name, text_of
+from megatron_ucp.formats.of_ranks import (
+    MAX_BYTES,
+    MAX_VALUES,
+    OwnValues,
+    PerRank,
+    file_name,
+    text_of,
+)
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 
@@ -79,8 +87,17 @@ class LiveValues:
             {key: inert(v) for key, v in self._client.items() if key in what.client_state},
             inert(self._scheduler) if what.scheduler else None,
         )
-        path = folder / file_name(rank)
-        path.write_text(text_of(own), encoding="utf-8")
+        path, text = folder / file_name(rank), text_of(own)
+        try:
+            check_extent(text, MAX_BYTES, MAX_VALUES)  # as a load does
+        except ValueError as error:
+            raise SaveError(
+                "what differs from rank to rank is too large to be kept for each rank",
+                file=path,
+                found=f"{what}: {error}",
+                fix="keep it in files of your own",
+            ) from error
+        path.write_text(text, encoding="utf-8")
         return path
 
 

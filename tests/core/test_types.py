@@ -38,6 +38,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.optimizers import check_known, kept_by, require_equal
+from tests.core.strategies import meshes
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -382,3 +383,10 @@ def test_the_rank_of_a_partition_is_the_one_in_its_group(order, tp, pp, cp, sp, 
         ep, etp = mesh.expert_place(rank)
         place = (("pp", at.pp), ("ep", ep), ("etp", etp))
         assert [mesh.rank_of(place, part) for part in range(len(copies))] == list(copies)
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_a_ranks_share_is_its_place_among_the_sharers(mesh: Mesh) -> None:
+    for rank, axes in product(range(mesh.world), (("tp",), ("pp", "tp"), ("ep", "etp"))):
+        assert mesh.share_of(rank, axes) == mesh.sharers(rank, axes).index(rank)
