@@ -17,6 +17,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.values import TENSOR
 from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.durable import write_at
@@ -34,7 +35,9 @@ from megatron_ucp.formats.megatron.writer import (
     plan_torch_dist,
     write_around,
 )
+from megatron_ucp.formats.pt.known import KNOWN
 from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.formats.pt.strangers import named_in
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.expert_meshes import check_experts
@@ -66,6 +69,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     check_experts(wanted.source, wanted.target.mesh, wanted.file)
     match_ties(source.manifest, True, wanted.file)
     _check_states(source.manifest, wanted.file)
+    _refuse_classes(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}
     states = _states(params, wanted.source)
     extras = source.extras
@@ -81,6 +85,21 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     if own := sorted(repr(key) for key in extras.client_state if key not in CLIENT_KEYS):
         notes.append(f"left out: client state: {some_of(own)}")
     return out
+
+
+def _refuse_classes(source: Manifest, file: str) -> None:
+    """Raises UnsupportedError where a group's values name classes of the program that wrote them:
+    nothing in a folder for Megatron vouches for them, so no load would take it."""
+    found = named_in([group.settings for group in source.groups])
+    names = {item.qualname for item in found} - {*KNOWN, TENSOR}
+    if names:
+        raise UnsupportedError(
+            "a parameter group holds values of the program's own classes, which a folder for "
+            "Megatron has no place for",
+            file=file,
+            found=some_of(sorted(names)),
+            fix="convert to native, which loads on any mesh",
+        )
 
 
 def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:

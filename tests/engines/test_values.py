@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.value_jobs import to_megatron
 from tests.engines.value_kinds import KINDS, LIVE_KINDS, exactly, table
 from tests.ranks import RankPool
 
@@ -24,6 +25,9 @@ def test_every_kind_in_every_place_by_every_way(ranks: RankPool, tmp_path: Path)
         assert len(rank) == 10
         for way, places in rank.items():
             assert places == {key: [] for key in places}, way
+    error = to_megatron(str(tmp_path), "attached")
+    assert "a parameter group holds" in error and "value_kinds.Mode" in error
+    assert not (tmp_path / "megatron").exists()
     for rank in ranks.run(2, JOBS + "stock_of_converted", str(tmp_path)):
         assert rank == {key: [] for key in rank}
 

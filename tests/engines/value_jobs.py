@@ -123,6 +123,15 @@ def converted(folder: str, tag: str) -> str:
     return ""
 
 
+def to_megatron(folder: str, tag: str) -> str:
+    """The error of a conversion for Megatron, "" without one."""
+    try:
+        ucp.convert(Path(folder) / tag, Path(folder) / "megatron", to="torch_dist")
+    except ucp.UcpError as error:
+        return str(error)
+    return ""
+
+
 def matrix(folder: str) -> dict[str, dict[str, list[str]]]:
     """Of every way: by place the kinds that did not come back."""
     out = {}
