@@ -5,7 +5,7 @@ import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,14 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.core.values import alike, shown
+from megatron_ucp.core.values import alike, same, shown
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.schedule import one_spelling
-from megatron_ucp.formats.of_ranks import Apart, apart_in, text_of
+from megatron_ucp.formats.of_ranks import Apart, apart_in
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.canonical import one_parameter, slots_of
-from megatron_ucp.reshard.client_states import unequal
 from megatron_ucp.reshard.twin import told_by
 from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
@@ -127,7 +126,7 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
             yield Difference("", key, repr(a), repr(b))
     apart = [apart_in(checkpoint) for checkpoint in (one, two)]
     if not _same_apart(*apart):
-        shown_apart = (str(each.what) or "none" for each in apart)
+        shown_apart = (str(replace(each.what, client_state=frozenset())) for each in apart)
         yield Difference("", "values that differ from rank to rank", *shown_apart)
     a, b = one.extras.scheduler, two.extras.scheduler
     staged = max(c.manifest.mesh.pp for c in (one, two)) > 1
@@ -137,15 +136,22 @@ def _run(one: Checkpoint, two: Checkpoint) -> Iterator[Difference]:
         a, b = without_groups(a), without_groups(b)
     if not alike(one_spelling(a), one_spelling(b)):
         yield Difference("", "lr_scheduler", shown(a), shown(b))
-    for what, *sides in unequal(one, two):
-        yield Difference("", what, *sides)
 
 
 def _same_apart(a: Apart, b: Apart) -> bool:
-    if a.what != b.what or len(a.ranks) != len(b.ranks):
-        return False
-    pairs = zip(a.ranks, b.ranks, strict=True)
-    return all(text_of(one) == text_of(other) for one, other in pairs)
+    """Of buffers and schedulers: the client state is the caller's, and is not compared."""
+    sides = [replace(each.what, client_state=frozenset()) for each in (a, b)]
+    if not any(sides):
+        return True
+    pairs = zip(a.ranks, b.ranks, strict=False)
+    return (
+        sides[0] == sides[1]
+        and len(a.ranks) == len(b.ranks)
+        and all(
+            same(dict(one.buffers), dict(other.buffers)) and same(one.scheduler, other.scheduler)
+            for one, other in pairs
+        )
+    )
 
 
 def _of_both(

@@ -21,7 +21,6 @@ OPERATIONS = "num_floating_point_operations_so_far"
 _VERSION, _ITERATION, _SAMPLES = "checkpoint_version", "iteration", "consumed_train_samples"
 # of the client state, what Megatron's own files have a place for
 CLIENT_KEYS = frozenset({ARGUMENTS_KEY, OPERATIONS, _VERSION, _ITERATION, _SAMPLES})
-MEGATRONS_OWN = frozenset({ARGUMENTS_KEY, OPERATIONS, _VERSION})  # no other run has these
 _SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
