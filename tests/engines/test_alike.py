@@ -48,18 +48,3 @@ def test_attaching(ranks: RankPool) -> None:
     assert first == second
     for name in ("keep_latest", "durable", "hyper", "allow", "rng"):
         require_said(first, name)
-
-
-def test_megatrons_own_stack(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, JOBS + "stack", str(tmp_path))
-    assert first == second
-    for name in (
-        "load_optimizer_states",
-        "load_module_only",
-        "path",
-        "save durable",
-        "save rng",
-        "save keep_latest",
-    ):
-        require_said(first, name)
-    assert first["equal"]
