@@ -1,5 +1,5 @@
-"""Options that differ between ranks, in megatron-core's own stack. In a file of its own: after a job
-of it on two ranks one of AutoEP on four trains otherwise."""
+"""Options that differ between ranks, in megatron-core's own stack. In a file of its own: after a
+job of it on two ranks one of AutoEP on four trains otherwise."""
 
 from pathlib import Path
 
