@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 
 from megatron_ucp.errors import UsageError
 
@@ -77,11 +78,32 @@ class Coord:
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Sizes of the axes. `dp` counts data-parallel replicas without `sp` (Ulysses) and `cp`; `ep`
-    and `etp` re-divide the same ranks for experts, `etp` as `tp` does where it is given as 0.
-    `zero` is the ZeRO stage; `order` names the rank order (see ORDERS)."""
+    """The parallel layout of a job: how many ranks there are along each axis.
+
+    Args:
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        vpp: Chunks of layers that a stage has, where stages are interleaved.
+        ep: Expert-parallel ranks: they re-divide the ranks of a stage.
+        etp: Ranks that cut an expert; 0 is as many as `tp`.
+        cp: Context-parallel ranks.
+        sp: Ranks that share a sequence (Ulysses).
+        dp: Data-parallel replicas, without `sp` and `cp`.
+        zero: The ZeRO stage, 0 to 3.
+        order: The order of the ranks, see `ORDERS`.
+
+    Raises:
+        UsageError: For sizes that no job can have.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> ucp.Mesh(tp=2, dp=4, zero=1).world
+        8
+        >>> str(ucp.Mesh.parse("tp=2,dp=4,zero=1"))
+        'tp=2,pp=1,dp=4,zero=1'
+    """
 
     tp: int = 1
     pp: int = 1
@@ -106,12 +128,14 @@ class Mesh:
                 "this is no mesh",
                 expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
                 found=str(self),
+                fix="give every axis a whole number of ranks",
             )
         if self.world % (self.etp * self.ep * self.pp):
             raise UsageError(
                 "the expert axes do not divide the mesh",
                 found=str(self),
                 expected=f"etp x ep x pp to divide {self.world} ranks",
+                fix="change ep or etp; they divide the ranks of a pipeline stage",
             )
 
     def __str__(self) -> str:
@@ -125,16 +149,15 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """From `tp=2,pp=1,dp=4,zero=1`. Raises UsageError."""
-        known = {f.name for f in fields(cls)}
+        """From `tp=2,pp=1,dp=4,zero=1`; an axis that is left out is 1, `zero` is 0. Raises
+        UsageError."""
+        known = [f.name for f in fields(cls)]
         values: dict[str, int | str] = {}
         for item in filter(None, text.replace(" ", "").split(",")):
             name, _, value = item.partition("=")
             is_number = re.fullmatch(r"[0-9]{1,20}", value) is not None
             if name not in known or name in values or not (name == "order" or is_number):
-                raise UsageError(
-                    "this is no mesh", expected="tp=2,pp=1,ep=1,dp=4,zero=1", found=text[:200]
-                )
+                raise _no_mesh(text, item, known, name in values)
             values[name] = value if name == "order" else int(value)
         mesh = cls(**values)  # type: ignore[arg-type]
         mesh.require_possible()
@@ -147,6 +170,7 @@ class Mesh:
                 "the mesh has more ranks than any machine",
                 expected=f"at most {MOST_RANKS:,} ranks",
                 found=str(self)[:200],
+                fix="correct the sizes of the mesh",
             )
 
     def has_ranks_of(self, other: "Mesh") -> bool:
@@ -336,6 +360,20 @@ class Mesh:
                 return tuple(first + i * step for i in range(size))
             step *= size
         return (rank,)
+
+
+def _no_mesh(text: str, item: str, known: Sequence[str], is_twice: bool) -> UsageError:
+    """The error for a text with an item that says no axis and its size."""
+    near = get_close_matches(item.partition("=")[0].lower(), known, n=1)
+    fix = f"give {item!r} once" if is_twice else "write NAME=SIZE, between commas"
+    if near and not is_twice:
+        fix = f"did you mean {near[0]}=...?"
+    return UsageError(
+        f"{item[:80]!r} is no axis of a mesh and its size",
+        expected=f"such as tp=2,pp=1,dp=4,zero=1; the axes are {', '.join(known)}",
+        found=text[:200],
+        fix=fix,
+    )
 
 
 AXES = tuple(f.name for f in fields(Mesh) if f.name not in ("zero", "order"))

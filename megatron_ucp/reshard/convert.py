@@ -6,78 +6,53 @@ written into a folder aside, brought to disk, and renamed. Every byte of the sou
 is compared with its record's CRC-32 before that.
 """
 
-import hashlib
-import json
-import math
-import os
-import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_ucp.core.flat import alone
-from megatron_ucp.core.manifest import MOVED_LATEST, RUN, FileEntry, Manifest
-from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import state_in
-from megatron_ucp.core.states import MASTER
-from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
-from megatron_ucp.formats import durable
+from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed import muon
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.deepspeed.experts import is_stacked
-from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
-from megatron_ucp.formats.of_ranks import PER_RANK, Apart, file_name, text_of
-from megatron_ucp.formats.pointers import (
-    LATEST,
-    MEGATRON_LATEST,
-    iteration_name,
-    iteration_of_name,
-)
-from megatron_ucp.formats.pt.output import Output, Stored, Weight
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE
-from megatron_ucp.formats.pt.values import StorageRef
-from megatron_ucp.formats.pt.writer import write_pt
+from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import LATEST_UNIVERSAL
-from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
+from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.output_folder import (
-    FileRun,
-    in_threads,
-    require_free,
     require_outside,
     require_plain,
-    sync_all,
-    written_aside,
 )
-from megatron_ucp.reshard.overflows import Overflows, too_large
-from megatron_ucp.reshard.placed import no_layers
+from megatron_ucp.reshard.placed import no_layers, with_stages
+from megatron_ucp.reshard.pointing import (
+    NATIVE,
+    TORCH_DIST,
+    UNIVERSAL,
+    check_name,
+    point_at,
+)
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
-from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
-NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 ALLOWED = NARROW | {"mean", "stale", "per_rank"}
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is
-    not as in the source."""
+    """What a conversion did. `read_bytes` and `written_bytes` are of tensors; `pointer` says which
+    pointer was written, or how to load the folder without one; `notes` say what is not as in the
+    source."""
 
     path: str
     source_mesh: str
@@ -86,40 +61,75 @@ class Converted:
     read_bytes: int
     written_bytes: int
     seconds: float
+    pointer: str
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.source_mesh} became {self.mesh}, {self.files} files, "
+            f"{self.written_bytes:,} bytes of tensors in {self.seconds:.1f} s; {self.pointer}"
+        )
 
 
 def convert(
     src: str | Path,
     dst: str | Path,
-    to: str = "native",
-    target: Target | Mesh | None = None,
     *,
+    to: str | None = None,
+    mesh: Mesh | str | None = None,
+    target: Target | Mesh | str | None = None,
+    latest: bool = False,
     tag: str | None = None,
     rules: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
-    """Writes the checkpoint `src` as the new tag folder `dst`: files that DeepSpeed's own load
-    takes on the target's mesh (`to="native"`), a universal folder, which needs no target
-    (`to="universal"`), or a folder for Megatron (`to="torch_dist"`), for which the target's mesh
-    says whether experts have an optimizer of their own.
+    """Writes a checkpoint as a new tag folder of another mesh or format. Not needed to resume: an
+    engine loads any checkpoint as it is.
 
-    What the target does not say is as in the DeepSpeed config `config`, or in the source. `rules`
-    is a file of rules, `allow` as in `load`; `progress(done, total)` counts bytes. The source is
-    never touched. Raises a UcpError, SaveError where the output can't be written; nothing is left
-    of it then.
+    Args:
+        src: The checkpoint: a tag folder, or the folder above it. It is never touched.
+        dst: The new tag folder. It must not exist, and appears whole or not at all.
+        to: "native" (files that DeepSpeed's own load takes on the mesh), "universal" (a universal
+            folder of DeepSpeed's, which needs no mesh) or "torch_dist" (a folder for Megatron; the
+            mesh then says whether experts have an optimizer of their own). Default: native where a
+            mesh is given, else universal.
+        mesh: The mesh that the folder is for, such as "tp=2,dp=4". An axis that is left out is 1; a
+            ZeRO stage that a string leaves out is the source's.
+        target: In place of `mesh`: a `Target`, which says more than a mesh.
+        latest: Whether the pointer (`latest`) names the new folder, too. It does anyway where the
+            folder above is a run of that format without one.
+        tag: The tag in `src`, where it is not the newest.
+        rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
+        config: The DeepSpeed config of the job that will load the folder; what it does not say is
+            as in the source.
+        allow: What may happen besides exact copies: "mean", "narrow", "per_rank", "stale".
+        progress: `progress(done, total)` counts bytes.
+
+    Returns:
+        What was done: path, meshes, files, bytes, seconds, notes.
+
+    Raises:
+        UsageError: For arguments that can't be, or that this format does not use.
+        SaveError: Where the output can't be written; nothing is left of it.
+        UcpError: Where the source can't be carried over exactly.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> done = ucp.convert("runs/llama", "dp3/global_step80", mesh="dp=3,zero=1")
     """
     started = time.perf_counter()
-    folder = Path(dst)
-    target = _check_arguments(folder, to, target, allow)
+    folder = Path(plain_path(dst))
+    asked, to = _check_arguments(folder, to, mesh, target, latest, allow)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
-        wanted = origin.wanted(target, config)
-        origin.take_values(wanted.target.mesh if to == "native" else None, allow)
+        asked = asked.with_zero_of(source.manifest.mesh)
+        refuse_unused(asked, to)
+        wanted = origin.wanted(asked, config)
+        origin.take_values(wanted.target.mesh if to == NATIVE else None, allow)
         if to == TORCH_DIST:
             job, files = _to_torch_dist(origin, wanted, folder, frozenset(allow), progress)
         else:
@@ -128,10 +138,11 @@ def convert(
             job.prove(outputs)
             write_tag(job, outputs, folder, origin.apart)
             files = len(outputs)
-    notes = (*source.notes, *origin.notes, *point_at(folder, to))
-    meshes = str(source.manifest.mesh), str(target.mesh) if to == "native" else to
+        pointer = point_at(folder, to, latest, int(source.extras.counters.get("global_steps", 0)))
+    notes = (*source.notes, *origin.notes)
+    meshes = str(source.manifest.mesh), str(wanted.target.mesh) if to == NATIVE else to
     moved = files, job.reader.read_bytes, job.done
-    return Converted(str(folder), *meshes, *moved, time.perf_counter() - started, notes)
+    return Converted(str(folder), *meshes, *moved, time.perf_counter() - started, pointer, notes)
 
 
 def _to_torch_dist(
@@ -166,6 +177,8 @@ def _native(
         raise _no_writer(wanted, "files of stage 0", "convert to ZeRO 1, 2 or 3")
     if wanted.target.mesh.zero > 1 and _stacked(wanted.source, "frozen"):
         raise _no_writer(wanted, "frozen parameters at ZeRO 2 and 3", "convert to ZeRO-1")
+    wanted, notes = with_stages(wanted)
+    origin.notes += notes
     manifest = target_manifest(wanted)
     settings = origin.settings(wanted, manifest, config)
     origin.notes += muon.other_steps(wanted.source, manifest)
@@ -235,255 +248,68 @@ def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
     )
 
 
-_WRITERS = {"native": _native, "universal": _universal}
-TORCH_DIST = "torch_dist"
+_WRITERS = {NATIVE: _native, UNIVERSAL: _universal}
+_KNOWN = (*_WRITERS, TORCH_DIST)
+# what a format has no place for, of a target
+_UNUSED = {
+    NATIVE: (),
+    UNIVERSAL: ("stages", "sub_group_size", "alignment", "round_robin"),
+    TORCH_DIST: (
+        "optimizer",
+        "groups",
+        "stages",
+        "sub_group_size",
+        "alignment",
+        "round_robin",
+        "grad_accum_fp32",
+        "offloaded",
+    ),
+}
 
 
 def _check_arguments(
-    folder: Path, to: str, target: Target | Mesh | None, allow: Collection[str]
-) -> Target:
-    if isinstance(allow, str) or set(allow) - ALLOWED:
+    folder: Path,
+    to: str | None,
+    mesh: Mesh | str | None,
+    target: Target | Mesh | str | None,
+    latest: bool,
+    allow: Collection[str],
+) -> tuple[Target, str]:
+    """The target and the format. Raises UsageError."""
+    check_allow(allow, ALLOWED)
+    given = one_target(mesh, target)
+    to = to or (UNIVERSAL if given is None else NATIVE)
+    if to not in _KNOWN:
         raise UsageError(
-            "allow names what may happen",
-            expected=" ".join(sorted(ALLOWED)),
-            found=" ".join(sorted(allow)),
+            "there is no such format to convert to",
+            expected=", ".join(_KNOWN),
+            found=to,
+            fix="give --to one of these; a Hugging Face folder is written by export-hf",
         )
-    known = (*_WRITERS, TORCH_DIST)
-    if to not in known:
+    if given is None and to == NATIVE:
         raise UsageError(
-            "there is no such format to convert to", expected=" or ".join(known), found=to
-        )
-    if target is None and to == "native":
-        raise UsageError(
-            "a native checkpoint is for one mesh",
-            expected="a mesh",
+            "native files are for one mesh",
+            expected="a mesh, such as tp=1,dp=4,zero=1",
             found="none",
-            fix="give --mesh (target=)",
+            fix="give --mesh",
         )
     require_plain(folder)
-    if isinstance(target, Mesh) or target is None:
-        return Target(target or Mesh())
-    return target
+    check_name(folder, to, latest)
+    return given or Target(Mesh()), to
 
 
-class ConversionJob:
-    """One conversion: plans, windows and counts. Files are written by several threads."""
-
-    def __init__(
-        self,
-        source: Checkpoint,
-        manifest: Manifest,
-        allow: frozenset[str],
-        progress: Progress | None,
-    ) -> None:
-        self.source, self.manifest, self.progress = source, manifest, progress
-        self.reader, self.memory = WindowReader(source, allow), ThreadMemory()
-        self.total = self.done = 0
-        self.stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._weights: dict[str, Manifest] = {}
-        self._unrounded: dict[str, Manifest] = {}  # of weights that get another dtype
-        self._overflows = Overflows()
-
-    def prove(self, outputs: list[Output]) -> None:
-        """Plans everything that will be written, proves it and looks every source up; raises before
-        a byte is written."""
-        payloads = [payload for output in outputs for payload in output.payloads.values()]
-        slots = dict.fromkeys(payload for payload in payloads if isinstance(payload, Slot))
-        self.reader.prove(self.manifest, [(slot, self._source_state(slot)) for slot in slots])
-        for payload in payloads:
-            if isinstance(payload, Weight) and payload.param not in self._weights:
-                self._weights[payload.param] = one = self._training_copy(payload.param)
-                slots = [Slot(0, cut, 0, MASTER) for cut in one.cuts_of(one.buffers[0])]
-                wants = [(slot, self._source_state(slot)) for slot in slots]
-                self.reader.prove(one, wants, NARROW)
-                if one.params[0].dtype != self.source.manifest.by_name[payload.param].dtype:
-                    self._unrounded[payload.param] = exact = self._exact(one, wants[0][1])
-                    self.reader.prove(exact, wants)
-        self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
-
-    def _source_state(self, slot: Slot) -> str:
-        return state_in(self.source.manifest, slot.state)
-
-    def _training_copy(self, name: str) -> Manifest:
-        """A target that holds the training copies of one parameter."""
-        spec, mesh = self.manifest.by_name[name], self.manifest.mesh
-        size = math.prod(self.manifest.local_shape(name))
-        axes = self.manifest.first_holder(name)[0].axes
-        buffer = alone(name, size, ((MASTER, spec.dtype),), axes=axes)
-        return Manifest("weight", replace(mesh, zero=0), (spec,), (buffer,))
-
-    def _exact(self, copy: Manifest, state: str) -> Manifest:
-        """A target that holds one parameter's masters as they are saved."""
-        dtype = self.source.manifest.states_of(copy.params[0].name)[state]
-        return replace(copy, buffers=(replace(copy.buffers[0], states=((MASTER, dtype),)),))
-
-    def _storage(self, output: Output, key: str) -> tuple[int, str]:
-        """Elements and dtype of a storage."""
-        payload = output.payloads[key]
-        if isinstance(payload, Slot):
-            buffer = self.manifest.buffers[payload.buffer]
-            elems = buffer.of(payload.state).elems(payload.part)
-            return elems, dict(buffer.states)[payload.state]
-        if isinstance(payload, Weight):
-            buffer = self._weights[payload.param].buffers[0]
-            return buffer.length, buffer.states[0][1]
-        if isinstance(payload, Stored):
-            return payload.ref.numel, payload.ref.storage.dtype
-        return len(payload), "uint8"
-
-    def _size(self, output: Output, key: str) -> int:
-        elems, dtype = self._storage(output, key)
-        return elems * ITEMSIZE[dtype]
-
-    # ---------------------------------------------------------------- bytes
-
-    def write(self, output: Output, path: Path) -> FileRun:
-        """One file. Runs in a thread of its own."""
-        write_pt(path, output.tree, lambda storage: self._chunks(output, storage), durable=False)
-        return path, 0, 0
-
-    def _chunks(self, output: Output, storage: StorageRef) -> Iterator[memoryview | bytes]:
-        payload = output.payloads[storage.key]
-        if isinstance(payload, bytes):
-            yield payload
-        elif isinstance(payload, Stored):
-            yield from self._stored(payload)
-        else:
-            elems, dtype = self._storage(output, storage.key)
-            yield from self._windows(payload, elems, dtype)
-
-    def _windows(self, payload: Slot | Weight, elems: int, dtype: str) -> Iterator[memoryview]:
-        if isinstance(payload, Weight):
-            target, slot = self._weights[payload.param], Slot(0, payload.cut, 0, MASTER)
-        else:
-            target, slot = self.manifest, payload
-        step = WINDOW_BYTES // ITEMSIZE[dtype]
-        for low in range(0, elems, step):
-            memory = self.memory.take(min(step, elems - low), dtype)
-            self.reader.fill(target, slot, self._source_state(slot), low, memory)
-            if isinstance(payload, Weight) and payload.param in self._unrounded:
-                exact = partial(self._unrounded_values, payload.param, slot, low, len(memory))
-                self._overflows.look(payload.param, memory, exact)
-            self._count(memory.nbytes)
-            yield bytes_of(memory)
-
-    def _unrounded_values(self, name: str, slot: Slot, low: int, elems: int) -> torch.Tensor:
-        """Masters of a weight that gets another dtype than in the source, as they are saved."""
-        exact = self._unrounded[name]
-        out = torch.empty(elems, dtype=TORCH_DTYPES[exact.buffers[0].states[0][1]])
-        self.reader.fill(exact, slot, self._source_state(slot), low, out)
-        return out
-
-    def check_overflows(self) -> None:
-        """Raises InexactError that lists every parameter with values which its dtype can't hold."""
-        if found := self._overflows.found:
-            dtype = self.manifest.by_name[min(found)].dtype
-            raise too_large(found, dtype, str(self.source.folder), "train")
-
-    def _stored(self, payload: Stored) -> Iterator[memoryview]:
-        """A tensor that is no parameter's: of client state, of the scheduler."""
-        ref, where = payload.ref, self.source.place_of(payload.ref)
-        size = ITEMSIZE[where.dtype]
-        if ref.is_contiguous:
-            for low in range(0, ref.numel * size, WINDOW_BYTES):
-                memory = self.memory.take(min(WINDOW_BYTES, ref.numel * size - low), "uint8")
-                where.file.read_into(where.record, where.offset_bytes + low, bytes_of(memory))
-                self._count(memory.nbytes)
-                yield bytes_of(memory)
-            return
-        whole = tensor_at(where, ref).contiguous()
-        self._count(whole.nbytes)
-        yield bytes_of(whole)
-
-    def _count(self, written: int) -> None:
-        if self.stopped.is_set():
-            raise SaveError("the conversion was stopped")
-        with self._lock:
-            self.done += written
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-
-
-# ------------------------------------------------ the output on disk
-
-
-def write_tag(
-    job: ConversionJob, outputs: list[Output], folder: Path, apart: Apart | None = None
-) -> None:
-    """The folder, whole or not at all; `apart` are values of single ranks. Raises SaveError,
-    UsageError, DamagedFileError."""
-    apart = apart or Apart()
-    with written_aside(folder) as aside:
-        for place in {(aside / output.name).parent for output in outputs} - {aside}:
-            place.mkdir(parents=True, exist_ok=True)
-        files = [partial(job.write, output, aside / output.name) for output in outputs]
-        with pool() as threads:
-            in_threads(threads, files, job.stopped)
-        job.reader.check(thorough=True)
-        job.check_overflows()
-        of_ranks = [file_name(rank) for rank in range(len(apart.ranks))]
-        for name, own in zip(of_ranks, apart.ranks, strict=True):
-            (aside / name).write_text(text_of(own), encoding="utf-8")
-        sync_all(aside)
-        names = [*(output.name for output in outputs), *of_ranks]
-        entries = tuple(durable.entry_of(aside / name, name) for name in names)
-        manifest = _signed(job.manifest, job.source, entries)
-        run = {**manifest.run, PER_RANK: apart.what.as_value() if apart.what else {}}
-        manifest = replace(manifest, run=run)
-        require_free(folder)  # a save may have taken the name meanwhile
-        durable.commit(aside, to_json(manifest), durable.Syncs())
-
-
-def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
-    """The manifest with what identifies the files. All of it comes from the source: whoever
-    converts it again gets the same bytes."""
-    recorded = source.recorded
-    said = recorded.run if recorded is not None else {}
-    newest = max(os.stat(source.folder / name).st_mtime for name in source.file_names)
-    content = json.dumps([said.get("saved_at"), [asdict(entry) for entry in files]])
-    run = {
-        **{key: said[key] for key in ("seed", "data", RUN, CLASSES, MEMBERS) if key in said},
-        **manifest.run,
-        "converted_from": str(source.manifest.mesh),
-        "saved_at": said.get("saved_at", newest),
-        MOVED_LATEST: False,
-    }
-    save_id = hashlib.sha256(content.encode()).hexdigest()[:32]
-    return replace(manifest, files=files, save_id=save_id, run=run)
-
-
-_POINTERS = {"native": LATEST, "universal": LATEST_UNIVERSAL, TORCH_DIST: MEGATRON_LATEST}
-
-
-def point_at(folder: Path, to: str) -> list[str]:
-    """Names the new folder where nothing would load it otherwise, and never takes a native pointer
-    from its owner."""
-    parent, name = folder.absolute().parent, folder.absolute().name
-    if to == TORCH_DIST:
-        if (iteration := iteration_of_name(name)) is None:
-            return [f"Megatron looks for folders such as {iteration_name(100)}: rename {name}"]
-        name = str(iteration)
-    pointer = parent / _POINTERS[to]
-    if to != "universal" and pointer.exists():
-        return [
-            f"{pointer} still names {pointer.read_text(errors='replace').strip()}: load with "
-            f"tag={name}"
-        ]
-    try:
-        durable.replace_text(pointer, name, durable.Syncs())
-        return _behind_others(pointer, folder) if to != "universal" else []
-    except OSError as error:  # the output is whole all the same
-        return [f"{pointer} could not be written ({type(error).__name__}): load with tag={name}"]
-
-
-def _behind_others(pointer: Path, folder: Path) -> list[str]:
-    """Makes a pointer older than that of the run itself, where there is one: of two the one that
-    was written last is followed. Raises OSError."""
-    others = (pointer.with_name(name) for name in (LATEST, MEGATRON_LATEST))
-    for other in others:
-        if other.name != pointer.name and other.is_file():
-            before = other.stat().st_mtime_ns - 10**9
-            os.utime(pointer, ns=(before, before))
-            return [f"{other} is still followed, as it is the run's: load with tag={folder.name}"]
-    return []
+def refuse_unused(target: Target, to: str = NATIVE) -> None:
+    """Raises UsageError for what a target says that its format, or its mesh, has no place for."""
+    found = [name for name in _UNUSED[to] if getattr(target, name) is not None]
+    where = f"a folder in the format {to}"
+    if to == NATIVE and target.stages is not None and target.mesh.pp == 1:
+        found, where = ["stages"], "a mesh without pipeline stages (pp=1)"
+    if to == NATIVE and target.sub_group_size is not None and target.mesh.zero != 3:
+        found, where = ["sub_group_size"], f"ZeRO stage {target.mesh.zero}"
+    if found:
+        raise UsageError(
+            f"{where} has no place for {', '.join(found)}",
+            expected="only what is used",
+            found=", ".join(f"{name}={getattr(target, name)}"[:80] for name in found),
+            fix=f"leave out {', '.join('--' + name.replace('_', '-') for name in found)}",
+        )

@@ -12,7 +12,7 @@ from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Model, Sizes
@@ -21,10 +21,14 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
-from megatron_ucp.reshard.convert import NARROW, ConversionJob, Converted, point_at, write_tag
+from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
+from megatron_ucp.reshard.convert import Converted, refuse_unused
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.origin import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.output_folder import require_outside, require_plain
+from megatron_ucp.reshard.placed import with_stages
+from megatron_ucp.reshard.pointing import NATIVE, point_at
 from megatron_ucp.reshard.target import Wanted, target_manifest
 from megatron_ucp.reshard.twin import read_twin
 
@@ -34,59 +38,110 @@ _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 def import_hf(
     src: str | Path,
     dst: str | Path,
-    target: Target | Mesh,
     *,
+    mesh: Mesh | str | None = None,
+    target: Target | Mesh | str | None = None,
+    latest: bool = False,
     family: str = "",
     padded_vocab: int | None = None,
     config: Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
-    """Writes the Hugging Face folder `src` as the new tag folder `dst`: native files for the
-    target's mesh, with fp32 masters and without optimizer states, which begin afresh.
+    """Writes a folder of a Hugging Face model as native files for a mesh, with fp32 master weights
+    and without optimizer states, which begin from scratch. Not needed to train: an engine loads the
+    folder itself.
 
-    The model is the one of the family that the folder's config.json says. What the target does
-    not say is as in the DeepSpeed config `config`, else as in the folder: the training dtype is
-    that of the tensors. `padded_vocab` (default: none is padded) adds rows of zeros to the
-    vocabulary; `allow={"narrow"}` rounds a folder in fp64. Not needed to train: an engine loads the
-    folder itself. Raises a UcpError, SaveError where the output can't be written; nothing is left
-    of it then.
+    Args:
+        src: The folder, with config.json and the safetensors files.
+        dst: The new tag folder. It must not exist, and appears whole or not at all.
+        mesh: The mesh that the files are for, such as "tp=2,dp=4,zero=1"; what is left out is 1,
+            the ZeRO stage 0.
+        target: In place of `mesh`: a `Target`, which says more than a mesh.
+        latest: Whether `latest` in the folder above names the new one.
+        family: The model family, where config.json does not decide it.
+        padded_vocab: Rows of the vocabulary with padding, which is zeros. Default: no padding.
+        config: The DeepSpeed config of the job; the training dtype is else that of the tensors.
+        allow: What may happen besides exact copies: "narrow" rounds a folder in fp64.
+        progress: `progress(done, total)` counts bytes.
+
+    Returns:
+        What was done, as of `convert`.
+
+    Raises:
+        UsageError: For arguments that can't be.
+        SaveError: Where the output can't be written; nothing is left of it.
+        UcpError: Where the folder's model is none that a family describes.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> done = ucp.import_hf("hf", "start/global_step0", mesh="tp=2,dp=2,zero=1")
     """
-    started, folder = time.perf_counter(), Path(dst)
-    target = _checked(folder, target, allow)
-    twin, sizes, architecture = read_twin(Path(src), family)
+    started, folder = time.perf_counter(), Path(plain_path(dst))
+    asked = _checked(folder, mesh, target, allow)
+    twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     model = Model(find_family(twin.family), _padded(sizes, padded_vocab))
-    model.check_cut(target.mesh.tp)
+    _check_vocabulary(model.sizes.vocab, asked.mesh.tp, str(src))
+    model.check_cut(asked.mesh.tp)
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
         require_outside(folder, source.folder)
-        target = _completed(target, source.manifest, config)
-        paper = _on_paper(model, architecture, str(target.dtype))
-        layers = _layers(model) if target.mesh.pp > 1 else None
-        manifest = target_manifest(Wanted(paper, target, str(source.folder), layers))
-        settings = _settings(target, config)
+        refuse_unused(asked)
+        asked = _completed(asked, source.manifest, config)
+        whole = _before_training(model, architecture, str(asked.dtype))
+        layers = _layers(model) if asked.mesh.pp > 1 else None
+        wanted, staged = with_stages(Wanted(whole, asked, str(source.folder), layers))
+        manifest = target_manifest(wanted)
+        settings = _settings(asked, config)
         outputs = list(NativeWriter(manifest, settings, layers).outputs())
         job = ConversionJob(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
         write_tag(job, outputs, folder)
-    notes = [*source.notes, *_notes(sizes, padded_vocab), *point_at(folder, "native")]
+    pointer = point_at(folder, NATIVE, latest, 0)
+    notes = [*source.notes, *staged, *_notes(sizes, padded_vocab)]
     return Converted(
         str(folder),
         f"Hugging Face {twin.family}",
-        str(target.mesh),
+        str(asked.mesh),
         len(outputs),
         job.reader.read_bytes,
         job.done,
         time.perf_counter() - started,
+        pointer,
         tuple(notes),
     )
 
 
-def _checked(folder: Path, target: Target | Mesh, allow: Collection[str]) -> Target:
+def _checked(
+    folder: Path,
+    mesh: Mesh | str | None,
+    target: Target | Mesh | str | None,
+    allow: Collection[str],
+) -> Target:
     """The target. Raises UsageError for arguments of an import that can't be."""
+    check_allow(allow, NARROW)
+    given = one_target(mesh, target)
+    if given is None:
+        raise UsageError(
+            "native files are for one mesh",
+            expected="a mesh, such as tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh",
+        )
     require_plain(folder)
-    if isinstance(allow, str) or set(allow) - NARROW:
-        raise UsageError("allow names what may happen", expected="narrow", found=" ".join(allow))
-    return Target(target) if isinstance(target, Mesh) else target
+    return given.with_zero_of(Mesh())
+
+
+def _check_vocabulary(rows: int, tp: int, file: str) -> None:
+    """Raises LayoutError where tensor parallelism does not divide the vocabulary."""
+    if rows % tp:
+        raise LayoutError(
+            "the tensor-parallel size does not divide the rows of the vocabulary",
+            file=file,
+            expected=f"rows that {tp} divides",
+            found=rows,
+            fix=f"give --padded-vocab-size {-(-rows // tp) * tp}: rows of zeros are added, and the "
+            "model is built with as many rows",
+        )
 
 
 def _padded(sizes: Sizes, rows: int | None) -> Sizes:
@@ -95,6 +150,7 @@ def _padded(sizes: Sizes, rows: int | None) -> Sizes:
             "the padded vocabulary is smaller than the model's",
             expected=f"at least {sizes.true_vocab}",
             found=rows,
+            fix="give --padded-vocab-size that many rows, or leave it out",
         )
     return sizes if rows is None else replace(sizes, vocab=rows)
 
@@ -102,7 +158,7 @@ def _padded(sizes: Sizes, rows: int | None) -> Sizes:
 def _notes(sizes: Sizes, rows: int | None) -> list[str]:
     added = (rows or 0) - sizes.true_vocab
     padding = f"{added} rows of zeros were added to the vocabulary, which shift the loss"
-    return ["no optimizer states: they begin afresh", *([padding] if added > 0 else [])]
+    return ["no optimizer states: they begin from scratch", *([padding] if added > 0 else [])]
 
 
 def _completed(target: Target, source: Manifest, config: Mapping[str, Any] | None) -> Target:
@@ -113,7 +169,7 @@ def _completed(target: Target, source: Manifest, config: Mapping[str, Any] | Non
     return target.completed(config or {})
 
 
-def _on_paper(model: Model, architecture: Architecture, dtype: str) -> Manifest:
+def _before_training(model: Model, architecture: Architecture, dtype: str) -> Manifest:
     """The model before its first step, each parameter whole and in one group."""
     specs = [declared.spec(name, dtype) for name, declared in model.table.items()]
     masters = ((MASTER, "float32"),)

@@ -1,11 +1,12 @@
 """Which stage of a pipeline that does not exist yet holds which parameters."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.partition import divide
 
 if TYPE_CHECKING:
@@ -30,17 +31,6 @@ def placed(wanted: "Wanted", local: Mapping[str, int]) -> list[frozenset[str]]:
         return [frozenset(spec.name for spec in source.params)]
     if layers is None:
         raise no_layers(file)
-    method = target.stages
-    if method is None and source.mesh.pp == target.mesh.pp and source.mesh.vpp == 1:
-        method = _stages_of(source, layers)
-    if method is None:
-        raise UsageError(
-            "how the layers are divided among the stages is not known",
-            file=file,
-            expected=f"uniform, parameters, layers, or {target.mesh.pp} numbers with the sum "
-            f"{len(layers.held)}",
-            fix="give --stages (Target(stages=...)) as the job's partition method",
-        )
     known = {name for names in layers.canonical for name in names}
     lost = [spec.name for spec in source.params if spec.name not in known]
     if lost:
@@ -49,13 +39,30 @@ def placed(wanted: "Wanted", local: Mapping[str, int]) -> list[frozenset[str]]:
             file=file,
             parameter=lost[0],
             found=f"{len(lost)} of {len(source.params)}",
+            fix="convert without pp",
         )
     # what DeepSpeed balances
     trained = {spec.name: local[spec.name] for spec in source.params if spec.kind == "trainable"}
     return [
         frozenset(name for at in stage for name in layers.canonical[at])
-        for stage in divide(layers, method, target.mesh.pp, trained)
+        for stage in divide(layers, target.stages or "layers", target.mesh.pp, trained)
     ]
+
+
+def with_stages(wanted: "Wanted") -> tuple["Wanted", list[str]]:
+    """With how the layers are divided among the stages, where nobody said it: as in the source, if
+    that has as many stages, else as many each of the most frequent kind, which a note says."""
+    source, target, layers = wanted.source, wanted.target, wanted.layers
+    if target.mesh.pp == 1 or target.stages is not None or layers is None:
+        return wanted, []
+    if source.mesh.pp == target.mesh.pp and source.mesh.vpp == 1:
+        if (counts := _stages_of(source, layers)) is not None:
+            return replace(wanted, target=replace(target, stages=counts)), []
+    note = (
+        "nobody said how the layers are divided among the stages: as many each of the most "
+        "frequent kind, which is `--stages layers`; the job needs the same partition method"
+    )
+    return replace(wanted, target=replace(target, stages="layers")), [note]
 
 
 def _stages_of(source: Manifest, layers: Layers) -> tuple[int, ...] | None:

@@ -4,11 +4,13 @@ Formulas of the buffers: see `core/zero`. Which optimizer wrapper DeepSpeed choo
 `_do_optimizer_sanity_check` and `_configure_zero_optimizer` of DeepSpeed 0.19.8's engine.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from megatron_ucp.core import flat
+from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.states import MASTER
@@ -26,6 +28,7 @@ _ZERO = {
     "alignment": "parameter_alignment",
     "round_robin": "round_robin_gradients",
 }
+_ZERO_IN_MESH = re.compile(r"(^|,)\s*zero\s*=")
 _SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -64,13 +67,30 @@ class GroupOnRank:
 
 @dataclass(frozen=True)
 class Target:
-    """`dtype` is that of the training copies, `optimizer` the class ("torch.AdamW"), `groups` the
-    names in each parameter group in the order of the optimizer, `stages` how the pipeline's layers
-    are divided (see `Layers.stages`). The other fields are DeepSpeed's settings: `sub_group_size`
-    in elements of one rank, `alignment` is `zero_optimization.parameter_alignment`, `round_robin`
-    is `round_robin_gradients`, `grad_accum_fp32` is `data_types.grad_accum_dtype: fp32`,
-    `offloaded` is `offload_optimizer.device: cpu`, which moves nothing but Muon's momentum. What is
-    None is as in the source.
+    """The job that a conversion is for. What is None is as in the source.
+
+    Args:
+        mesh: Its mesh; `Target.of` takes a string, too.
+        dtype: That of the training copies, such as "bf16" or `torch.bfloat16`.
+        optimizer: The class of its optimizer, such as "torch.AdamW".
+        groups: The names in each parameter group, in the order of the optimizer.
+        stages: How the layers of a pipeline are divided: "uniform", "parameters", "layers", or
+            their numbers.
+        sub_group_size: That of ZeRO-3, in elements of one rank.
+        alignment: DeepSpeed's `zero_optimization.parameter_alignment`.
+        round_robin: DeepSpeed's `round_robin_gradients`.
+        grad_accum_fp32: DeepSpeed's `data_types.grad_accum_dtype: fp32`.
+        offloaded: DeepSpeed's `offload_optimizer.device: cpu`, which moves nothing but Muon's
+            momentum.
+        zero_as_source: The ZeRO stage is the source's, and not that of `mesh`.
+
+    Raises:
+        UsageError: For a job that DeepSpeed does not run, or that nothing is converted for.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> ucp.Target(ucp.Mesh(dp=4, zero=3), dtype="bf16").dtype
+        'bfloat16'
     """
 
     mesh: Mesh
@@ -83,9 +103,19 @@ class Target:
     round_robin: bool | None = None
     grad_accum_fp32: bool | None = None
     offloaded: bool | None = None
+    zero_as_source: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.mesh), Mesh):
+            raise UsageError(
+                "a target is for a mesh",
+                expected='ucp.Mesh(tp=2, dp=4, zero=1); Target.of takes "tp=2,dp=4" too',
+                found=repr(self.mesh)[:200],
+                fix="give such a mesh",
+            )
         self.mesh.require_possible()
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.dtype not in (None, *TRAINING_DTYPES) or (
             self.sub_group_size is not None and self.sub_group_size < 1
         ):
@@ -93,19 +123,40 @@ class Target:
                 "this is no target",
                 expected=f"dtype {' or '.join(TRAINING_DTYPES)}, sub_group_size of at least 1",
                 found=f"{self.dtype}, {self.sub_group_size}",
+                fix="correct the dtype (--dtype) or the size (--sub-group-size)",
             )
         if self.mesh.pp > 1 and self.mesh.zero > 1:
             raise UsageError(
                 "DeepSpeed's pipeline takes ZeRO 0 and 1 only",
                 expected="zero=0 or zero=1",
                 found=self.mesh,
+                fix="name the ZeRO stage of the job: add zero=1 to the mesh",
             )
         if self.mesh.cp * self.mesh.vpp > 1:
             raise UsageError(
                 "this axis is not converted",
                 expected="tp, pp, dp, sp, ep, etp and zero",
                 found=self.mesh,
+                fix="leave cp and vpp out: an engine loads the files on such a mesh as they are",
             )
+
+    @classmethod
+    def of(cls, mesh: "Target | Mesh | str", **more: Any) -> "Target":
+        """A target from what people write: a string such as "tp=2,dp=4", which leaves the ZeRO
+        stage to the source where it does not name it; a Mesh, which says all. `more` are other
+        fields. Raises UsageError."""
+        if isinstance(mesh, Target):
+            return mesh
+        if not isinstance(cast("object", mesh), str):
+            return cls(cast("Mesh", mesh), **more)
+        text = cast("str", mesh)
+        return cls(Mesh.parse(text), zero_as_source=not _ZERO_IN_MESH.search(text), **more)
+
+    def with_zero_of(self, source: Mesh) -> "Target":
+        """With a ZeRO stage: the source's, where nobody named one. Raises UsageError."""
+        if not self.zero_as_source:
+            return self
+        return replace(self, mesh=replace(self.mesh, zero=source.zero), zero_as_source=False)
 
     def completed(self, config: Mapping[str, Any]) -> "Target":
         """What is None, as a DeepSpeed config says it; its ZeRO stage does not count. Raises

@@ -1,0 +1,77 @@
+"""Whether a folder that was converted gets a pointer such as `latest`, and what is said of it.
+
+A pointer decides what every later command and job loads. So none is moved that was not asked for.
+"""
+
+from pathlib import Path
+
+from megatron_ucp.errors import UsageError
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.paths import is_universal
+from megatron_ucp.formats.pointers import (
+    LATEST,
+    MEGATRON_LATEST,
+    iteration_name,
+    iteration_of_name,
+    pointers_to,
+)
+from megatron_ucp.formats.registry import is_megatron
+from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files
+
+NATIVE, UNIVERSAL, TORCH_DIST = "native", "universal", "torch_dist"
+_POINTERS = {NATIVE: LATEST, UNIVERSAL: LATEST_UNIVERSAL, TORCH_DIST: MEGATRON_LATEST}
+
+
+def check_name(folder: Path, to: str, latest: bool) -> None:
+    """Raises UsageError where a pointer is asked for that can't name the folder."""
+    if latest and to == TORCH_DIST and iteration_of_name(folder.absolute().name) is None:
+        raise UsageError(
+            f"`{MEGATRON_LATEST}` can't name this folder",
+            file=folder,
+            expected=f"a name such as {iteration_name(100)}",
+            found=folder.name,
+            fix="name the output so, or leave --latest out",
+        )
+
+
+def point_at(folder: Path, to: str, latest: bool, iteration: int) -> str:
+    """Writes the pointer that belongs to a new folder, where that is asked for (`latest`), or where
+    the folder above is a run of that format that has none; says what was done, or how to load the
+    folder. `iteration` is that of the run."""
+    folder = folder.absolute()
+    parent, name, own = folder.parent, folder.name, _POINTERS[to]
+    by_path = f"load it by its path, or with the tag {name}"
+    if to == TORCH_DIST and iteration_of_name(name) is None:
+        return (
+            f"no pointer was written: Megatron-LM looks for folders such as "
+            f"{iteration_name(iteration)}; rename {name} for it"
+        )
+    there = [one for one in _beside(to) if (parent / one).is_file()]
+    if not latest and there:
+        names = (parent / there[0]).read_text(errors="replace").strip()[:80]
+        return f"`{there[0]}` still names {names}: {by_path}"
+    if not latest and not _is_run(parent, name, to):
+        return f"no `{own}` was written: {by_path}"
+    moving, notes = ({own: name}, []) if to == UNIVERSAL else pointers_to(parent, name, own)
+    try:
+        for pointer, text in moving.items():
+            durable.replace_text(parent / pointer, text, durable.Syncs())
+    except OSError as error:  # the output is whole all the same
+        return f"`{own}` could not be written ({type(error).__name__}): {by_path}"
+    named = " and ".join(f"`{pointer}`" for pointer in moving)
+    return "; ".join([f"{named} in {parent} now names {name}", *notes])
+
+
+def _beside(to: str) -> tuple[str, ...]:
+    """The pointers of which one decides what a load of the folder above takes."""
+    return (LATEST_UNIVERSAL,) if to == UNIVERSAL else (LATEST, MEGATRON_LATEST)
+
+
+def _is_run(parent: Path, name: str, to: str) -> bool:
+    """Whether other tags of the same program lie in a folder. DeepSpeed keeps universal folders
+    beside its own tags."""
+    others = [path for path in parent.iterdir() if path.is_dir() and path.name != name]
+    if to == TORCH_DIST:
+        return any(is_megatron(path) for path in others)
+    tags = [path for path in others if has_state_files(path) and not is_megatron(path)]
+    return any(to == UNIVERSAL or not is_universal(path) for path in tags)
