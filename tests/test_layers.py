@@ -29,15 +29,16 @@ class Layer:
     libraries: frozenset[str] | None = None
 
 
-BELOW_ENGINES = frozenset({"errors", "core", "families", "formats", "reshard"})
+BELOW_ENGINES = frozenset({"errors", "say", "core", "families", "formats", "reshard"})
 LAYERS = {
     "errors": Layer(frozenset(), frozenset()),
+    "say": Layer(frozenset(), frozenset({"tqdm"})),
     "core": Layer(frozenset({"errors"}), frozenset()),
     "families": Layer(frozenset({"errors", "core"}), frozenset()),
     "formats": Layer(frozenset({"errors", "core"}), frozenset({*TENSORS, "isal"})),
     # what an engine gives to a load, known to both sides
     "protocol": Layer(frozenset({"errors", "core", "formats"}), frozenset({"torch"})),
-    "reshard": Layer(frozenset({"errors", "core", "families", "formats", "protocol"})),
+    "reshard": Layer(frozenset({"errors", "say", "core", "families", "formats", "protocol"})),
     "engines": Layer(BELOW_ENGINES | {"patches", "protocol"}),
     "cli": Layer(BELOW_ENGINES),
     "patches": Layer(frozenset({"errors"})),
