@@ -242,7 +242,7 @@ def measure_weights(
     reading of as many bytes of it; the first round is not counted."""
     weights = Path(folder, f"{mesh}_hf")
     if dist.get_rank() == 0:
-        ucp.export_hf(Path(folder, str(mesh)), weights, "float32")
+        ucp.export_hf(Path(folder, str(mesh)), weights, dtype="float32")
     loads = Loads(folder, mesh, size)
     left = loads.needed_bytes() // 3  # masters alone
 

@@ -92,7 +92,7 @@ def child(what: str, arguments: list[str]) -> None:
     del convert, diff, verify
     source = arguments[0]
     calls: dict[str, Callable[[], Any]] = {
-        "universal": lambda: ucp.convert(source, arguments[1], "universal"),
+        "universal": lambda: ucp.convert(source, arguments[1], to="universal"),
         "native": lambda: ucp.convert(source, arguments[1], target=ucp.Mesh(dp=4, zero=3)),
         "verify": lambda: ucp.verify(source, deep=True),
         "diff": lambda: ucp.diff(source, arguments[1]),

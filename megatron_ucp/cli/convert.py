@@ -127,8 +127,8 @@ def run(args: Any) -> int:
     found = convert(
         paths[0],
         paths[1],
-        to,
-        target_of(args),
+        to=to,
+        target=target_of(args),
         tag=args.tag,
         rules=args.rules,
         config=config,

@@ -24,7 +24,9 @@ def run(args: Any) -> int:
     from megatron_ucp.formats.registry import find_checkpoint
     from megatron_ucp.reshard.diff import diff
 
-    found = diff(args.a, args.b, progress_bar(args, "B"), args.rules, args.rules_b)
+    found = diff(
+        args.a, args.b, progress=progress_bar(args, "B"), rules=args.rules, rules_b=args.rules_b
+    )
     if args.json:
         print(json.dumps([asdict(d) for d in found]))
     else:

@@ -62,8 +62,8 @@ def run(args: Any) -> int:
     found = export_hf(
         args.path,
         args.output,
-        args.dtype,
-        args.max_shard_size,
+        dtype=args.dtype,
+        max_shard_size=args.max_shard_size,
         tag=args.tag,
         rules=args.rules,
         config=args.config,

@@ -38,7 +38,7 @@ def run(args: Any) -> int:
     found = import_hf(
         args.path,
         args.output,
-        target_of(args),
+        target=target_of(args),
         family=args.family,
         padded_vocab=args.padded_vocab_size,
         config=read_json(args.config) if args.config else None,

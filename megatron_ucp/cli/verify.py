@@ -27,7 +27,12 @@ def run(args: Any) -> int:
     from megatron_ucp.reshard.verify import verify
 
     found = verify(
-        args.path, args.tag, args.deep, args.allow_nan, progress_bar(args, "B"), args.rules
+        args.path,
+        tag=args.tag,
+        deep=args.deep,
+        allow_nan=args.allow_nan,
+        progress=progress_bar(args, "B"),
+        rules=args.rules,
     )
     if args.json:
         print(json.dumps(asdict(found)))

@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.engines.same_model import config_of
@@ -15,8 +16,9 @@ from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.export import Exported, check_output
 from megatron_ucp.reshard.export_live import export_live
+from megatron_ucp.reshard.model_config import config_for
 from megatron_ucp.reshard.outgoing import Outgoing, beside_weights, training_dtype
-from megatron_ucp.reshard.twin import given_config, twin_of
+from megatron_ucp.reshard.twin import twin_of
 
 
 def export(
@@ -42,14 +44,16 @@ def export(
     with agree.together():
         if agree.world()[0] == 0:
             check_output(folder, dtype, ())
+        dtype = None if dtype is None else dtype_name(dtype)
         manifest = live.manifest
         if model is not None:
             manifest = replace(manifest, run={RECORDED: recorded(model, module)})
         chosen = dtype or training_dtype(manifest)
-        given = given_config(manifest, config, str(folder)) or _config(module, model)
+        found = None if config is None else config_for(manifest, config, None)
+        given = _config(module, model) if found is None else found.tree
         twin = twin_of(manifest, given, "", chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
-        beside = beside_weights(twin, tokenizer, config)
+        beside = beside_weights(twin, tokenizer, found and found.folder)
     return export_live(live, out, folder, beside)
 
 

@@ -126,7 +126,7 @@ def convert(
         require_outside(folder, source.folder)
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
-        asked = asked.with_zero_of(source.manifest.mesh)
+        asked = (asked or _as_source(origin, to)).with_zero_of(source.manifest.mesh)
         refuse_unused(asked, to)
         wanted = origin.wanted(asked, config)
         origin.take_values(wanted.target.mesh if to == NATIVE else None, allow)
@@ -274,8 +274,8 @@ def _check_arguments(
     target: Target | Mesh | str | None,
     latest: bool,
     allow: Collection[str],
-) -> tuple[Target, str]:
-    """The target and the format. Raises UsageError."""
+) -> tuple[Target | None, str]:
+    """The target, None where nobody said one, and the format. Raises UsageError."""
     check_allow(allow, ALLOWED)
     given = one_target(mesh, target)
     to = to or (UNIVERSAL if given is None else NATIVE)
@@ -295,7 +295,18 @@ def _check_arguments(
         )
     require_plain(folder)
     check_name(folder, to, latest)
-    return given or Target(Mesh()), to
+    return given, to
+
+
+def _as_source(origin: Origin, to: str) -> Target:
+    """Where nobody said a mesh: the tensor-parallel ranks and stages of the source, which a folder
+    for Megatron names as the run's. Of a mixture it then says that experts have no optimizer of
+    their own, whatever the source has."""
+    manifest = origin.manifest
+    if to != TORCH_DIST or any(spec.expert is not None for spec in manifest.params):
+        return Target(Mesh())
+    tp, pp = manifest.mesh.tp, manifest.mesh.pp
+    return Target(Mesh(tp=tp, pp=pp, dp=manifest.mesh.world // (tp * pp)))
 
 
 def refuse_unused(target: Target, to: str = NATIVE) -> None:

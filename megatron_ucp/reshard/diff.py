@@ -45,18 +45,34 @@ class Difference:
 def diff(
     a: str | Path,
     b: str | Path,
+    *,
     progress: Callable[[int, int], None] | None = None,
     rules: str | Path | None = None,
     rules_b: str | Path | None = None,
 ) -> list[Difference]:
-    """Every difference in parameters, shapes, master weights, optimizer states, steps,
-    hyper-parameters, counters, schedules and client states.
+    """Compares two checkpoints of any formats and meshes, bit by bit: parameters, shapes, fp32
+    master weights, optimizer states, steps, hyper-parameters, counters, schedules.
 
-    Empty where the canonical states are equal bit by bit, whatever the meshes. Training copies are
-    not compared: they are casts of the masters. Of a Hugging Face folder the weights are compared,
-    with the other side's masters rounded to its dtypes. `progress(done, total)` counts bytes.
-    `rules` is a file of rules (docs/rules.md) for both, `rules_b` another one for b. Raises a
-    UcpError.
+    Training copies are not compared, as they are casts of the master weights; nor is the client
+    state. Of a Hugging Face folder the weights are compared, with the other side's master weights
+    rounded to its dtypes.
+
+    Args:
+        a: A tag folder, the folder above it, or a Hugging Face folder.
+        b: The other one.
+        progress: `progress(done, total)` counts bytes.
+        rules: A file of rules (docs/reference/rules.md) for both.
+        rules_b: Another one for `b`.
+
+    Returns:
+        Every difference; an empty list where there is none.
+
+    Raises:
+        UcpError: For a checkpoint that can't be read.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> assert not ucp.diff("runs/llama", "dp3/global_step80")
     """
     with ExitStack() as opened:
         one, two = _opened(a, b, rules, rules_b or rules, opened)

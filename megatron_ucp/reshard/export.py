@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import state_in, weights_manifest
 from megatron_ucp.core.states import MASTER, VALUE
@@ -30,10 +32,12 @@ from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.arguments import check_allow, plain_path
 from megatron_ucp.reshard.diff import Difference, weight_differences
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.merge import Merge, open_merge
+from megatron_ucp.reshard.model_config import config_for, family_of
 from megatron_ucp.reshard.outgoing import (
     WEIGHT_DTYPES,
     Beside,
@@ -41,6 +45,7 @@ from megatron_ucp.reshard.outgoing import (
     OutgoingPart,
     beside_weights,
     publish,
+    refuse_foreign,
     training_dtype,
 )
 from megatron_ucp.reshard.output_folder import (
@@ -53,7 +58,7 @@ from megatron_ucp.reshard.output_folder import (
     written_aside,
 )
 from megatron_ucp.reshard.overflows import Overflows
-from megatron_ucp.reshard.twin import given_config, pipe_names, twin_of
+from megatron_ucp.reshard.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.windows import (
     THREADS,
     WIDE_WINDOW_BYTES,
@@ -70,7 +75,8 @@ _ALLOWED = frozenset({"mean", "stale", "weights"})
 @dataclass(frozen=True)
 class Exported:
     """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
-    as in the source; `verified` whether the files were read back and compared."""
+    as in the source; `verified` whether the files were read back and compared; `loadable` whether
+    there is a config, without which no library loads the folder."""
 
     path: str
     source_mesh: str
@@ -82,14 +88,24 @@ class Exported:
     seconds: float
     verified: bool
     notes: tuple[str, ...]
+    loadable: bool = True
+
+    def __str__(self) -> str:
+        read_back = ", read back and equal" if self.verified else ""
+        lacks = "" if self.loadable else "; NOT LOADABLE YET: it has no config"
+        return (
+            f"{self.path}: {self.source_mesh} became {self.tensors} tensors of {self.dtype} in "
+            f"{self.files} files, {self.written_bytes:,} bytes in {self.seconds:.1f} s{read_back}"
+            f"{lacks}"
+        )
 
 
 def export_hf(
     src: str | Path,
     dst: str | Path,
-    dtype: str | None = None,
-    max_shard_size: str | int = "5GB",
     *,
+    dtype: Any = None,
+    max_shard_size: str | int = "5GB",
     tag: str | None = None,
     rules: str | Path | None = None,
     config: str | Path | None = None,
@@ -97,57 +113,90 @@ def export_hf(
     tokenizer: str | Path | None = None,
     merge: str | Path | None = None,
     verify: bool = False,
+    force: bool = False,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes the weights of the checkpoint `src` as the new folder `dst`, which
-    `AutoModelForCausalLM.from_pretrained` takes: the masters, rounded to `dtype` (None: that of
-    training).
+    """Writes the weights of a checkpoint as a folder that
+    `AutoModelForCausalLM.from_pretrained` takes; of a model that peft wrapped, the adapter, in
+    peft's format.
 
-    `config` is a folder with the config.json of the model, which a checkpoint without a family
-    needs (else the weights alone are written); `family` is that of a checkpoint that does not say
-    its own; tokenizer files are copied from `tokenizer`, else from `config`. Of a model that peft
-    wrapped the adapter is written, in peft's format; `merge` is the folder of its base model, which
-    is written with the adapter added (`config` then has adapter_config.json). `verify` reads the
-    files back and compares them with the source, bit by bit, before they get their name. `allow`
-    as in `convert`. Raises a UcpError, SaveError where the output can't be written; nothing is
-    left of it then.
+    Args:
+        src: The checkpoint: a tag folder, or the folder above it.
+        dst: The new folder. It appears whole or not at all.
+        dtype: That of the weights, such as "bf16" or `torch.float32`, to which the fp32 master
+            weights are rounded. Default: the training dtype.
+        max_shard_size: The most bytes of a file, such as "5GB".
+        tag: The tag in `src`, where it is not the newest.
+        rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
+        config: The model's config.json (an adapter's adapter_config.json), or its folder. Default:
+            what the checkpoint says, else the file in the tag folder or in the one above.
+        family: The model family, where neither the checkpoint nor its config says one.
+        tokenizer: A folder whose tokenizer files are copied. Default: that of the config.
+        merge: The folder of the base model of a LoRA run: that model is written, with the adapter
+            added.
+        verify: Whether to read the files back and compare them with the source, bit by bit.
+        force: Whether to replace a folder that an earlier export wrote, and nobody changed.
+        allow: What may happen besides exact copies and rounding: "mean", "stale", "weights".
+        progress: `progress(done, total)` counts bytes.
+
+    Returns:
+        What was done. `loadable` is false where no config was found: the weights are there, and
+        no library loads them without one.
+
+    Raises:
+        UsageError: For arguments that can't be.
+        SaveError: Where the output can't be written; nothing is left of it.
+        UcpError: Where the weights can't be carried over exactly.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> assert ucp.export_hf("runs/llama", "hf", dtype="bf16", verify=True).loadable
     """
-    started, folder = time.perf_counter(), Path(dst)
-    check_output(folder, dtype, allow)
+    started, folder = time.perf_counter(), Path(plain_path(dst))
+    dtype = check_output(folder, dtype, allow, force)
     max_bytes = parse_size(max_shard_size)
-    told = Told(names=pipe_names(family, config), weights="weights" in allow)
+    names = pipe_names(family or family_of(config), config)
+    told = Told(names=names, weights="weights" in allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         _check_source(source, folder, allow)
-        given = given_config(source.manifest, config, str(source.folder))
+        found = config_for(source.manifest, config, source.folder)
+        given = None if found is None else found.tree
         mesh, notes, merged = str(source.manifest.mesh), _notes(source, given is None), None
+        if found is not None and config is None:
+            notes.append(f"the model's config was found in {found.folder}")
         if merge is not None:
             source, merged = open_merge(opened, merge, source, given)
             given, family = read_json(source.folder / CONFIG_FILE), ""
+        elif found is not None and needs_family(source.manifest):
+            family = family or found.family
         chosen = dtype or training_dtype(source.manifest)
         twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-        beside = beside_weights(twin, tokenizer, merge or config)
+        of_model = merge if found is None or merge is not None else found.folder
+        beside = beside_weights(twin, tokenizer, of_model)
         out = Outgoing(source.manifest, twin, chosen, max_bytes)
         job = _Job(source, out, frozenset(allow), progress, merged)
         job.prove()
-        job.write(folder, beside, verify)
+        job.write(folder, beside, verify, force)
     return job.result(folder, mesh, time.perf_counter() - started, verify, notes)
 
 
-def check_output(folder: Path, dtype: str | None, allow: Collection[str]) -> None:
-    """Raises UsageError for arguments of an export that can't be."""
-    require_plain(folder)
-    if dtype not in (None, *WEIGHT_DTYPES):
+def check_output(
+    folder: Path, dtype: Any, allow: Collection[str], force: bool = False
+) -> str | None:
+    """The name of the dtype. Raises UsageError for arguments of an export that can't be."""
+    require_plain(folder, lambda: force and refuse_foreign(folder))
+    name = None if dtype is None else dtype_name(dtype)
+    if name not in (None, *WEIGHT_DTYPES):
         raise UsageError(
-            "weights have no such dtype", expected=" ".join(WEIGHT_DTYPES), found=dtype
+            "weights have no such dtype",
+            expected=", ".join(WEIGHT_DTYPES),
+            found=name,
+            fix="give one of these",
         )
-    if isinstance(allow, str) or set(allow) - _ALLOWED:
-        raise UsageError(
-            "allow names what may happen",
-            expected=" ".join(sorted(_ALLOWED)),
-            found=" ".join(sorted(allow)),
-        )
+    check_allow(allow, _ALLOWED)
+    return name
 
 
 def _check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
@@ -200,7 +249,7 @@ class _Job:
         wants = [(part.slot, self._state(n)) for n, part in self._all_parts]
         self.reader.prove(self.target, wants)
 
-    def write(self, folder: Path, beside: Beside, verify: bool) -> None:
+    def write(self, folder: Path, beside: Beside, verify: bool, force: bool) -> None:
         """The folder, whole or not at all."""
         with written_aside(folder) as aside:
             self.out.begin(aside)
@@ -212,7 +261,7 @@ class _Job:
             if verify:
                 self._verify(aside)
             sync_all(aside)
-            publish(aside, folder)
+            publish(aside, folder, force)
 
     def result(
         self, folder: Path, mesh: str, seconds: float, verified: bool, notes: Sequence[str]
@@ -229,6 +278,7 @@ class _Job:
             seconds,
             verified,
             (*notes, *self.out.notes),
+            self.out.is_loadable,
         )
 
     # ---------------------------------------------------------------- bytes

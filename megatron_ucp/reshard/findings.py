@@ -19,6 +19,11 @@ class Finding:
     found: str = ""
 
 
+def some(count: int, what: str) -> str:
+    """A number of things: "no faults", "1 fault", "2 faults"."""
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
 def finding_of(error: UcpError) -> Finding:
     shown = [
         str(value) if value is not None else ""

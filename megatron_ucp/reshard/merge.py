@@ -289,8 +289,9 @@ def open_merge(
         raise UsageError(
             "a merge needs to know the adapter's scale",
             file=source.folder,
-            expected=f"--config DIR with {ADAPTER_CONFIG_FILE}",
-            found="none",
+            expected=f"a folder with {ADAPTER_CONFIG_FILE}",
+            found="none, nor one beside the checkpoint",
+            fix="give --config the folder that peft's save_pretrained wrote",
         )
     model = opened.enter_context(open_checkpoint(base))
     return model, Merge(model, source, config)

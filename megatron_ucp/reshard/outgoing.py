@@ -18,8 +18,9 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Slot
 from megatron_ucp.core.shares import Share
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.errors import NotFoundError
+from megatron_ucp.errors import NotFoundError, UsageError, some_of
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.diff import weight_of
@@ -40,6 +41,7 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+LIST_FILE = "ucp_export.json"  # what an export wrote: name of the file -> bytes
 Beside = Mapping[str, str | Path]  # what lies beside the weights: a text, or a file to copy
 
 
@@ -117,13 +119,21 @@ class Outgoing:
         return sorted(self.in_order, key=lambda number: -self.tensors[number].elems)
 
     @property
+    def is_loadable(self) -> bool:
+        """Whether the folder says what its model is."""
+        return self.twin.config is not None
+
+    @property
     def notes(self) -> list[str]:
         """What the folder lacks."""
-        if self.twin.config is not None:
+        if self.is_loadable:
             return []
         reader = "peft" if self.twin.is_adapter else "transformers"
         file = self.twin.config_file
-        return [f"no {file} was written: give --config DIR for one that {reader} needs"]
+        return [
+            f"no {file} was found, which {reader} needs: export again with --force and --config, "
+            "the folder of the model"
+        ]
 
     def parts(self, most_bytes: int, count: int) -> list[list[Tiles]]:
         """What each tensor is read as, in slots that follow each other: all of it, but for one that
@@ -160,6 +170,8 @@ class Outgoing:
                 shutil.copyfile(what, folder / name)
             else:
                 (folder / name).write_text(what, encoding="utf-8")
+        written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
 
     def check_overflows(self, overflows: Mapping[str, int], file: str) -> None:
         """Raises InexactError that lists every tensor with finite values (tensor -> how many) which
@@ -206,8 +218,37 @@ def _json(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
 
 
-def publish(aside: Path, folder: Path) -> None:
-    """Gives a folder that is on disk its name. Raises OSError, UsageError."""
+def refuse_foreign(folder: Path) -> bool:
+    """Whether there is a folder that may be replaced. Raises UsageError for one that no export
+    wrote, or that holds anything else by now."""
+    if not os.path.lexists(folder):
+        return False
+    listed: Any = None
+    if not folder.is_symlink() and (folder / LIST_FILE).is_file():
+        listed = read_json(folder / LIST_FILE)
+    there = {p.name: p.stat().st_size for p in folder.iterdir()} if folder.is_dir() else {}
+    there.pop(LIST_FILE, None)
+    if listed is None or there != listed:
+        other = sorted(name for name in there if (listed or {}).get(name) != there[name])
+        raise UsageError(
+            "the output is no folder that an export wrote as it is",
+            file=folder,
+            expected=f"the files that its {LIST_FILE} lists" if listed else LIST_FILE,
+            found=some_of(other) or "fewer files",
+            fix="give another name, or remove it",
+        )
+    return True
+
+
+def publish(aside: Path, folder: Path, force: bool = False) -> None:
+    """Gives a folder that is on disk its name; with `force` in the place of an earlier export.
+    Raises OSError, UsageError."""
+    before = folder.with_name(f".{folder.name}.replaced")
+    if force and refuse_foreign(folder):
+        shutil.rmtree(before, ignore_errors=True)
+        os.rename(folder, before)
     require_free(folder)
     os.rename(aside, folder)
     durable.Syncs()(folder.absolute().parent)
+    if force:
+        shutil.rmtree(before, ignore_errors=True)

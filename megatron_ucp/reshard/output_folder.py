@@ -103,15 +103,18 @@ def sync_all(folder: Path) -> None:
 # ------------------------------------------------ before anything is written
 
 
-def require_plain(folder: Path) -> None:
-    """Raises UsageError for an output that exists, or has no plain name."""
-    require_free(folder)
+def require_plain(folder: Path, may_replace: Callable[[], object] | None = None) -> None:
+    """Raises UsageError for an output that exists, unless `may_replace` says that it may be
+    replaced, or that has no plain name."""
+    if may_replace is None or not may_replace():
+        require_free(folder)
     if folder.absolute().name.startswith(".") or not folder.name:
         raise UsageError(
             "the output is the plain name of a new folder",
             file=folder,
             expected="converted/global_step100",
             found=str(folder),
+            fix="give such a name",
         )
 
 
@@ -139,4 +142,5 @@ def require_outside(folder: Path, source: Path) -> None:
             file=folder,
             expected="a place beside it",
             found=parent,
+            fix="name the output in another folder",
         )

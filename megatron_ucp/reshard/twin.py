@@ -30,6 +30,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     read_json,
 )
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
+from megatron_ucp.reshard.model_config import config_at
 from megatron_ucp.reshard.plain_config import check_given
 
 # Settings of transformers that no tensor's shape shows.
@@ -92,25 +93,18 @@ def twin_of(
     return Twin(twin.tensors(sizes), _true(manifest, model), kept, name)
 
 
-def given_config(
-    manifest: Manifest, folder: str | Path | None, file: str
-) -> Mapping[str, Any] | None:
-    """The config in a folder that was given, for the model of a checkpoint, or for its adapter;
-    None where no folder was given. Raises NotFoundError, DamagedFileError."""
-    if folder is None:
-        return None
-    adapter = not manifest.family and adapter_of(manifest, file) is not None
-    return read_json(Path(folder) / (ADAPTER_CONFIG_FILE if adapter else CONFIG_FILE))
+def needs_family(manifest: Manifest) -> bool:
+    """Whether a checkpoint has megatron-core's names, and says no family."""
+    return not with_model(manifest).family and _OURS in manifest.by_name
 
 
-def pipe_names(family: str, folder: str | Path | None) -> Mapping[str, str] | None:
-    """Names in a pipeline of the model in a folder, of which a stock checkpoint says nothing; None
-    where nobody says family and config. Raises as `given_config` and `twin_of`."""
-    if not family or folder is None:
+def pipe_names(family: str, config: str | Path | None) -> Mapping[str, str] | None:
+    """Names in a pipeline of the model that a config says, of which a stock checkpoint says
+    nothing; None where nobody says family and config. Raises as `config_at` and `twin_of`."""
+    if not family or config is None:
         return None
-    path = Path(folder) / CONFIG_FILE
-    found, _ = _family(family, str(path))
-    return Model(found, _read(found, read_json(path), str(path))[0]).pipe or None
+    found, _ = _family(family, str(config))
+    return Model(found, _read(found, config_at(config).tree, str(config))[0]).pipe or None
 
 
 def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture]:
@@ -255,7 +249,7 @@ def _described(
             file=file,
             expected="a save of this version, or a config",
             found="none",
-            fix="give --config DIR with the config.json of the model",
+            fix="give --config with the config.json of the model",
         )
     return said or found  # type: ignore[return-value]
 
@@ -350,7 +344,7 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             parameter=_OURS,
             expected=", ".join(name for name, one in families().items() if one.hugging_face),
             found="none",
-            fix="give --family and --config DIR with the config.json of the model",
+            fix="give --config with the config.json of the model, or --family where that says none",
         )
     known = None if config is None else _in_dtype(config, dtype)
     if known is not None:

@@ -16,6 +16,7 @@ from megatron_ucp.core.plan import Slot, make_plan, padding
 from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import (
     DamagedFileError,
+    ForeignFileError,
     NotFoundError,
     UcpError,
     UnsafePickleError,
@@ -27,8 +28,9 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.canonical import HeldAt, first_slot, one_parameter, read_copy, slots_of
+from megatron_ucp.reshard.each_file import damaged_files
 from megatron_ucp.reshard.execute import TORCH_DTYPES
-from megatron_ucp.reshard.findings import Finding, Progress, finding_of
+from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.windows import pool
 
 _BLOCK_BYTES = 2 * 2**20  # fits a core's cache
@@ -39,32 +41,80 @@ _PIECE_BYTES = (
 
 @dataclass(frozen=True)
 class Verified:
-    """What was looked at, and what is wrong. `notes` say what could not be checked."""
+    """What was looked at, and what is wrong. True where nothing is. `notes` say what could not be
+    checked, `deep` whether every byte was read."""
 
     path: str
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     files: int
     read_bytes: int
+    deep: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        read = "tensors were not read: --deep does that"
+        if self.deep:
+            read = f"{self.read_bytes:,} bytes read"
+        files = f"{self.files} file{'s' if self.files != 1 else ''}"
+        if self.ok:
+            return f"{self.path}: no damage found in {files}, {read}"
+        return f"{self.path}: {some(len(self.findings), 'fault')} found in {files}, {read}"
+
+    def raise_if_damaged(self) -> None:
+        """Raises DamagedFileError that lists every fault; returns where there is none."""
+        if self.ok:
+            return
+        shown = [": ".join(filter(None, (one.file, one.what))) for one in self.findings]
+        raise DamagedFileError(
+            "the checkpoint is damaged",
+            file=self.path,
+            expected="a whole checkpoint",
+            found=some_of(shown, between="; "),
+            fix="restore these files, or load another tag: `megatron-ucp ls` lists them",
+        )
 
 
 def verify(
     path: str | Path,
+    *,
     tag: str | None = None,
     deep: bool = False,
     allow_nan: bool = False,
     progress: Progress | None = None,
     rules: str | Path | None = None,
 ) -> Verified:
-    """Checks that every file is there and belongs to the save, and that every parameter is covered
-    exactly.
+    """Checks that a checkpoint is whole: that every file is there and belongs to the save, and that
+    every parameter is covered exactly.
 
-    `deep` also compares every record with its CRC-32, copies of one parameter (tied ones, and those
-    that tensor-parallel ranks each have) with each other, and looks for NaN unless `allow_nan`: a
-    note says where some is, as a run that diverged is no damage. `progress(done, total)` counts
-    bytes. `rules` is a file of rules (docs/rules.md). Raises NotFoundError where there is no
-    checkpoint, or no such file of rules, UnsupportedError for one that this version does not read,
-    RuleError.
+    Args:
+        path: A tag folder, or the folder above it.
+        tag: The tag in `path`, where it is not the newest.
+        deep: Whether to read everything: every record is compared with its CRC-32, and copies of
+            one parameter with each other; a note says where NaN is, as a run that diverged is no
+            damage.
+        allow_nan: Whether to leave out the search for NaN.
+        progress: `progress(done, total)` counts bytes.
+        rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
+
+    Returns:
+        What was found: true where nothing is wrong, else `findings` with every fault.
+
+    Raises:
+        NotFoundError: Where there is no checkpoint, or no such file of rules.
+        UnsupportedError: For a checkpoint that this version does not read.
+        RuleError: For rules that don't fit it.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> ucp.verify("runs/llama", deep=True).raise_if_damaged()
     """
     known = read_rules(rules) if rules is not None else None
     found = find_checkpoint(path, tag)
@@ -87,11 +137,15 @@ def verify(
                 _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
             else:
                 _note(findings, lambda: _check_cover(checkpoint.manifest))
-            return Verified(
-                str(folder), tuple(dict.fromkeys(findings)), tuple(notes), len(names), read
-            )
-    except (DamagedFileError, UnsafePickleError, NotFoundError) as error:
-        return Verified(str(folder), (*findings, finding_of(error)), found.notes, 0, 0)
+            listed = checkpoint.recorded.files if checkpoint.recorded is not None else ()
+            files = len({*names, *(entry.name for entry in listed)})
+            once = tuple(dict.fromkeys(findings))
+            return Verified(str(folder), once, tuple(notes), files, read, deep)
+    except (DamagedFileError, ForeignFileError, UnsafePickleError, NotFoundError) as error:
+        more, files = damaged_files(folder)
+        first = [] if any(one.file == error.file for one in more) else [finding_of(error)]
+        once = tuple(dict.fromkeys([*findings, *first, *more]))
+        return Verified(str(folder), once, found.notes, files, 0)
 
 
 def _note(findings: list[Finding], check: Callable[[], object]) -> None:

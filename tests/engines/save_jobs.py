@@ -290,7 +290,7 @@ def runs_of_saves(setup: Setup, folder: str) -> list[str]:
     def saved(engine: Any, tag: str) -> str:
         engine.save_checkpoint(folder, tag=tag)
         dist.barrier()
-        return ucp.describe(folder, tag).run["run_id"]
+        return ucp.describe(folder, tag=tag).run["run_id"]
 
     first = engine_of(setup)
     train(first, 1)

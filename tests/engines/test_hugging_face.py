@@ -187,7 +187,7 @@ def _loaded_by_stock(
     mesh = ucp.Mesh(tp=tp, ep=ep, dp=world // tp, zero=target["zero"])
     name = "bfloat16" if dtype == "bf16" else "float32"
     native = tmp_path / "native" / "tag"
-    ucp.import_hf(tmp_path / "hf", native, Target(mesh, dtype=name))
+    ucp.import_hf(tmp_path / "hf", native, target=Target(mesh, dtype=name))
     where = setup(family, **target, seed=9, dtype=dtype)
     return sources.ranks.run(
         world, JOBS + "stock_load", where, str(native), str(oracle), timeout_s=120
@@ -226,7 +226,7 @@ def test_what_zero_to_fp32_gets_out(
 ) -> None:
     """The same names, shapes and bits; what shares its memory is there once."""
     folder = Path(sources.get(world, zero, PLAIN))
-    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config", verify=True)
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "config", verify=True)
     stock = torch.load(folder / "stock.pt", weights_only=False)
     assert stock.pop("lm_head.weight").shape == stock["model.embed_tokens.weight"].shape
     assert twins.same(twins.read(tmp_path / "out"), stock) == [] and len(stock) > 20
@@ -260,7 +260,7 @@ def test_in_again_by_the_names_of_the_model(
     """What was exported in fp32 fills the masters of an engine on another mesh. What earlier
     versions of transformers wrote besides weights is left out."""
     folder = Path(sources.get(world, zero, PLAIN))
-    ucp.export_hf(folder, tmp_path / "out", "float32")
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32")
     wanted = twins.read(tmp_path / "out")
     more = {"model.layers.0.attn.bias": torch.ones(1, 1, 4, 4)}
     more["model.rotary_emb.inv_freq"] = torch.ones(2)
@@ -279,7 +279,7 @@ def test_a_tied_parameter_may_lie_there_twice(sources: Sources, tmp_path: Path) 
     """Under both its names, for a model without a family; `diff` takes it so too. Two tensors are
     another model."""
     folder, path = Path(sources.get(2, 1, PLAIN)), tmp_path / "out" / "model.safetensors"
-    ucp.export_hf(folder, tmp_path / "out", "float32")
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32")
     held = load_file(path)
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     save_file(held, path)
@@ -298,7 +298,7 @@ def test_a_tied_parameter_may_lie_there_twice(sources: Sources, tmp_path: Path) 
 def test_what_is_no_weight_is_left_out(sources: Sources, tmp_path: Path) -> None:
     """And nothing else: a bias of the same name has another shape."""
     folder = Path(sources.get(2, 1, PLAIN))
-    ucp.export_hf(folder, tmp_path / "out", "float32")
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32")
     wanted, name = twins.read(tmp_path / "out"), "model.layers.0.attn.bias"
     for shape, found in (((1, 1, 4, 4), []), ((4,), [name])):
         more = {name: torch.ones(shape)}
@@ -309,7 +309,7 @@ def test_what_is_no_weight_is_left_out(sources: Sources, tmp_path: Path) -> None
 def test_settings_that_no_shape_shows_are_named(sources: Sources, tmp_path: Path) -> None:
     """A folder of tensors of the same shapes, whose model computes something else."""
     folder = Path(sources.get(2, 1, PLAIN))
-    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config")
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "config")
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
@@ -335,7 +335,7 @@ def otherwise(sources: Sources, folder: Path, **settings: Any) -> list[str]:
 def test_transformers_computes_what_was_trained(sources: Sources, tmp_path: Path) -> None:
     """Of the fp32 masters, loaded by transformers in a process of its own."""
     folder = Path(sources.get(2, 1, PLAIN))
-    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "config")
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "config")
     tokens = torch.arange(8).view(1, 8)
     stock = torch.load(folder / "stock.pt", weights_only=False)
     (tmp_path / "stock").mkdir()

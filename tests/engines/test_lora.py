@@ -61,7 +61,12 @@ def test_the_adapter_as_peft_writes_it(
     """The same names and bits, from files and from memory; and the config of the run."""
     folder, _ = saved(kind, zero, exclude)
     found = ucp.export_hf(
-        folder, tmp_path / "out", "float32", config=folder / "peft", verify=True, max_shard_size=900
+        folder,
+        tmp_path / "out",
+        dtype="float32",
+        config=folder / "peft",
+        verify=True,
+        max_shard_size=900,
     )
     want = load_file(folder / "peft" / "adapter_model.safetensors")
     if kind == "embedding":  # peft adds the frozen embedding of the base
@@ -90,7 +95,7 @@ def test_peft_loads_the_adapter(saved: Saved, tmp_path: Path) -> None:
     from tests.engines.lora_jobs import base_model
 
     folder, _ = saved("llama", 3)
-    ucp.export_hf(folder, tmp_path / "out", "float32", config=folder / "peft")
+    ucp.export_hf(folder, tmp_path / "out", dtype="float32", config=folder / "peft")
     tokens = torch.arange(8).view(1, 8)
     logits = [
         PeftModel.from_pretrained(base_model("llama", 1), str(path))(tokens).logits
@@ -161,7 +166,7 @@ def test_transformers_loads_the_merged_model(saved: Saved, tmp_path: Path) -> No
 
     folder, _ = saved("llama")
     options = {"config": folder / "peft", "merge": folder / "base"}
-    ucp.export_hf(folder, tmp_path / "out", "bfloat16", max_shard_size=3000, **options)
+    ucp.export_hf(folder, tmp_path / "out", dtype="bfloat16", max_shard_size=3000, **options)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     want = {name: tensor.bfloat16() for name, tensor in exact(folder, "llama").items()}
     assert twins.same({k: v for k, v in model.state_dict().items()}, want) == []

@@ -300,5 +300,5 @@ def test_the_order_of_a_group_that_nobody_knows(sources: Sources, tmp_path: Path
 def test_what_no_format_can_hold_is_refused(sources: Sources, tmp_path: Path) -> None:
     for to in ("universal", "torch_dist"):
         with pytest.raises(UnsupportedError, match="Muon"):
-            ucp.convert(f"{source(sources, 'dp2z1')}/filled", tmp_path / to / "step7", to)
+            ucp.convert(f"{source(sources, 'dp2z1')}/filled", tmp_path / to / "step7", to=to)
         assert not (tmp_path / to / "step7").exists()

@@ -193,7 +193,7 @@ def saved_again(
     folder = tmp_path_factory.mktemp("again")
     requests: list[dict[str, Any]] = []
     for family, (origin, _) in made.items():
-        ucp.import_hf(origin, folder / family / "native", ucp.Mesh(dp=2, zero=1))
+        ucp.import_hf(origin, folder / family / "native", target=ucp.Mesh(dp=2, zero=1))
         for size in FILES:
             out = folder / family / f"out {size}"
             ucp.export_hf(folder / family / "native", out, max_shard_size=size)

@@ -151,7 +151,7 @@ def test_the_trainer_comparison_sees_another_step(trained: tuple[str, dict[str, 
 def exported(folder: Path, out: Path, saved: dict[str, Any], **options: Any) -> dict[str, Any]:
     """The tensors of an export in fp32, which must be the masters, and the other states' weights by
     the names of the model."""
-    ucp.export_hf(folder, out, "float32", verify=True, **options)
+    ucp.export_hf(folder, out, dtype="float32", verify=True, **options)
     found = twins.read(out)
     masters = {name: full for (name, state), full in saved["full"].items() if state == "fp32"}
     assert len(masters) > 10 and {*masters} <= {*found}

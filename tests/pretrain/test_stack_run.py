@@ -106,7 +106,7 @@ def test_a_conversion_for_megatron_is_no_difference(llama: Source, tmp_path: Pat
     """Of a schedule in the other spelling; another one is."""
     tag = llama.folder / f"global_step{SAVED}"
     converted = tmp_path / "iter_0000004"
-    ucp.convert(tag, converted, "torch_dist", ucp.Mesh(tp=2, dp=2))
+    ucp.convert(tag, converted, to="torch_dist", target=ucp.Mesh(tp=2, dp=2))
     with open_checkpoint(tag) as one, open_checkpoint(converted) as two:
         assert one.extras.scheduler != two.extras.scheduler
     assert ucp.diff(tag, converted) == []

@@ -52,7 +52,7 @@ def test_native(sources: Sources, tmp_path: Path, source: Mesh, target: Mesh, dt
 def test_the_client_state_travels(sources: Sources, tmp_path: Path) -> None:
     folder = sources.get(2, Setup(1, "bf16"))
     for to, target in (("native", ucp.Mesh(dp=2, zero=1)), ("universal", None)):
-        found = ucp.convert(folder, tmp_path / to, to, target, tag="trained")
+        found = ucp.convert(folder, tmp_path / to, to=to, target=target, tag="trained")
         state = sources.ranks.run(
             2,
             JOBS + "stock_load",
@@ -160,7 +160,7 @@ def test_tensor_parallel(
     found = ucp.convert(
         folder, tmp_path / "native", target=ucp.Mesh(tp=tp, dp=dp, zero=zero), tag="filled"
     )
-    universal = ucp.convert(folder, tmp_path / "universal", "universal", tag="filled")
+    universal = ucp.convert(folder, tmp_path / "universal", to="universal", tag="filled")
     same(Path(folder) / "filled", found.path)
     same(found.path, universal.path)
     setup = Mega(family, tp, zero, seed=9)
@@ -199,7 +199,7 @@ def test_pipelines(
     setup = Staged(family, tp, zero, pp=pp, tied=bool(tied), dtype=str(dtype), seed=9)
     assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder) == []
     assert loaded(sources, tp * dp * (pp or 1), setup, found.path, folder, "our_load") == []
-    universal = ucp.convert(folder, tmp_path / "universal", "universal", tag="filled")
+    universal = ucp.convert(folder, tmp_path / "universal", to="universal", tag="filled")
     same(found.path, universal.path)
 
 

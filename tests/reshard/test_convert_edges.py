@@ -200,9 +200,9 @@ CLIENT = {
 def test_client_state(source: Path, tmp_path: Path, to: str) -> None:
     edited(source, lambda name, tree: tree.update(mine=CLIENT) if "model" in name else None)
     before = torch.load(source / "mp_rank_00_model_states.pt", weights_only=False)["mine"]
-    ucp.convert(source, tmp_path / "out", to, target())
+    ucp.convert(source, tmp_path / "out", to=to, target=target())
     ucp.convert(
-        tmp_path / "out", tmp_path / "again", "native", target(zero=3)
+        tmp_path / "out", tmp_path / "again", to="native", target=target(zero=3)
     )  # we read what we write
     for path in (tmp_path / "out", tmp_path / "again"):
         found = torch.load(next(path.glob("*mp_rank_00_model_states.pt")), weights_only=False)[
@@ -298,7 +298,10 @@ def test_a_step_that_float32_would_round(tmp_path: Path) -> None:
     ucp.convert(source, tmp_path / "out", target=to)
     whole(model, source, tmp_path / "out", to)
     ucp.convert(
-        source, tmp_path / "universal", "universal", Target(ucp.Mesh(), optimizer="torch.AdamW")
+        source,
+        tmp_path / "universal",
+        to="universal",
+        target=Target(ucp.Mesh(), optimizer="torch.AdamW"),
     )
     assert ucp.diff(source, tmp_path / "universal") == []
 
@@ -307,7 +310,7 @@ def test_names_of_a_sequential(tmp_path: Path) -> None:
     """They look like those of a pipeline."""
     model = paper.plain_model({"0.weight": (3, 4), "2.weight": (3,)})
     source = paper.write(model, tmp_path / "source" / "step7")
-    ucp.convert(source, tmp_path / "universal", "universal")
+    ucp.convert(source, tmp_path / "universal", to="universal")
     ucp.convert(tmp_path / "universal", tmp_path / "out", target=target(zero=3))
     whole(model, source, tmp_path / "out", target(zero=3))
 
@@ -320,7 +323,7 @@ def test_odd_names(tmp_path: Path) -> None:
     ucp.convert(source, tmp_path / "out", target=target(zero=3))
     whole(model, source, tmp_path / "out", target(zero=3))
     with pytest.raises(ucp.UcpError, match="can't be the name of a folder"):
-        ucp.convert(source, tmp_path / "universal", "universal")
+        ucp.convert(source, tmp_path / "universal", to="universal")
 
 
 def test_a_buffer_is_listed_first(tmp_path: Path) -> None:
@@ -328,7 +331,7 @@ def test_a_buffer_is_listed_first(tmp_path: Path) -> None:
         {"calls": (2,), **SHAPES}, kinds={"calls": "buffer"}, dtypes={"calls": "int64"}
     )
     source = paper.write(model, tmp_path / "source" / "step7")
-    ucp.convert(source, tmp_path / "universal", "universal")
+    ucp.convert(source, tmp_path / "universal", to="universal")
     assert {spec.name: spec.dtype for spec in ucp.describe(tmp_path / "universal").params} == {
         "calls": "int64",
         **dict.fromkeys(SHAPES, "float32"),

@@ -18,7 +18,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard import convert as module
+from megatron_ucp.reshard import conversion_job as module
 from megatron_ucp.reshard.diff import weight_differences
 from tests.reshard import paper
 
@@ -85,7 +85,7 @@ def test_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Non
     assert paper.differences(to(other, a, "back"), there) == []
     assert paper.differences(to(other, c, "through"), to(there, c, "straight")) == []
     universal = tmp_path / "universal"
-    ucp.convert(there, universal, "universal", Target(ucp.Mesh(), groups=b.groups))
+    ucp.convert(there, universal, to="universal", target=Target(ucp.Mesh(), groups=b.groups))
     assert ucp.verify(universal, deep=True).findings == () and ucp.diff(there, universal) == []
     assert paper.differences(to(universal, b, "from_universal"), other) == []
 

@@ -18,7 +18,7 @@ from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.reshard import convert as module
+from megatron_ucp.reshard import conversion_job as module
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, family_model, target, whole
 
@@ -102,7 +102,7 @@ def test_patterns_say_what_they_are_read_as() -> None:
 
 def test_an_output_inside_of_a_checkpoint(source: Path, tmp_path: Path) -> None:
     """Its `latest` would lead every later load of that tag into it."""
-    ucp.convert(source, tmp_path / "universal", "universal")
+    ucp.convert(source, tmp_path / "universal", to="universal")
     (tmp_path / "link").symlink_to(source)
     for place in (
         source / "out",
@@ -192,7 +192,7 @@ def test_the_folder_is_removed_meanwhile(
         ),
     )
     with pytest.raises(SaveError, match="could not be written"):
-        ucp.convert(source, tmp_path / "out", to, target())
+        ucp.convert(source, tmp_path / "out", to=to, target=target())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
@@ -208,7 +208,7 @@ def test_pointers(source: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "latest_universal").mkdir()  # can't be replaced by a file
-    (note,) = ucp.convert(source, tmp_path / "other" / "out", "universal").notes
+    (note,) = ucp.convert(source, tmp_path / "other" / "out", to="universal").notes
     assert "could not be written" in note and ucp.diff(source, tmp_path / "other" / "out") == []
 
 

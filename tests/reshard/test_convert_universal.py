@@ -31,7 +31,7 @@ def test_one_universal_folder_for_all_stages(
     """Stock DeepSpeed loads it at stages 1, 2 and 3: masters, moments, steps, counters
     bit-equal."""
     folder = Path(sources.get(source[0], Setup(source[1], dtype)))
-    found = ucp.convert(folder, tmp_path / "filled_universal", "universal", tag="filled")
+    found = ucp.convert(folder, tmp_path / "filled_universal", to="universal", tag="filled")
     same(folder / "filled", found.path)
     assert (tmp_path / "latest_universal").read_text() == "filled_universal"
     for dp, zero in ((2, 1), (4, 1), (2, 2), (1, 2), (4, 3), (2, 3)):
@@ -50,7 +50,7 @@ def test_a_universal_folder_with_the_names_of_a_pipeline(sources: Sources, tmp_p
     """Stock's pipeline engine looks for its own names."""
     folder = sources.get(4, Mega("llama", 2, 1), TENSOR, more=0)
     found = ucp.convert(
-        folder, tmp_path / "out", "universal", ucp.Target(ucp.Mesh(pp=2)), tag="filled"
+        folder, tmp_path / "out", to="universal", target=ucp.Target(ucp.Mesh(pp=2)), tag="filled"
     )
     assert (tmp_path / "out" / "zero" / "1.mlp.linear_fc1.weight" / "fp32.pt").is_file()
     same(Path(folder) / "filled", found.path)
@@ -110,7 +110,7 @@ def test_a_lost_file_of_a_universal_folder(sources: Sources, tmp_path: Path) -> 
         ("exp_avg.pt", ucp.UcpError),
         ("step.pt", ucp.UcpError),
     ):
-        found = ucp.convert(folder, tmp_path / name, "universal", tag="filled")
+        found = ucp.convert(folder, tmp_path / name, to="universal", tag="filled")
         (Path(found.path) / "zero" / "up.weight" / name).unlink()
         with pytest.raises(error) as caught:
             ucp.describe(found.path)

@@ -74,7 +74,7 @@ def test_what_a_mesh_does_not_say(sources: Sources, tmp_path: Path) -> None:
             target = arguments.get("target")
             to, allow = arguments.get("to", "native"), arguments.get("allow", ())
             with pytest.raises(error, match=words):
-                ucp.convert(source, out, to, target, allow=allow)
+                ucp.convert(source, out, to=to, target=target, allow=allow)
             assert not list(tmp_path.iterdir()), "something is left"
     out.mkdir()
     with pytest.raises(UsageError, match="exists"):
@@ -115,7 +115,7 @@ def test_a_damaged_source_leaves_nothing(sources: Sources, broken: Any, tmp_path
     out = tmp_path / "out"
     for to, target in (("native", ucp.Mesh(dp=4, zero=3)), ("universal", None)):
         with pytest.raises(DamagedFileError, match="damaged"):
-            ucp.convert(folder, out / to, to, target)
+            ucp.convert(folder, out / to, to=to, target=target)
         assert list(out.iterdir()) == []
 
 

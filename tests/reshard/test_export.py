@@ -57,7 +57,7 @@ def test_every_tensor_is_what_the_reference_formulas_say(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
     model = twins.model(family)
-    done = ucp.export_hf(first(model, tmp_path), tmp_path / "out", dtype, verify=True)
+    done = ucp.export_hf(first(model, tmp_path), tmp_path / "out", dtype=dtype, verify=True)
     wanted = {n: t.to(getattr(torch, dtype)) for n, t in twins.expected(model).items()}
     assert twins.same(twins.read(tmp_path / "out"), wanted) == []
     assert (done.tensors, done.files, done.verified) == (len(wanted), 1, True)
@@ -114,7 +114,7 @@ def test_import_and_export_again_is_the_identity(tmp_path: Path, family: str) ->
         target = Target(mesh, stages="uniform" if pp > 1 else None)
         native = tmp_path / f"native{number}" / "global_step0"
         vocab = 48 if tp > 1 else None
-        ucp.import_hf(tmp_path / "hf", native, target, padded_vocab=vocab)
+        ucp.import_hf(tmp_path / "hf", native, target=target, padded_vocab=vocab)
         assert ucp.verify(native, deep=True).findings == ()
         assert ucp.diff(native, tmp_path / "hf") == []
         ucp.export_hf(native, tmp_path / f"out{number}")

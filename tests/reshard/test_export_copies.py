@@ -60,7 +60,7 @@ def test_the_masters_are_read_where_the_files_have_no_such_copies(
     tmp_path: Path, zero: int, trained: str, dtype: str
 ) -> None:
     source = native(tmp_path, "llama", (1, 1, 1, 1, 2, zero), trained)
-    done = ucp.export_hf(source, tmp_path / "out", dtype)
+    done = ucp.export_hf(source, tmp_path / "out", dtype=dtype)
     masters = done.written_bytes * (1 if dtype == "float32" else 2)
     assert masters <= done.read_bytes < 1.2 * masters
 

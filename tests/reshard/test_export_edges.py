@@ -74,7 +74,7 @@ def test_values_that_the_dtype_can_not_hold(tmp_path: Path) -> None:
     assert "too large for float16" in said and "65504" in said
     assert "layers.0.mlp.gate_proj.weight: 1" in said and "layers.1.mlp.down_proj.weight: 1" in said
     assert "norm" not in said
-    ucp.export_hf(source, tmp_path / "out", "bfloat16", verify=True)
+    ucp.export_hf(source, tmp_path / "out", dtype="bfloat16", verify=True)
     found = twins.read(tmp_path / "out")
     assert float(found["model.norm.weight"][1]) == float("inf")
     assert found["model.layers.1.input_layernorm.weight"][1].isnan()

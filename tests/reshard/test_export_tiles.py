@@ -52,13 +52,13 @@ def test_the_bytes_do_not_depend_on_windows(
 ) -> None:
     cut = tmp_path / "cut" / "tag"
     ucp.convert(source, cut, target=Target(ucp.Mesh(tp=2, dp=3, zero=1)))
-    ucp.export_hf(source, tmp_path / "whole", dtype)
+    ucp.export_hf(source, tmp_path / "whole", dtype=dtype)
     names, most = set[str](), 0
     for size_bytes in (48, 200, 1000):
         seen = windows(monkeypatch, threads, size_bytes)
         for number, one in enumerate((source, cut)):
             out = tmp_path / f"out{size_bytes}_{number}"
-            ucp.export_hf(one, out, dtype, verify=True)
+            ucp.export_hf(one, out, dtype=dtype, verify=True)
             assert digests(out) == digests(tmp_path / "whole")
         assert max(tiles for _, _, tiles in seen) == threads
         names |= {name.split(".", 3)[-1] for name, _, _ in seen}
@@ -96,7 +96,7 @@ def test_a_flipped_bit_of_what_is_turned_is_found(
             record = max(file.records.values(), key=lambda one: one.size_bytes)
         flip(path, record.offset_bytes + record.size_bytes // 2)
     with pytest.raises(DamagedFileError, match="CRC-32"):
-        ucp.export_hf(folder, tmp_path / "out", dtype)
+        ucp.export_hf(folder, tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
 
 
@@ -110,6 +110,6 @@ def test_values_that_the_dtype_can_not_hold_are_counted_in_tiles(
     for size_bytes in (2**20, 200, 48):
         windows(monkeypatch, 2, size_bytes)
         with pytest.raises(InexactError, match=r"c_fc\.weight: 1; .*c_proj\.weight: 1") as raised:
-            ucp.export_hf(source, tmp_path / "out", "float16")
+            ucp.export_hf(source, tmp_path / "out", dtype="float16")
         found.add(str(raised.value))
     assert len(found) == 1

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def not_imported(error: type[ucp.UcpError], source: Path, **options: Any) -> str:
     out = source.parent / "native" / "global_step0"
     with pytest.raises(error) as raised:
-        ucp.import_hf(source, out, options.pop("mesh", ucp.Mesh(dp=2, zero=1)), **options)
+        ucp.import_hf(source, out, target=options.pop("mesh", ucp.Mesh(dp=2, zero=1)), **options)
     assert not out.exists()
     return str(raised.value)
 
@@ -81,13 +81,13 @@ def test_the_head_of_a_tied_model_may_lie_beside_its_embedding(tmp_path: Path) -
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     for file, tensors in parts.items():
         save_file(tensors, source / file)
-    ucp.import_hf(source, native, ucp.Mesh(dp=2, zero=1))
+    ucp.import_hf(source, native, target=ucp.Mesh(dp=2, zero=1))
     assert twins.same(twins.read(Path(ucp.export_hf(native, tmp_path / "back").path)), held) == []
     head.view(torch.uint8)[-1, -1] ^= 1
     save_file(parts["a.safetensors"], source / "a.safetensors")
     shutil.rmtree(native)
     with pytest.raises(ModelMismatchError, match=r"two in the folder\n(.*\n)*.*lm_head.weight"):
-        ucp.import_hf(source, native, ucp.Mesh(dp=2, zero=1))
+        ucp.import_hf(source, native, target=ucp.Mesh(dp=2, zero=1))
     assert not native.exists()
 
 
@@ -100,13 +100,13 @@ def test_values_that_the_training_dtype_can_not_hold(folder: Path) -> None:
     save_file({name: one.float() for name, one in held.items()}, path)
     listed = "decoder.final_layernorm.weight: 1; decoder.layers.1.mlp.linear_fc1.weight: 1"
     assert listed in not_imported(InexactError, folder, mesh=fp16)
-    ucp.import_hf(folder, folder.parent / "bf16" / "tag", ucp.Mesh(zero=1))
+    ucp.import_hf(folder, folder.parent / "bf16" / "tag", target=ucp.Mesh(zero=1))
     with pytest.raises(InexactError, match=listed):
         ucp.convert(folder.parent / "bf16", folder.parent / "fp16" / "tag", target=fp16)
     assert [*(folder.parent / "fp16").iterdir()] == []
     held["model.norm.weight"][3] = held["model.layers.1.mlp.up_proj.weight"][2, 3] = float("inf")
     save_file({name: one.float() for name, one in held.items()}, path)
-    ucp.import_hf(folder, folder.parent / "inf" / "tag", fp16)
+    ucp.import_hf(folder, folder.parent / "inf" / "tag", target=fp16)
     ucp.convert(folder.parent / "inf", folder.parent / "fp16" / "b", target=ucp.Mesh(zero=1))
     assert ucp.diff(folder.parent / "inf", folder.parent / "fp16") == []
 
@@ -117,7 +117,7 @@ def test_a_folder_in_fp64_is_rounded_where_that_is_allowed(folder: Path) -> None
     save_file(held, path)
     assert 'allow={"narrow"}' in not_imported(InexactError, folder)
     assert main(["import-hf", str(folder), str(out), "--mesh", "zero=1", "--allow", "narrow"]) == 0
-    ucp.export_hf(out.parent, folder.parent / "again", "float32")
+    ucp.export_hf(out.parent, folder.parent / "again", dtype="float32")
     wanted = {name: one.float() for name, one in held.items()}
     assert twins.same(twins.read(folder.parent / "again"), wanted) == []
     assert "narrow" in not_imported(UsageError, folder, allow={"mean"})
@@ -126,7 +126,7 @@ def test_a_folder_in_fp64_is_rounded_where_that_is_allowed(folder: Path) -> None
 def test_weights_that_are_no_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Pickles beside safetensors are not looked at; alone they are named, with a way out."""
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
-    ucp.import_hf(folder, folder.parent / "b" / "tag", ucp.Mesh(zero=1))
+    ucp.import_hf(folder, folder.parent / "b" / "tag", target=ucp.Mesh(zero=1))
     assert ucp.diff(folder.parent / "b", folder) == []
     (folder / "model.safetensors").unlink()
     said = not_imported(NotFoundError, folder)
@@ -142,13 +142,13 @@ def test_a_folder_of_the_hub(folder: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted(folder.iterdir())):
         path.rename(tmp_path / "blobs" / str(number))
         path.symlink_to(f"../blobs/{number}")
-    ucp.import_hf(folder, tmp_path / "native" / "tag", ucp.Mesh(dp=2, zero=3))
+    ucp.import_hf(folder, tmp_path / "native" / "tag", target=ucp.Mesh(dp=2, zero=3))
     assert ucp.diff(tmp_path / "native", folder) == []
 
 
 def test_a_padded_vocabulary_gets_zeros(folder: Path) -> None:
     found = ucp.import_hf(
-        folder, folder.parent / "native" / "tag", ucp.Mesh(tp=2, zero=1), padded_vocab=48
+        folder, folder.parent / "native" / "tag", target=ucp.Mesh(tp=2, zero=1), padded_vocab=48
     )
     assert any("3 rows of zeros" in note for note in found.notes)
     from megatron_ucp.formats.registry import open_checkpoint
@@ -168,7 +168,7 @@ def test_names_of_earlier_files(tmp_path: Path) -> None:
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
     save_file({**held, **masks}, path)
     assert ucp.diff(source, tmp_path / "hf") == []
-    ucp.import_hf(tmp_path / "hf", tmp_path / "native" / "tag", ucp.Mesh(zero=1))
+    ucp.import_hf(tmp_path / "hf", tmp_path / "native" / "tag", target=ucp.Mesh(zero=1))
     ucp.export_hf(tmp_path / "native", tmp_path / "again")
     wanted = {f"transformer.{name}": one for name, one in held.items()}
     assert twins.same(twins.read(tmp_path / "again"), wanted) == []

@@ -80,7 +80,7 @@ def test_a_plan_is_what_a_load_reads(
     before, source, after, target, config = NETS[name]
     folder = Path(sources.get(before, source)) / "filled"
     if universal:
-        ucp.convert(folder, tmp_path / "universal", "universal")
+        ucp.convert(folder, tmp_path / "universal", to="universal")
         folder = tmp_path / "universal"
     found = preview.preview(folder, Target(Mesh(dp=after, zero=target.zero)), config=config)
     compare(found, sources.ranks.run(after, READS, replace(target, seed=9), str(folder)))

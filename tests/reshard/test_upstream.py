@@ -69,7 +69,7 @@ def converted(
     stock's converter leaves it."""
     folder = Path(sources.get(ranks, setup, job, more=0))
     if not (folder / "filled_universal").exists():
-        ucp.convert(folder / "filled", folder / "filled_universal", "universal")
+        ucp.convert(folder / "filled", folder / "filled_universal", to="universal")
     assert (folder / "latest").read_text() == "filled" and (
         folder / "latest_universal"
     ).read_text() == "filled_universal"
