@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError, UsageError
@@ -25,7 +26,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress
@@ -66,11 +67,13 @@ class Converted:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.source_mesh} became {self.mesh}, {self.files} files, "
-            f"{self.written_bytes:,} bytes of tensors in {self.seconds:.1f} s; {self.pointer}"
+            f"wrote {self.path}: {self.source_mesh} -> {self.mesh}; "
+            f"{say.amount(self.written_bytes)} of tensors in {self.files} files, "
+            f"{say.duration(self.seconds)}, every byte read was checked; {self.pointer}"
         )
 
 
+@say.shown("convert", ends=True)
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -81,7 +84,7 @@ def convert(
     latest: bool = False,
     tag: str | None = None,
     rules: str | Path | None = None,
-    config: Mapping[str, Any] | None = None,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
@@ -102,8 +105,8 @@ def convert(
             folder above is a run of that format without one.
         tag: The tag in `src`, where it is not the newest.
         rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
-        config: The DeepSpeed config of the job that will load the folder; what it does not say is
-            as in the source.
+        ds_config: The DeepSpeed config of the job that will load the folder, or its file; what it
+            does not say is as in the source.
         allow: What may happen besides exact copies: "mean", "narrow", "per_rank", "stale".
         progress: `progress(done, total)` counts bytes.
 
@@ -122,6 +125,7 @@ def convert(
     started = time.perf_counter()
     folder = Path(plain_path(dst))
     asked, to = _check_arguments(folder, to, mesh, target, latest, allow)
+    config = parsed_config(ds_config)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
         _check_files(source, allow)

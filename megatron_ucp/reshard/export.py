@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp import say
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import state_in, weights_manifest
@@ -70,6 +71,7 @@ from megatron_ucp.reshard.windows import (
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _ALLOWED = frozenset({"mean", "stale", "weights"})
+LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,18 @@ class Exported:
     loadable: bool = True
 
     def __str__(self) -> str:
-        read_back = ", read back and equal" if self.verified else ""
-        lacks = "" if self.loadable else "; NOT LOADABLE YET: it has no config"
+        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
+        proved = "read back and equal" if self.verified else "every byte read was checked"
         return (
-            f"{self.path}: {self.source_mesh} became {self.tensors} tensors of {self.dtype} in "
-            f"{self.files} files, {self.written_bytes:,} bytes in {self.seconds:.1f} s{read_back}"
-            f"{lacks}"
+            f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
+            f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
+            f"file{'s' if self.files != 1 else ''}, {say.duration(self.seconds)}, {proved}{lacks}"
         )
 
 
+@say.shown("export-hf", ends=True)
 def export_hf(
-    src: str | Path,
+    src: Any,
     dst: str | Path,
     *,
     dtype: Any = None,
@@ -122,7 +125,9 @@ def export_hf(
     peft's format.
 
     Args:
-        src: The checkpoint: a tag folder, or the folder above it.
+        src: The checkpoint: a tag folder, or the folder above it. Or an attached engine, whose
+            weights in memory are written; collective, and only with `dtype`, `max_shard_size`,
+            `config` and `tokenizer`.
         dst: The new folder. It appears whole or not at all.
         dtype: That of the weights, such as "bf16" or `torch.float32`, to which the fp32 master
             weights are rounded. Default: the training dtype.
@@ -153,6 +158,9 @@ def export_hf(
         >>> import megatron_ucp as ucp
         >>> assert ucp.export_hf("runs/llama", "hf", dtype="bf16", verify=True).loadable
     """
+    if hasattr(src, LIVE_EXPORT):
+        of_files = tag, rules, family, merge, verify, force, allow
+        return _of_engine(src, dst, (dtype, max_shard_size, config, tokenizer), of_files)
     started, folder = time.perf_counter(), Path(plain_path(dst))
     dtype = check_output(folder, dtype, allow, force)
     max_bytes = parse_size(max_shard_size)
@@ -180,6 +188,22 @@ def export_hf(
         job.prove()
         job.write(folder, beside, verify, force)
     return job.result(folder, mesh, time.perf_counter() - started, verify, notes)
+
+
+def _of_engine(
+    engine: Any, dst: str | Path, asked: tuple[Any, ...], of_files: tuple[Any, ...]
+) -> Exported:
+    """The export of a live engine. Raises UsageError for what only files have."""
+    if any(of_files):
+        names = ("tag", "rules", "family", "merge", "verify", "force", "allow")
+        given = [name for name, value in zip(names, of_files, strict=True) if value]
+        raise UsageError(
+            "the export of a live engine does not take this",
+            expected="dtype, max_shard_size, config, tokenizer",
+            found=", ".join(given),
+            fix="leave it out, or save and export the checkpoint",
+        )
+    return getattr(engine, LIVE_EXPORT)(plain_path(dst), *asked)
 
 
 def check_output(

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
@@ -21,7 +22,7 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted, refuse_unused
 from megatron_ucp.reshard.findings import Progress
@@ -35,6 +36,7 @@ from megatron_ucp.reshard.twin import read_twin
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 
 
+@say.shown("import-hf", ends=True)
 def import_hf(
     src: str | Path,
     dst: str | Path,
@@ -44,7 +46,7 @@ def import_hf(
     latest: bool = False,
     family: str = "",
     padded_vocab: int | None = None,
-    config: Mapping[str, Any] | None = None,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
@@ -61,7 +63,8 @@ def import_hf(
         latest: Whether `latest` in the folder above names the new one.
         family: The model family, where config.json does not decide it.
         padded_vocab: Rows of the vocabulary with padding, which is zeros. Default: no padding.
-        config: The DeepSpeed config of the job; the training dtype is else that of the tensors.
+        ds_config: The DeepSpeed config of the job, or its file; the training dtype is else that of
+            the tensors.
         allow: What may happen besides exact copies: "narrow" rounds a folder in fp64.
         progress: `progress(done, total)` counts bytes.
 
@@ -78,7 +81,7 @@ def import_hf(
         >>> done = ucp.import_hf("hf", "start/global_step0", mesh="tp=2,dp=2,zero=1")
     """
     started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked = _checked(folder, mesh, target, allow)
+    asked, config = _checked(folder, mesh, target, allow), parsed_config(ds_config)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     model = Model(find_family(twin.family), _padded(sizes, padded_vocab))
     _check_vocabulary(model.sizes.vocab, asked.mesh.tp, str(src))

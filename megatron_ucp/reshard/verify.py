@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
@@ -62,7 +63,7 @@ class Verified:
     def __str__(self) -> str:
         read = "tensors were not read: --deep does that"
         if self.deep:
-            read = f"{self.read_bytes:,} bytes read"
+            read = f"{say.amount(self.read_bytes)} read"
         files = f"{self.files} file{'s' if self.files != 1 else ''}"
         if self.ok:
             return f"{self.path}: no damage found in {files}, {read}"
@@ -82,6 +83,7 @@ class Verified:
         )
 
 
+@say.shown("verify")
 def verify(
     path: str | Path,
     *,

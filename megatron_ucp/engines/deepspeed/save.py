@@ -41,6 +41,7 @@ from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.read_back import names_of, refuse_strange
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import (
+    SaveReport,
     Saving,
     as_save_error,
     prune,
@@ -64,18 +65,6 @@ from megatron_ucp.reshard import agree
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save did, on this rank. `stock_seconds` are in DeepSpeed's own call, `sync_seconds` in
-    fsync; `notes` say which older tags went, and what no load gets from the files."""
-
-    path: str
-    seconds: float
-    stock_seconds: float
-    sync_seconds: float
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,9 +126,17 @@ def _save(
     lost = _lost(_flat(keys for _, keys in block.values), middle, waiting)
     if apart:
         lost.append(f"differs from rank to rank, and is kept for each: {apart}")
-    seconds = time.perf_counter() - started
-    path = str(asked.folder / asked.tag)
-    return SaveReport(path, seconds, stock_seconds, sync.seconds, (*lost, *notes))
+    return SaveReport(
+        str(asked.folder / asked.tag),
+        str(whole.mesh),
+        engine.global_steps,
+        sum(entry.size_bytes for entry in whole.files),
+        time.perf_counter() - started,
+        sync.seconds,
+        stock_seconds,
+        how.durable,
+        (*lost, *notes),
+    )
 
 
 def _named(
