@@ -20,7 +20,7 @@ from megatron_ucp.errors import UsageError
 
 HELP = "write files for another mesh, a universal folder, or one for Megatron-LM"
 EXAMPLE = "convert runs/llama converted/global_step80 --mesh dp=3,zero=1"
-FORMATS = ("native", "universal", "torch_dist")
+_FORMATS = ("native", "universal", "torch_dist")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-folder", help=argparse.SUPPRESS)
     parser.add_argument(
         "--to",
-        choices=FORMATS,
+        choices=_FORMATS,
         metavar="FORMAT",
         help="native (DeepSpeed's own files for one mesh; the default with --mesh), universal (the "
         "default without), torch_dist (for Megatron-LM)",

@@ -43,7 +43,7 @@ def _tree(found: Any) -> dict[str, Any]:
         "parameters": len(manifest.params),
         "elements": found.elems,
         "files": len(manifest.files),
-        "file_bytes": found.size_bytes,
+        "file_bytes": manifest.size_bytes,
         "states": {
             name: {"dtypes": dtypes, "bytes": size} for name, (dtypes, size) in found.states.items()
         },

@@ -126,6 +126,11 @@ class Manifest:
             f"{len(self.files)} files)"
         )
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size_bytes for entry in self.files)
+
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):
             raise ValueError("a parameter is listed twice")

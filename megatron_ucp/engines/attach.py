@@ -91,6 +91,13 @@ def attach(
     check_versions()
     named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank)
     options: dict[str, Any] = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
+    _attach(engine, family, loader, options)
+    return engine
+
+
+def _attach(
+    engine: Any, family: Any, loader: ResumableLoader | None, options: dict[str, Any]
+) -> None:
     given = {**options, "family": family, "loader": loader}
     asked = {key: agree.plain_option(value) for key, value in given.items()}
     agree.require_same(agree.gather(asked))
@@ -116,7 +123,6 @@ def attach(
     engine.load_checkpoint = _load_method(engine, family, loader, loading)
     described = functools.partial(describe, engine, model)
     engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
-    return engine
 
 
 def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]:

@@ -122,31 +122,52 @@ def convert(
         >>> import megatron_ucp as ucp
         >>> done = ucp.convert("runs/llama", "dp3/global_step80", mesh="dp=3,zero=1")
     """
-    started = time.perf_counter()
-    folder = Path(plain_path(dst))
+    started, folder = time.perf_counter(), Path(plain_path(dst))
     asked, to = _check_arguments(folder, to, mesh, target, latest, allow)
     config = parsed_config(ds_config)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
-        asked = (asked or _as_source(origin, to)).with_zero_of(source.manifest.mesh)
-        refuse_unused(asked, to)
-        wanted = origin.wanted(asked, config)
+        wanted = _wanted(origin, asked, to, config)
         origin.take_values(wanted.target.mesh if to == NATIVE else None, allow)
+        how = folder, frozenset(allow), progress
         if to == TORCH_DIST:
-            job, files = _to_torch_dist(origin, wanted, folder, frozenset(allow), progress)
+            job, files = _to_torch_dist(origin, wanted, *how)
         else:
-            manifest, outputs = _WRITERS[to](origin, wanted, config)
-            job = ConversionJob(source, manifest, frozenset(allow), progress)
-            job.prove(outputs)
-            write_tag(job, outputs, folder, origin.apart)
-            files = len(outputs)
-        pointer = point_at(folder, to, latest, int(source.extras.counters.get("global_steps", 0)))
-    notes = (*source.notes, *origin.notes)
+            job, files = _to_tag(origin, _WRITERS[to](origin, wanted, config), *how)
+        pointer = point_at(folder, to, latest, _steps(source))
     meshes = str(source.manifest.mesh), str(wanted.target.mesh) if to == NATIVE else to
-    moved = files, job.reader.read_bytes, job.done
-    return Converted(str(folder), *meshes, *moved, time.perf_counter() - started, pointer, notes)
+    moved = files, job.reader.read_bytes, job.done, time.perf_counter() - started
+    return Converted(str(folder), *meshes, *moved, pointer, (*source.notes, *origin.notes))
+
+
+def _wanted(
+    origin: Origin, asked: Target | None, to: str, config: Mapping[str, Any] | None
+) -> Wanted:
+    """What is written, with all that nobody said. Raises UsageError for what the format lacks."""
+    asked = (asked or _as_source(origin, to)).with_zero_of(origin.manifest.mesh)
+    refuse_unused(asked, to)
+    return origin.wanted(asked, config)
+
+
+def _steps(source: Checkpoint) -> int:
+    return int(source.extras.counters.get("global_steps", 0))
+
+
+def _to_tag(
+    origin: Origin,
+    made: tuple[Manifest, list[Output]],
+    folder: Path,
+    allow: frozenset[str],
+    progress: Progress | None,
+) -> tuple[ConversionJob, int]:
+    """Writes the files of DeepSpeed's formats; the job that did, and the number of files."""
+    manifest, outputs = made
+    job = ConversionJob(origin.source, manifest, allow, progress)
+    job.prove(outputs)
+    write_tag(job, outputs, folder, origin.apart)
+    return job, len(outputs)
 
 
 def _to_torch_dist(

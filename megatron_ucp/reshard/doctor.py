@@ -27,7 +27,7 @@ _FOR = {
 
 
 @dataclass(frozen=True)
-class Row:
+class MachinePart:
     """One thing: what was found of it, what was tested, and whether that is all right."""
 
     name: str
@@ -40,7 +40,7 @@ class Row:
 class Diagnosis:
     """Everything that was looked at. True where nothing that is needed is missing."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MachinePart, ...]
 
     def __bool__(self) -> bool:
         return all(row.ok for row in self.rows)
@@ -62,44 +62,52 @@ def doctor(ds_config: Mapping[str, Any] | str | Path | None = None) -> Diagnosis
     return Diagnosis((*rows, *([] if config is None else [_config(config)])))
 
 
-def _libraries() -> Iterator[Row]:
-    yield Row("python", platform.python_version(), "3.11 to 3.13 are tested")
+def _libraries() -> Iterator[MachinePart]:
+    yield MachinePart("python", platform.python_version(), "3.11 to 3.13 are tested")
     for name in (*_NEEDED, *_FOR):
         tested = ", ".join(TESTED.get(name, ()))
         try:
             found = version(name)
         except PackageNotFoundError:
             needed = name in _NEEDED
-            yield Row(name, "none", "needed" if needed else f"only {_FOR[name]}", not needed)
+            yield MachinePart(
+                name, "none", "needed" if needed else f"only {_FOR[name]}", not needed
+            )
             continue
         same = not tested or found.split("+")[0].startswith(tested)
         says = f"tested with {tested}" if tested else ""
-        yield Row(name, found, says if same else f"{says}; another version may differ")
+        yield MachinePart(name, found, says if same else f"{says}; another version may differ")
 
 
-def _compiler() -> Row:
+def _compiler() -> MachinePart:
     found = next((name for name in (os.environ.get("CXX"), "g++", "c++") if _is_there(name)), None)
-    return Row("compiler", found or "none", "DeepSpeed compiles an operator at its first start")
+    return MachinePart(
+        "compiler", found or "none", "DeepSpeed compiles an operator at its first start"
+    )
 
 
 def _is_there(name: str | None) -> bool:
     return bool(name) and shutil.which(str(name)) is not None
 
 
-def _gpu() -> Row:
+def _gpu() -> MachinePart:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Row("GPU", f"{count}" if count else "none", "tested on CPU ranks over gloo, not on GPUs")
+    return MachinePart(
+        "GPU", f"{count}" if count else "none", "tested on CPU ranks over gloo, not on GPUs"
+    )
 
 
-def _config(config: Mapping[str, Any]) -> Row:
+def _config(config: Mapping[str, Any]) -> MachinePart:
     section = config.get(SECTION)
     said = section.get("enabled") if isinstance(section, Mapping) else None
     stock = bool((config.get("checkpoint") or {}).get("load_universal"))
     if said is False:
-        return Row("attached", "no", f'"{SECTION}" of the config says "enabled": false')
+        return MachinePart("attached", "no", f'"{SECTION}" of the config says "enabled": false')
     if said or stock:
-        return Row("attached", "yes", "by ucp.install() and by the runner, as the config says")
+        return MachinePart(
+            "attached", "yes", "by ucp.install() and by the runner, as the config says"
+        )
     how = "by the runner (megatron-ucp run) or ucp.attach; ucp.install() alone does not"
-    return Row("attached", "by the runner", how)
+    return MachinePart("attached", "by the runner", how)

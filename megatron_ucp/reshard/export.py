@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -162,32 +162,62 @@ def export_hf(
         of_files = tag, rules, family, merge, verify, force, allow
         return _of_engine(src, dst, (dtype, max_shard_size, config, tokenizer), of_files)
     started, folder = time.perf_counter(), Path(plain_path(dst))
-    dtype = check_output(folder, dtype, allow, force)
-    max_bytes = parse_size(max_shard_size)
+    asked = _Asked(check_output(folder, dtype, allow, force), parse_size(max_shard_size))
+    asked = replace(asked, config=config, family=family, tokenizer=tokenizer, merge=merge)
     names = pipe_names(family or family_of(config), config)
     told = Told(names=names, weights="weights" in allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         _check_source(source, folder, allow)
-        found = config_for(source.manifest, config, source.folder)
-        given = None if found is None else found.tree
-        mesh, notes, merged = str(source.manifest.mesh), _notes(source, given is None), None
-        if found is not None and config is None:
-            notes.append(f"the model's config was found in {found.folder}")
-        if merge is not None:
-            source, merged = open_merge(opened, merge, source, given)
-            given, family = read_json(source.folder / CONFIG_FILE), ""
-        elif found is not None and needs_family(source.manifest):
-            family = family or found.family
-        chosen = dtype or training_dtype(source.manifest)
-        twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-        of_model = merge if found is None or merge is not None else found.folder
-        beside = beside_weights(twin, tokenizer, of_model)
-        out = Outgoing(source.manifest, twin, chosen, max_bytes)
-        job = _Job(source, out, frozenset(allow), progress, merged)
+        mesh = str(source.manifest.mesh)
+        prepared = _prepared(source, asked, opened)
+        job = _Job(prepared, frozenset(allow), progress)
         job.prove()
-        job.write(folder, beside, verify, force)
-    return job.result(folder, mesh, time.perf_counter() - started, verify, notes)
+        job.write(folder, prepared.beside, verify, force)
+    return job.result(folder, mesh, time.perf_counter() - started, verify, prepared.notes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What an export is asked for, of what decides which tensors are written."""
+
+    dtype: str | None
+    max_bytes: int
+    config: str | Path | None = None
+    family: str = ""
+    tokenizer: str | Path | None = None
+    merge: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is read, and what is written: `merged` where an adapter is added to its base."""
+
+    source: Checkpoint
+    out: Outgoing
+    beside: Beside
+    notes: Sequence[str]
+    merged: Merge | None
+
+
+def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared:
+    """Finds the config, and decides under which names and in which files tensors are written."""
+    found = config_for(source.manifest, asked.config, source.folder)
+    given = None if found is None else found.tree
+    notes, merged, family = _notes(source, given is None), None, asked.family
+    if found is not None and asked.config is None:
+        notes.append(f"the model's config was found in {found.folder}")
+    if asked.merge is not None:
+        source, merged = open_merge(opened, asked.merge, source, given)
+        given, family = read_json(source.folder / CONFIG_FILE), ""
+    elif found is not None and needs_family(source.manifest):
+        family = family or found.family
+    chosen = asked.dtype or training_dtype(source.manifest)
+    twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
+    of_model = asked.merge if found is None or asked.merge is not None else found.folder
+    beside = beside_weights(twin, asked.tokenizer, of_model)
+    out = Outgoing(source.manifest, twin, chosen, asked.max_bytes)
+    return _Prepared(source, out, beside, notes, merged)
 
 
 def _of_engine(
@@ -249,13 +279,9 @@ class _Job:
     """One export: plans, windows and counts. Tensors are written by several threads."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        out: Outgoing,
-        allow: frozenset[str],
-        progress: Progress | None,
-        merged: Merge | None = None,
+        self, prepared: _Prepared, allow: frozenset[str], progress: Progress | None
     ) -> None:
+        source, out, merged = prepared.source, prepared.out, prepared.merged
         self.source, self.out, self.progress, self.merged = source, out, progress, merged
         self.reader = WindowReader(_readable(source, out, allow), allow | {"narrow"})
         self.memories = [Memory() for _ in range(THREADS)]  # a job takes one, and gives it back

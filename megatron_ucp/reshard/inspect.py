@@ -1,6 +1,7 @@
 """What a checkpoint is, in the words of those who ask."""
 
 import math
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.shares import WEIGHTS
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
 from megatron_ucp.formats.registry import find_checkpoint
@@ -22,11 +24,13 @@ _FORMATS = {
     "megatron": "Megatron",
     WEIGHTS: "weights alone",
 }
+_STATES = {MASTER: "master weights", VALUE: "values"}
+_WIDTH, _INDENT = 100, 13  # of lines with settings
 _KNOWN = ("global_steps", "skipped_steps", SAVED_AT, "ds_version", "moved_latest", NOT_SAVED)
 
 
 @dataclass(frozen=True)
-class Row:
+class ParamRow:
     """One parameter or buffer: its logical `shape`, the `dtype` of its training copy, the number of
     its group (None: of none), the states of its optimizer, other names of it."""
 
@@ -52,7 +56,7 @@ class Inspected:
     notes: tuple[str, ...]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ParamRow]:
         """Every parameter and buffer."""
         manifest = self.manifest
         ties = {tie.canonical: tie.aliases for tie in manifest.ties}
@@ -62,11 +66,6 @@ class Inspected:
     def elems(self) -> int:
         """Elements of all parameters and buffers."""
         return sum(math.prod(spec.shape) for spec in self.manifest.params)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(entry.size_bytes for entry in self.manifest.files)
 
     def __str__(self) -> str:
         lines = [f"{name:12} {text}" for name, text in self._lines() if text]
@@ -86,11 +85,13 @@ class Inspected:
         ranks = manifest.mesh.world
         yield "mesh", f"{manifest.mesh} ({ranks:,} rank{'s' if ranks != 1 else ''})"
         yield "optimizer", _optimizer(manifest)
-        held = [f"{state} {' '.join(dtypes)}" for state, (dtypes, _) in self.states.items()]
-        yield "tensors", ", ".join(held)
+        yield "tensors", _dtypes(self.states)
         yield "saved", _saved(manifest)
         files = len(manifest.files)
-        yield "size", f"{say.amount(self.size_bytes)} in {files:,} file{'s' if files != 1 else ''}"
+        yield (
+            "size",
+            f"{say.amount(manifest.size_bytes)} in {files:,} file{'s' if files != 1 else ''}",
+        )
 
 
 def inspect(
@@ -129,6 +130,14 @@ def saved_date(manifest: Manifest) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
 
 
+def _dtypes(states: Mapping[str, tuple[tuple[str, ...], int]]) -> str:
+    """The states of each dtype: "weights bfloat16; master weights, exp_avg float32"."""
+    held: dict[str, list[str]] = {}
+    for state, (dtypes, _) in states.items():
+        held.setdefault(" and ".join(dtypes), []).append(_STATES.get(state, state))
+    return "; ".join(f"{', '.join(names)} {dtype}" for dtype, names in held.items())
+
+
 def _format(manifest: Manifest) -> str:
     version = manifest.run.get("ds_version")
     program = f"DeepSpeed {version}" if version else "DeepSpeed"
@@ -159,28 +168,35 @@ def _saved(manifest: Manifest) -> str:
     return ", ".join(filter(None, [saved_date(manifest), how]))
 
 
-def _row(manifest: Manifest, spec: ParamSpec, also: tuple[str, ...]) -> Row:
+def _row(manifest: Manifest, spec: ParamSpec, also: tuple[str, ...]) -> ParamRow:
     held = manifest.holders.get(spec.name)
     buffer = manifest.buffers[held[0][0]] if held else None
     states = tuple(state for state, _ in buffer.states) if buffer else ()
     group = None if buffer is None else buffer.group
-    return Row(spec.name, spec.shape, spec.dtype, spec.kind, group, states, also)
+    return ParamRow(spec.name, spec.shape, spec.dtype, spec.kind, group, states, also)
 
 
 def _details(found: Inspected) -> Iterator[str]:
     manifest, run = found.manifest, dict(found.manifest.run)
     for sentence in run.get(NOT_SAVED) or ():
-        yield f"{'not saved':12} {sentence}"
+        yield _named("not saved", str(sentence))
     for key, value in run.items():
-        if isinstance(value, Mapping):
-            yield f"{key:12} {_pairs(_flat(value))}"
-        elif key not in _KNOWN and value not in ("", None, (), []):
-            yield f"{key:12} {value}"
+        text = _pairs(_flat(value)) if isinstance(value, Mapping) else value
+        if key not in _KNOWN and text not in ("", None, (), []):
+            yield _named(key, str(text))
     for number, group in enumerate(manifest.groups):
         said = {key: value for key, value in group.settings.items() if value is not None}
-        yield f"{f'group {number}':12} {group.optimizer} {_pairs(said)}".rstrip()
+        yield _named(f"group {number}", f"{group.optimizer} {_pairs(said)}")
     for state, (dtypes, size) in found.states.items():
-        yield f"{state:12} {' '.join(dtypes)}, {say.amount(size)}"
+        yield _named(_STATES.get(state, state), f"{' '.join(dtypes)}, {say.amount(size)}")
+
+
+def _named(name: str, text: str) -> str:
+    """A name and what is said of it, in lines that a terminal shows whole."""
+    indent = " " * _INDENT
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=f"{name:{_INDENT - 1}} ", subsequent_indent=indent
+    )
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +214,7 @@ def _pairs(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[ParamRow]) -> list[str]:
     heads = ("name", "shape", "dtype", "kind", "group", "states", "also")
     texts = [heads, *(_texts(row) for row in rows)]
     widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
@@ -209,7 +225,7 @@ def _table(rows: list[Row]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _texts(row: Row) -> tuple[str, ...]:
+def _texts(row: ParamRow) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
     group = "-" if row.group is None else str(row.group)
     return row.name, shape, row.dtype, row.kind, group, " ".join(row.states), " ".join(row.also)

@@ -123,14 +123,12 @@ def _save(
         said = _said(live, asked, waiting if middle else None, apart)
         whole = _complete(live, _flat(each for each, _ in block.values), how, asked, said)
         notes = _named(engine, asked, whole, how, sync)
-    lost = _lost(_flat(keys for _, keys in block.values), middle, waiting)
-    if apart:
-        lost.append(f"differs from rank to rank, and is kept for each: {apart}")
+    lost = _lost(_flat(keys for _, keys in block.values), middle, waiting, apart)
     return SaveReport(
         str(asked.folder / asked.tag),
         str(whole.mesh),
         engine.global_steps,
-        sum(entry.size_bytes for entry in whole.files),
+        whole.size_bytes,
         time.perf_counter() - started,
         sync.seconds,
         stock_seconds,
@@ -216,7 +214,7 @@ def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
     require_one_save(block.values)
 
 
-def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
+def _lost(states: list[str], middle: bool, waiting: int, apart: PerRank) -> list[str]:
     """Notes about what no load on another mesh gets from this save."""
     notes: list[str] = []
     if states:
@@ -231,6 +229,8 @@ def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
             "the save came in the middle of an accumulation: the gradients of "
             f"{waiting or 'some'} micro-batches since the last step are not in it"
         )
+    if apart:
+        notes.append(f"differs from rank to rank, and is kept for each: {apart}")
     return notes
 
 

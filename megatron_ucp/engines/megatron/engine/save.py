@@ -146,7 +146,7 @@ def _save(
                 whole = _recorded(job.manifest, _entries(aside), how.loader, said)
                 job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
                 job.notes += prune(folder, how.keep_latest, job.stack)
-                written_bytes = sum(entry.size_bytes for entry in whole.files)
+                written_bytes = whole.size_bytes
     return agree.gather((job.notes, written_bytes))[0]
 
 
