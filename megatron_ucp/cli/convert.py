@@ -78,11 +78,13 @@ def run(args: Any) -> int:
             found="none",
             fix="give --mesh",
         )
+    target = target_of(args)
+    _refuse_unused(args, to, target)
     found = convert(
         paths[0],
         paths[1],
         to=to,
-        target=target_of(args),
+        target=target,
         latest=args.latest,
         tag=args.tag,
         rules=args.rules,
@@ -94,3 +96,15 @@ def run(args: Any) -> int:
     print_notes(found.notes)
     print(found)
     return DONE
+
+
+def _refuse_unused(args: Any, to: str, target: Any) -> None:
+    """Raises UsageError for a size that the format, or the ZeRO stage, has no use for."""
+    other_stage = target is not None and target.mesh.says_zero and target.mesh.zero != 3
+    if args.sub_group_size is not None and (to == "universal" or other_stage):
+        raise UsageError(
+            "--sub-group-size is of ZeRO stage 3 alone",
+            expected="--mesh with zero=3",
+            found=args.mesh or to,
+            fix="leave --sub-group-size out",
+        )

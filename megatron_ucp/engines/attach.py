@@ -57,6 +57,7 @@ def attach(
     checksums: bool | None = None,
     allow: Collection[str] | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
+    **unknown: Any,
 ) -> Any:
     """Makes a DeepSpeed engine's `save_checkpoint` atomic, and lets its `load_checkpoint` take what
     any mesh saved. Collective: on every rank, once, after `deepspeed.initialize`. Twice is once.
@@ -73,6 +74,7 @@ def attach(
         checksums: As of `load`.
         allow: As of `load`.
         per_rank: As of `load`.
+        unknown: None: other options are refused, on every rank.
 
     Returns:
         The engine.

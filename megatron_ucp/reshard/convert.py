@@ -278,7 +278,7 @@ _KNOWN = (*_WRITERS, TORCH_DIST)
 # what a format has no place for, of a target
 _UNUSED = {
     NATIVE: (),
-    UNIVERSAL: ("stages", "sub_group_size", "alignment", "round_robin"),
+    UNIVERSAL: ("stages",),
     TORCH_DIST: (
         "optimizer",
         "groups",
@@ -340,8 +340,6 @@ def refuse_unused(target: Target, to: str = NATIVE) -> None:
     where = f"a folder in the format {to}"
     if to == NATIVE and target.stages is not None and target.mesh.pp == 1:
         found, where = ["stages"], "a mesh without pipeline stages (pp=1)"
-    if to == NATIVE and target.sub_group_size is not None and target.mesh.zero != 3:
-        found, where = ["sub_group_size"], f"ZeRO stage {target.mesh.zero}"
     if found:
         raise UsageError(
             f"{where} has no place for {', '.join(found)}",

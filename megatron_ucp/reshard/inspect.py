@@ -69,6 +69,7 @@ class Inspected:
 
     def __str__(self) -> str:
         lines = [f"{name:12} {text}" for name, text in self._lines() if text]
+        lines += [_named("not saved", str(one)) for one in self.manifest.run.get(NOT_SAVED) or ()]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def details(self) -> str:
@@ -178,8 +179,6 @@ def _row(manifest: Manifest, spec: ParamSpec, also: tuple[str, ...]) -> ParamRow
 
 def _details(found: Inspected) -> Iterator[str]:
     manifest, run = found.manifest, dict(found.manifest.run)
-    for sentence in run.get(NOT_SAVED) or ():
-        yield _named("not saved", str(sentence))
     for key, value in run.items():
         text = _pairs(_flat(value)) if isinstance(value, Mapping) else value
         if key not in _KNOWN and text not in ("", None, (), []):

@@ -91,7 +91,7 @@ def test_a_dtype_that_a_config_leaves_open(source: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="leaves the training dtype open"):
         ucp.convert(source, tmp_path / "out", target=ucp.Mesh(zero=1), ds_config=config)
     ucp.convert(
-        source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), "bfloat16"), config=config
+        source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), "bfloat16"), ds_config=config
     )
     assert list((tmp_path / "out").glob("bf16_*"))
 

@@ -372,7 +372,7 @@ REFUSALS: list[tuple[str, list[str]]] = [
         [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/none/plan.png"],
     ),
     ("the picture can't be written", [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/plan.docx"]),
-    ("can't be read as JSON", [*PAPER, "--mesh", "dp=2", "--config", "{tmp}/none.json"]),
+    ("there is no such file", [*PAPER, "--mesh", "dp=2", "--ds-config", "{tmp}/none.json"]),
 ]
 
 

@@ -31,6 +31,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
+from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
@@ -343,6 +344,7 @@ def _complete(
     run = {
         random_states.STEPS: engine.global_steps,
         "skipped_steps": engine.skipped_steps,
+        BATCH: batch_of(engine),
         random_states.SEED: torch.initial_seed(),
         "ds_version": deepspeed.__version__,
         "saved_at": time.time(),
