@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
     def _fix(self, message: str) -> str:
         wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
         if wrong != message and wrong.startswith("-"):
-            known = [name for action in self.every_action() for name in action.option_strings]
+            every = [name for action in self.every_action() for name in action.option_strings]
+            # another command may have it
+            known = [name for name in every if name != wrong]
             if near := get_close_matches(wrong, known, n=1):
                 return f"did you mean {near[0]}? `{self.prog} --help` lists all"
         return f"see `{self.prog} --help`"

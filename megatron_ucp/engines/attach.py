@@ -290,6 +290,9 @@ def install(*, enabled: bool = False) -> None:
             config says `"enabled": false`. Without it only engines whose config enables it are
             attached; a note says so once, where the first one does not.
 
+    Returns:
+        Nothing.
+
     Raises:
         UsageError: When an engine is made, for an unknown key of its config's section.
         UnsupportedError: When an engine is made, as `attach`.

@@ -52,18 +52,39 @@ def load(
     loader: ResumableLoader | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
 ) -> Report:
-    """Fills a DeepSpeed engine, or the stack that `attach_megatron` gave, from a checkpoint that
-    any engine on any number of ranks wrote. Collective.
+    """Fills a live engine from a checkpoint that any engine on any number of ranks wrote.
+    Collective.
 
-    `family` names the model's family, which tensor parallelism of megatron-core needs (`attach`
-    remembers it); an engine that AutoTP cut says its layouts itself. `rng` restores random states;
-    `loader` goes on where the save was. Neither happens with `load_module_only`. `hyper`:
-    "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's. `checksums`
-    compares the CRC-32 of every record that the ranks read as a whole. `per_rank(name, values)`
-    makes one value, on another mesh, of those that differed from rank to rank. `allow` names what
-    else may happen (see `ALLOWANCES`); all of it is listed in the report. Raises
-    a UcpError on every rank; the engine is unchanged where metadata could show the reason, and
-    refuses to step and to save where it could not.
+    Args:
+        engine: A DeepSpeed engine, attached or not, or what `attach_megatron` returned.
+        path: A tag folder, the folder above it, a Megatron folder or a Hugging Face folder.
+        tag: The tag in `path`, where it is not the newest.
+        load_optimizer_states: Whether the optimizer's states are loaded; else master weights alone.
+        load_lr_scheduler_states: Whether the scheduler is.
+        load_module_only: The module alone: no optimizer, scheduler, counters, random states, data
+            position.
+        hyper: "checkpoint" restores each group's hyper-parameters, "config" keeps the engine's.
+        family: The model family, which tensor parallelism of megatron-core needs; `attach`
+            remembers it. What AutoTP shards says its layouts itself.
+        checksums: Whether the CRC-32 of every record that the ranks read as a whole is compared.
+        allow: Words for what else may happen (docs/reference/python.md lists them); all that does
+            is in the report's notes.
+        rng: Whether random states are restored.
+        loader: A `ResumableLoader`, which goes on where the save was.
+        per_rank: `per_rank(name, values)` makes one value, on another mesh, of those that differed
+            from rank to rank.
+
+    Returns:
+        What was done: step, meshes, bytes, seconds, `client_state`, `notes`.
+
+    Raises:
+        UcpError: On every rank. Where metadata could show the reason, the engine is unchanged;
+            where it could not, the engine refuses to step and to save until a load succeeds.
+
+    Example:
+        >>> report = ucp.load(engine, "checkpoints")
+        >>> report.global_steps
+        80
     """
     how = How(
         load_optimizer_states and not load_module_only,

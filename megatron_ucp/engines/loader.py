@@ -12,18 +12,26 @@ _NEEDED = ("num_replicas", "rank", "dataset", "epoch", "drop_last", "set_epoch")
 
 class ResumableLoader:
     """Wraps a `DataLoader` whose sampler is a `DistributedSampler`, or one of its kind; iterates as
-    it does.
-
-        sampler = DistributedSampler(data, seed=1)
-        loader = ucp.ResumableLoader(DataLoader(data, batch_size=4, sampler=sampler))
-        ucp.attach(engine, loader=loader)           # saves keep its position, loads restore it
-        for epoch in range(loader.epoch, epochs):
-            loader.set_epoch(epoch)
-            for batch in loader: ...
+    it does, and goes on where a save was, on any number of ranks.
 
     Such a sampler deals the epoch's order out like cards, so that the ranks together have always
     had a prefix of it: how many samples that is says all, on any number of ranks. Counted is what
-    the loop got, not what workers fetched ahead. Raises UnsupportedError for another sampler.
+    the loop got, not what workers fetched ahead.
+
+    Args:
+        loader: The `DataLoader`.
+
+    Raises:
+        UnsupportedError: For another sampler.
+
+    Example:
+        >>> sampler = DistributedSampler(data, seed=1)
+        >>> loader = ucp.ResumableLoader(DataLoader(data, batch_size=4, sampler=sampler))
+        >>> ucp.attach(engine, loader=loader)  # saves keep its position, loads restore it
+        >>> for epoch in range(loader.epoch, epochs):
+        ...     loader.set_epoch(epoch)
+        ...     for batch in loader:
+        ...         train(batch)
     """
 
     def __init__(self, loader: Any) -> None:

@@ -13,7 +13,22 @@ _FAMILIES: dict[str, Family] = {
 
 
 def register_family(family: Family) -> None:
-    """Makes a family known by its name; a second one of the same name replaces the first."""
+    """Makes a family of models known by its name, so that `attach` and the tools take it. A second
+    one of the same name replaces the first.
+
+    Args:
+        family: The family: a table of every parameter with its shape and layout
+            (docs/own-model.md).
+
+    Returns:
+        Nothing.
+
+    Raises:
+        UsageError: For what is no family.
+
+    Example:
+        >>> ucp.register_family(Family("mine", table=table, sizes=Sizes))
+    """
     _FAMILIES[family.name] = family
 
 

@@ -177,13 +177,26 @@ def rule_untold(group: ParamGroup) -> bool:
 def register_optimizer(
     name: str, element: Iterable[str], scalar: Iterable[str] = ("step",), step: str = "tensor"
 ) -> None:
-    """Says what an optimizer keeps that is not in the table, so that its states can be cut.
+    """Says what an optimizer keeps, so that its states can be resharded. A second call for a name
+    replaces the first.
 
-    `name` is the first part of its module and its class ("my_package.Lion"). `element` are states
-    of the parameter's shape, one number for each element and independent of the others; `scalar`
-    are single numbers; `step` says how the step is kept, as a 0-d "tensor" or as an "int". A second
-    call for a name replaces the first. Raises UsageError for names that can't be states,
-    UnsupportedError for an optimizer that is refused by name.
+    Args:
+        name: The first part of its module, and its class: "my_package.Lion".
+        element: Names of states that have the parameter's shape: one number for each element,
+            independent of the others.
+        scalar: Names of states that are single numbers.
+        step: How the step is kept: as a 0-d "tensor", or as an "int".
+
+    Returns:
+        Nothing.
+
+    Raises:
+        UsageError: For names that can't be states.
+        UnsupportedError: For an optimizer that is known not to be reshardable.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> ucp.register_optimizer("my_package.Lion", element=("exp_avg",), scalar=())
     """
     if name in REFUSED:
         raise UnsupportedError("this optimizer can't be carried", found=f"{name}: {REFUSED[name]}")

@@ -16,11 +16,24 @@ from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
 
 def describe(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
     """The manifest of a checkpoint: recorded beside it, or rebuilt from the files. Reads no tensor.
-    Raises a UcpError.
 
-    A stage-0 checkpoint without a manifest keeps optimizer states by position only: its manifest
-    has weights alone. `rules`: a file of rules (docs/rules.md) for a checkpoint that does not say
-    how it is cut.
+    Args:
+        path: A tag folder, or the folder above it.
+        tag: The tag in `path`, where it is not the newest.
+        rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
+
+    Returns:
+        Mesh, parameters, flat buffers, groups, files. A stage-0 checkpoint without a manifest
+        keeps optimizer states by position only: its manifest has weights alone.
+
+    Raises:
+        NotFoundError: Where there is no checkpoint.
+        UcpError: For one that can't be read.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> str(ucp.describe("runs/llama").mesh)
+        'tp=2,pp=1,dp=2,zero=1'
     """
     with open_checkpoint(path, tag, rules) as checkpoint:
         return checkpoint.manifest

@@ -25,12 +25,26 @@ def newest_whole(
     specs: Callable[[Path], Mapping[str, ParamSpec] | None] = lambda _: None,
     names: Mapping[str, str] | None = None,
 ) -> Newest:
-    """The tag that the pointer names which is followed (see `formats/pointers`), if it is whole;
-    else the newest one that is, by the time of its save.
+    """The tag to resume from: the one that the pointer names if it is whole, else the newest that
+    is. Whole: every file is there, with the size, directory, step and mesh that belong to it;
+    tensor bytes are not read.
 
-    Whole: every file is there, with the size, directory, step and mesh that belong to it; tensor
-    bytes are not read. `specs` gives those of Told for a tag folder, and `names` are its
-    `names`. Raises NotFoundError that names every tag and what is wrong with it.
+    Args:
+        path: The folder above the tags.
+        specs: What gives the parameters of a tag folder, where neither its files nor a family say
+            them.
+        names: Names in a pipeline, with those of the model.
+
+    Returns:
+        The folder of the tag, and what was passed over, with the reason.
+
+    Raises:
+        NotFoundError: Where no tag is whole; it names each and what is wrong with it.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> ucp.newest_whole("runs/llama").folder.name
+        'global_step80'
     """
     path = Path(path)
     passed: list[str] = []

@@ -30,7 +30,6 @@ def main() -> None:
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // torch.distributed.get_world_size(),
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": zero},
-            "universal_checkpoint": {"enabled": True},
         },
     )
     if verb == "save":

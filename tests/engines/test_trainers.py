@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp import run as runner
+from megatron_ucp.cli import main
 from megatron_ucp.engines.attach import options_of
 from megatron_ucp.errors import UsageError
 from tests.engines.canonical import differences
@@ -326,6 +328,8 @@ def test_the_module_runner_resumes_a_script_that_knows_nothing(
     assert start(1, [*script, "resume", "1"], log) != 0
     assert "ZeRORuntimeException" in log.read_text()
     assert start(1, [*runner, "resume", "3"], log) == 0, log.read_text()
+    (line,) = [line for line in log.read_text().splitlines() if "loaded step 3" in line]
+    assert "tp=1,pp=1,dp=2,zero=1 -> tp=1,pp=1,dp=1,zero=3" in line and "checksums of" in line
     want, have = (
         torch.load(tmp_path / f"{verb}.pt", weights_only=False) for verb in ("save", "resume")
     )
@@ -351,3 +355,23 @@ def test_the_module_runner_is_what_python_is_to_a_script(tmp_path: Path, as_modu
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '1'] 7 True"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nope.py", "--lr", "1"], "there is no such script"),
+        (["-m", "no_such_module_at_all"], "there is no such module"),
+        (["-m"], "there is no such module"),
+        (["--nproc_per_node", "2", "train.py"], "the option --nproc_per_node"),
+        ([], "usage: "),
+    ],
+)
+def test_what_can_not_be_run_is_said_in_a_few_lines(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in (runner.main, lambda words: main(["run", *words])):
+        assert run(words) == 2
+        found = capsys.readouterr().err
+        assert said in found and "Traceback" not in found and len(found.splitlines()) < 10
+    assert main(["run", "--help"]) == 0 and "usage: " in capsys.readouterr().out

@@ -24,14 +24,26 @@ def attach_megatron(
     family: str | Family | None = None,
 ) -> MegatronStack:
     """Makes megatron-core's own stack one that `ucp.load` fills and `ucp.save` writes. Collective.
+    Nothing is changed.
 
-    `model_chunks` are what Megatron-LM's `get_model` returns (one, or a list of them), `optimizer`
-    what `get_megatron_optimizer` does, `scheduler` an `OptimizerParamScheduler` or None. `family`
-    declares the layouts of the model (the name of a registered one, or a Family); by default the
-    first one that has all of the model's parameters. Nothing is changed.
+    Args:
+        model_chunks: What Megatron-LM's `get_model` returns: one chunk, or a list of them.
+        optimizer: What `get_megatron_optimizer` returns.
+        scheduler: An `OptimizerParamScheduler`, or None.
+        family: The model family (a registered name, or a `Family`). Default: the first one that
+            has all of the model's parameters.
 
-    Raises UnsupportedError on every rank for a stack that can't be loaded exactly, UsageError for
-    what is none, LayoutError where a live parameter contradicts its family.
+    Returns:
+        The stack, whose `iteration` and `consumed_samples` a load sets and a save writes.
+
+    Raises:
+        UnsupportedError: On every rank, for a stack that can't be loaded exactly.
+        UsageError: For what is no such stack.
+        LayoutError: Where a live parameter contradicts its family.
+
+    Example:
+        >>> stack = ucp.attach_megatron(model, optimizer, opt_param_scheduler)
+        >>> report = ucp.load(stack, "checkpoints")
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_versions()

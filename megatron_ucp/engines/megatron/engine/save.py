@@ -91,13 +91,29 @@ def save(
     rng: bool = True,
     loader: ResumableLoader | None = None,
 ) -> SaveReport:
-    """Saves the stack's `iteration` as a tag of `save_dir` (`iter_0000100`), and makes it the
-    newest one. Collective.
+    """Saves megatron-core's own stack, as stock Megatron-LM and every engine here load it. Atomic
+    and collective. A DeepSpeed engine saves by its own `save_checkpoint`.
 
-    `arguments` are Megatron-LM's flags (a Namespace or a mapping), which its own load asks for;
-    without them those that the model shows are written. `durable`, `keep_latest`, `rng` and
-    `loader` are those of `Saving`. Raises a UcpError on every rank: SaveError
-    where a file can't be written (older tags are as they were), UsageError before the first step.
+    Args:
+        stack: What `attach_megatron` returned. Its `iteration` names the tag (`iter_0000100`).
+        save_dir: The folder above the tags; its pointer then names the new one.
+        arguments: Megatron-LM's flags (a Namespace or a mapping), which its own load asks for.
+            Default: those that the model shows.
+        durable: Whether files are on disk before they count.
+        keep_latest: How many whole tags of this run are left. Default: all.
+        rng: Whether random states are kept.
+        loader: A `ResumableLoader`, whose position is kept.
+
+    Returns:
+        What was done: path, mesh, step, bytes, seconds, notes.
+
+    Raises:
+        SaveError: Where a file can't be written, on every rank; older tags are as they were.
+        UsageError: Before the first step, and for another engine.
+
+    Example:
+        >>> stack = ucp.attach_megatron(model, optimizer, opt_param_scheduler)
+        >>> saved = ucp.save(stack, "megatron")
     """
     with agree.together():
         _refuse_other(stack)
