@@ -126,9 +126,12 @@ def inspect(
 def saved_date(manifest: Manifest) -> str:
     """When a checkpoint was saved, in UTC; empty where it does not say so."""
     at = manifest.run.get(SAVED_AT)
-    if not isinstance(at, int | float):
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+    return date(at) if isinstance(at, int | float) else ""
+
+
+def date(seconds: float) -> str:
+    """A time since the epoch, in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _dtypes(states: Mapping[str, tuple[tuple[str, ...], int]]) -> str:

@@ -9,8 +9,8 @@ from megatron_ucp.formats.pointers import newest_named
 from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files, is_unfinished, tag_folder
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.describe import look
-from megatron_ucp.reshard.inspect import saved_date
-from megatron_ucp.reshard.newest import check_whole
+from megatron_ucp.reshard.inspect import date
+from megatron_ucp.reshard.newest import check_whole, time_of_save
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _listed(folder: Path, pointer: str) -> ListedTag:
     try:
         manifest = look(folder)
         step, mesh = int(manifest.run.get("global_steps", 0)), str(manifest.mesh)
-        saved = saved_date(manifest)
+        saved = date(time_of_save(folder))
         check_whole(folder)
     except UcpError as error:
         wrong = error.problem + (f" ({Path(error.file).name})" if error.file else "")

@@ -50,7 +50,7 @@ def newest_whole(
     passed: list[str] = []
     newest = newest_named(path) or Named("", "")
     pointer, named = newest.pointer, newest.tag
-    tags = {p.name: _saved_at(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
+    tags = {p.name: time_of_save(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
     if newest.note:
         passed.append(newest.note)
     if named and named not in tags:
@@ -96,7 +96,7 @@ def check_whole(
         checkpoint.check_beside()
 
 
-def _saved_at(folder: Path) -> float:
+def time_of_save(folder: Path) -> float:
     """Seconds since the epoch: as the manifest says; for a folder without one the time of its
     newest state file."""
     said = saved_at(folder)
