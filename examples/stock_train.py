@@ -42,7 +42,9 @@ def main() -> None:
         "zero_optimization": {"stage": args.zero},
     }
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
+        model=model,
+        model_parameters=model.parameters(),  # type: ignore[arg-type]
+        config=config,
     )
     if args.resume:
         engine.load_checkpoint(args.out)
