@@ -88,6 +88,7 @@ def target_of(args: Any) -> Any:
                 "the file of groups holds no lists of names",
                 file=args.groups,
                 expected='[["a.weight"], ["a.bias"]]',
+                fix="write a list with one list of names for each parameter group",
             )
         groups = tuple(tuple(names) for names in groups)
     return Target(
@@ -101,7 +102,10 @@ def read_json(path: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            "the file can't be read as JSON", file=path, found=f"{type(error).__name__}: {error}"
+            "the file can't be read as JSON",
+            file=path,
+            found=f"{type(error).__name__}: {error}",
+            fix="check the path of the file, and that it is JSON",
         ) from None
 
 
@@ -120,7 +124,12 @@ def run(args: Any) -> int:
         )
     to = args.to or ("native" if args.mesh else "universal")
     if to == "native" and not args.mesh:
-        raise UsageError("a native checkpoint is for one mesh", expected="--mesh", found="none")
+        raise UsageError(
+            "a native checkpoint is for one mesh",
+            expected="--mesh",
+            found="none",
+            fix="give --mesh, such as --mesh tp=1,dp=4,zero=1",
+        )
     allow = allowed(args)
     config = read_json(args.config) if args.config else None
     bar = progress_bar(args, "B")

@@ -43,7 +43,12 @@ def run(args: Any) -> int:
     from megatron_ucp.reshard import preview
 
     if not args.mesh:
-        raise UsageError("a plan is for one mesh", expected="--mesh tp=1,dp=4,zero=1", found="none")
+        raise UsageError(
+            "a plan is for one mesh",
+            expected="--mesh tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh, such as --mesh tp=1,dp=4,zero=1",
+        )
     target, bar = target_of(args), progress_bar(args, "rank")
     config = read_json(args.config) if args.config else None
     if args.simulate:
@@ -53,6 +58,7 @@ def run(args: Any) -> int:
                 "a simulation needs sizes and a source mesh, and no checkpoint",
                 expected="--sizes and --source-mesh",
                 found=of_files or "not both of them",
+                fix="give --sizes and --source-mesh, and leave path, --tag and --rules out",
             )
         from megatron_ucp.core.mesh import Mesh
 
@@ -66,7 +72,10 @@ def run(args: Any) -> int:
         )
     elif not args.path:
         raise UsageError(
-            "plan needs a checkpoint", expected="a path, or --simulate", found="neither"
+            "plan needs a checkpoint",
+            expected="a path, or --simulate",
+            found="neither",
+            fix="give the folder of a checkpoint; or --simulate with --sizes and --source-mesh",
         )
     else:
         found = preview.preview(args.path, target, args.tag, args.rules, config, bar)

@@ -200,7 +200,10 @@ class Mesh:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
             raise UsageError(
-                "no such rank in the mesh", expected=f"0 to {self.world - 1}", found=rank
+                "no such rank in the mesh",
+                expected=f"0 to {self.world - 1}",
+                found=rank,
+                fix="give a rank of this mesh, or a mesh with more ranks",
             )
         at: dict[str, int] = {}
         for axis in ORDERS[self.order]:
@@ -226,7 +229,12 @@ class Mesh:
             rest, index = divmod(rest, self.size(name))
             if name == axis:
                 return index
-        raise UsageError("a rank has no place on this axis", expected=", ".join(AXES), found=axis)
+        raise UsageError(
+            "a rank has no place on this axis",
+            expected=", ".join(AXES),
+            found=axis,
+            fix="give one of these axes",
+        )
 
     def at(self, rank: int, axes: Iterable[str]) -> Coords:
         """The place of a rank along some axes."""

@@ -210,6 +210,7 @@ def options_of(config: Any) -> dict[str, Any] | None:
             f'"{SECTION}" of the DeepSpeed config is a section',
             expected='{"enabled": true}',
             found=repr(section),
+            fix='write the section as an object with the key "enabled"',
         )
     unknown = sorted(
         key
@@ -221,6 +222,7 @@ def options_of(config: Any) -> dict[str, Any] | None:
             f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
             expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
             found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
+            fix="correct these keys or values in the DeepSpeed config, or remove them",
         )
     options = {key: value for key, value in section.items() if key != "enabled"}
     _saving(options, None)

@@ -91,6 +91,7 @@ def vocabulary(sizes: Sizes, *rest: int) -> Declared:
             "the padded vocabulary is smaller than the tokenizer's",
             expected=f"at least {sizes.true_vocab}",
             found=sizes.vocab,
+            fix="give at least as many padded rows as the tokenizer has",
         )
     return replace(column(sizes.vocab, *rest), extent=Extent(sizes.true_vocab, sizes.vocab))
 

@@ -186,7 +186,12 @@ def register_optimizer(
     UnsupportedError for an optimizer that is refused by name.
     """
     if name in REFUSED:
-        raise UnsupportedError("this optimizer can't be carried", found=f"{name}: {REFUSED[name]}")
+        raise UnsupportedError(
+            "this optimizer can't be carried",
+            found=f"{name}: {REFUSED[name]}",
+            fix="train with an optimizer of torch, apex or DeepSpeed that keeps one "
+            "number per element, such as AdamW",
+        )
     kept = Kept(tuple(element), tuple(scalar), step)
     names = (*kept.element, *kept.scalar)
     wrong = [one for one in names if not one.isidentifier() or one in (MASTER, VALUE)]
@@ -196,6 +201,8 @@ def register_optimizer(
             "this is no optimizer that can be registered",
             expected="a name with a module, states with plain names, step tensor or int",
             found=f"{name}: {', '.join(wrong or both or names)}, step {step}",
+            fix='give a name such as "my_package.Lion", names of states such as '
+            '("exp_avg",), and step="tensor" or "int"',
         )
     ELEMENT.update(kept.element)
     SCALAR.update(kept.scalar)
@@ -255,8 +262,8 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
             "the states of this optimizer are not known",
             expected=" ".join(sorted(_TABLE)),
             found=optimizer,
-            fix="use one of these, say what it keeps with ucp.register_optimizer, or load with "
-            "load_optimizer_states=False",
+            fix="use one of these, say what it keeps with ucp.register_optimizer, or load the "
+            "weights alone (Python: load_optimizer_states=False)",
         )
     return _TABLE[optimizer](group)
 
@@ -291,8 +298,8 @@ def check_known(keys: Iterable[str], where: str) -> None:
                 file=where,
                 expected=" ".join(sorted(ELEMENT | SCALAR)),
                 found=f"{key} ({REFUSED_STATES.get(key, 'a name that is not known')})",
-                fix="load with load_optimizer_states=False, or on the mesh that wrote it with "
-                "DeepSpeed's own load",
+                fix="load the weights alone (Python: load_optimizer_states=False), or load it on "
+                "the mesh that wrote it with DeepSpeed's own load",
             )
 
 
@@ -306,8 +313,8 @@ def require_equal(wanted: Iterable[str], found: Iterable[str], parameter: str, w
             parameter=parameter,
             expected=" ".join(want) or "no states",
             found=" ".join(have) or "no states",
-            fix="use the optimizer (and its options) that wrote the checkpoint, or load with "
-            "load_optimizer_states=False",
+            fix="use the optimizer (and its options) that wrote the checkpoint, or load the "
+            "weights alone (Python: load_optimizer_states=False)",
         )
 
 

@@ -34,13 +34,19 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
     Raises NotFoundError that lists what is there instead.
     """
     if not isinstance(path, str | os.PathLike):
-        raise UsageError("this is no path of a checkpoint", expected="a folder", found=repr(path))
+        raise UsageError(
+            "this is no path of a checkpoint",
+            expected="a folder",
+            found=repr(path),
+            fix="give the path of a folder as text",
+        )
     path = Path(path)
     if not path.is_dir():
         raise NotFoundError(
             "there is no such checkpoint folder",
             file=path,
-            fix="check the path; every rank must see it",
+            fix="check the path: it must exist on this machine, and on each one of a run",
+            id="no-checkpoint",
         )
     if is_unfinished(path.absolute().name):
         raise NotFoundError(
@@ -49,6 +55,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
             expected="a tag folder",
             found=path.name,
             fix="load another tag; the next save removes this folder",
+            id="missing-file",
         )
     if tag is not None:
         if not tag or "/" in tag or tag in (".", ".."):
@@ -57,6 +64,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
                 file=path,
                 expected="global_step100",
                 found=tag,
+                fix="name a tag of this folder without a slash (--tag; Python: tag=)",
             )
         return FoundTag(_tag_folder(path, tag, "the tag that was asked for"))
     if (named := newest_named(path)) is not None:
@@ -75,7 +83,8 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
         found=pickles or _tags(path),
         fix=AS_SAFETENSORS
         if pickles
-        else f"give the folder with the file `{LATEST}`, a tag folder, or tag=",
+        else f"give the folder with the file `{LATEST}`, or a tag folder in it",
+        id="no-checkpoint",
     )
 
 
@@ -96,7 +105,8 @@ def _tag_folder(path: Path, tag: str, what: str) -> Path:
             file=path / tag,
             expected="a folder",
             found=_tags(path),
-            fix="give a tag= that exists",
+            fix="name a tag that exists (--tag; Python: tag=)",
+            id="no-such-tag",
         )
     return path / tag
 

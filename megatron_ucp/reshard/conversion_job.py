@@ -175,7 +175,7 @@ class ConversionJob:
 
     def _count(self, written: int) -> None:
         if self.stopped.is_set():
-            raise SaveError("the conversion was stopped")
+            raise SaveError("the conversion was stopped", fix="start it again", id="")
         with self._lock:
             self.done += written
             if self.progress is not None:

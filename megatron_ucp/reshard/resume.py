@@ -106,12 +106,14 @@ def check_options(
             "an option is not known",
             expected="hyper, checksums, allow, rng, per_rank",
             found=", ".join(sorted(unknown)),
+            fix="give one of these options",
         )
     if hyper not in ("checkpoint", "config"):
         raise UsageError(
             "hyper says where hyper-parameters come from",
             expected="checkpoint or config",
             found=hyper,
+            fix='give hyper="checkpoint" or hyper="config"',
         )
     words = isinstance(allow, Collection) and not isinstance(allow, str)
     wrong = sorted(map(str, set(allow) - set(ALLOWANCES))) if words else [repr(allow)]

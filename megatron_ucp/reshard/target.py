@@ -250,6 +250,8 @@ def _check_stacks(
                 parameter=spec.name,
                 expected=f"{count // mesh.ep} of them, by their numbers",
                 found=f"{numbers}",
+                fix="list all experts of this parameter in one group, by their numbers "
+                "(--groups; Python: Target(groups=))",
             )
 
 
@@ -351,6 +353,7 @@ def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
             parameter=odd[0],
             expected=f"{len(trainable)} names",
             found=f"{len(listed)}",
+            fix="list each of them in one group (--groups; Python: Target(groups=))",
         )
     out: list[NamedGroup] = []
     for names in wished:

@@ -165,7 +165,11 @@ class Target:
         size: Any = settings.get("sub_group_size", SUB_GROUP_SIZE)
         if not isinstance(size, int | float) or size < 1:
             raise UsageError(
-                "sub_group_size is a number of elements", expected="at least 1", found=size
+                "sub_group_size is a number of elements",
+                expected="at least 1",
+                found=size,
+                fix="correct sub_group_size in the section zero_optimization of the "
+                "DeepSpeed config",
             )
         offloaded = is_offloaded(config)  # no BF16_Optimizer then
         said: dict[str, Any] = {

@@ -295,7 +295,12 @@ class HuggingFaceCheckpoint:
 
     def place_of(self, ref: TensorRef) -> Where:
         """There are no tensors but weights."""
-        raise UsageError("a Hugging Face folder has no other tensors", file=self.folder, found=ref)
+        raise UsageError(
+            "a Hugging Face folder has no other tensors",
+            file=self.folder,
+            found=ref,
+            fix="report this with the output of `megatron-ucp inspect` for the folder",
+        )
 
     def check_read(self) -> None:
         """There are none to compare."""

@@ -395,7 +395,7 @@ def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> Sta
         parameter=wrong[0],
         expected="masters that, rounded, are the weights bit for bit",
         found=some_of(wrong, _NAMED),
-        fix='load another tag, or the weights alone with allow={"weights"} (--allow weights)',
+        fix='load another tag, or the weights alone: --allow weights (Python: allow={"weights"})',
     )
 
 

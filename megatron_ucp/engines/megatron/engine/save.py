@@ -215,6 +215,8 @@ def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
             "the optimizer keeps a state in another dtype than megatron-core's files have",
             expected="float32",
             found=", ".join(odd),
+            fix="keep the optimizer's states in fp32: leave --exp-avg-dtype and "
+            "--exp-avg-sq-dtype out",
         )
     return states, scalars
 
