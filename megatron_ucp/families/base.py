@@ -178,6 +178,7 @@ class Divided:
                 expected=f"a multiple or a divisor of {self.size}",
                 found=tp,
                 fix=f"use a tensor-parallel size that is a multiple or a divisor of {self.size}",
+                id="does-not-divide",
             )
         works = [n for n in range(1, self.size + 1) if not self.size % n and n <= 64]
         raise LayoutError(
@@ -185,6 +186,7 @@ class Divided:
             expected=f"a divisor of {self.size}",
             found=tp,
             fix=f"use a tensor-parallel size of {', '.join(map(str, works))}",
+            id="does-not-divide",
         )
 
 

@@ -76,6 +76,7 @@ def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
             expected="global_step100",
             found=tag,
             fix="give such a name, without / and with no dot at its beginning",
+            id="no-such-tag",
         )
     if (save_dir / tag).exists() and not (save_dir / tag).is_dir():
         raise UsageError(

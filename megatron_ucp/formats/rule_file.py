@@ -115,7 +115,11 @@ def read_rules(path: str | Path) -> RuleSet:
             data = opened.read(_LARGEST_BYTES + 1)
     except OSError as error:
         raise NotFoundError(
-            "the file of rules can't be read", file=file, found=error.strerror, fix="check the path"
+            "the file of rules can't be read",
+            file=file,
+            found=error.strerror,
+            fix="check the path",
+            id="",
         ) from None
     if len(data) > _LARGEST_BYTES:
         raise RuleError(

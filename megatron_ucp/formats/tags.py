@@ -65,6 +65,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
                 expected="global_step100",
                 found=tag,
                 fix="name a tag of this folder without a slash (--tag; Python: tag=)",
+                id="no-such-tag",
             )
         return FoundTag(_tag_folder(path, tag, "the tag that was asked for"))
     if (named := newest_named(path)) is not None:

@@ -87,6 +87,7 @@ def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
             expected=f"a divisor of {count}",
             found=mesh.ep,
             fix=f"use an expert-parallel size of {', '.join(map(str, works))}",
+            id="does-not-divide",
         )
     return number // (count // mesh.ep) == ep_rank
 

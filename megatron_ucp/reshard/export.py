@@ -445,4 +445,5 @@ def _not_as_written(written: Path, differences: Sequence[Difference], copies: bo
         expected=first.a,
         found=f"{first.what}: {first.b}; {len(differences)} differences",
         fix=fix,
+        id="",
     )

@@ -141,6 +141,7 @@ def _check_vocabulary(rows: int, tp: int, file: str) -> None:
             found=rows,
             fix=f"give --padded-vocab-size {-(-rows // tp) * tp}: rows of zeros are added, and the "
             "model is built with as many rows",
+            id="vocabulary",
         )
 
 

@@ -115,6 +115,7 @@ def _match_one(
                 expected=f"{have.shape[0]} rows",
                 found=f"{spec.shape[0]} rows in the model",
                 fix=_keep_vocabulary(have.shape[0]),
+                id="vocabulary",
             )
         change = spec.shape[0] - have.shape[0]
         what = "added as zeros" if change > 0 else "dropped"
@@ -214,6 +215,7 @@ def require_alone(target: Manifest, fit: Fit, one_step: bool, file: str) -> None
                 expected="one kind in a parameter group",
                 found=", ".join(found),
                 fix="give the optimizer a parameter group of their own for them",
+                id="groups-differ",
             )
 
 
@@ -238,6 +240,7 @@ def one_value(
                     f"{k}: {shown(first[1].get(k))} and {shown(value.get(k))}" for k in keys
                 ),
                 fix="build the optimizer's groups as the run that wrote the checkpoint did",
+                id="groups-differ",
             )
     return first[1] if first else {}
 
@@ -365,6 +368,7 @@ def check_not_lost(
             expected=f"states after {taken} steps",
             found="none: they were never saved",
             fix="load another tag, or begin with fresh states: load_optimizer_states=False",
+            id="no-optimizer",
         )
 
 

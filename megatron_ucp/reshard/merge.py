@@ -292,6 +292,7 @@ def open_merge(
             expected=f"a folder with {ADAPTER_CONFIG_FILE}",
             found="none, nor one beside the checkpoint",
             fix="give --config the folder that peft's save_pretrained wrote",
+            id="no-config",
         )
     model = opened.enter_context(open_checkpoint(base))
     return model, Merge(model, source, config)

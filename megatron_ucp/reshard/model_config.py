@@ -53,6 +53,7 @@ def config_at(given: str | Path, name: str = CONFIG_FILE) -> ModelConfig:
             expected=f"a folder with {name}, or that file",
             found="a folder without it" if path.is_dir() else "no such file or folder",
             fix="give --config the folder of the model, as save_pretrained wrote it",
+            id="no-config",
         )
     return ModelConfig(read_json(file), file.parent)
 

@@ -66,6 +66,7 @@ def newest_whole(
         expected="a tag with all its files",
         found="; ".join(passed) or "no tag",
         fix="restore the files of one of them",
+        id="missing-file",
     )
 
 

@@ -284,6 +284,7 @@ def _fit(
             "the checkpoint holds no optimizer",
             file=file,
             fix="load with load_optimizer_states=False",
+            id="no-optimizer",
         )
     fit.master = VALUE
     return fit

@@ -297,6 +297,7 @@ def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
             parameter=first,
             found=", ".join(map(str, masters)),
             fix="convert a checkpoint that was saved with its optimizer",
+            id="no-optimizer",
         )
     states = {**found, **source.scalars_of(first)}
     if not states:
@@ -354,6 +355,7 @@ def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
             expected=f"{len(trainable)} names",
             found=f"{len(listed)}",
             fix="list each of them in one group (--groups; Python: Target(groups=))",
+            id="groups-differ",
         )
     out: list[NamedGroup] = []
     for names in wished:
@@ -383,6 +385,7 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
             if source.engine == WEIGHTS
             else "convert a checkpoint that was saved with its optimizer; files of stage 0 without "
             "a manifest: load them into an engine, which knows the order of its groups, and save",
+            id="no-optimizer",
         )
     alike = len({len(groups) for groups in by_stage.values()}) == 1
     out: dict[Any, tuple[ParamGroup, dict[str, None]]] = {}

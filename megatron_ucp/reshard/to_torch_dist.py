@@ -150,6 +150,7 @@ def _check_states(source: Manifest, file: str) -> None:
             expected="parameter groups",
             found="none",
             fix="convert a checkpoint that was saved with its optimizer",
+            id="no-optimizer",
         )
     for spec in trained:
         found = source.states_of(spec.name)

@@ -115,7 +115,10 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     """
     if not folder.is_dir():
         raise NotFoundError(
-            "there is no such folder of a Hugging Face model", file=folder, fix="check the path"
+            "there is no such folder of a Hugging Face model",
+            file=folder,
+            fix="check the path",
+            id="no-checkpoint",
         )
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
@@ -250,6 +253,7 @@ def _described(
             expected="a save of this version, or a config",
             found="none",
             fix="give --config with the config.json of the model",
+            id="no-config",
         )
     return said or found  # type: ignore[return-value]
 
@@ -345,6 +349,7 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             expected=", ".join(name for name, one in families().items() if one.hugging_face),
             found="none",
             fix="give --config with the config.json of the model, or --family where that says none",
+            id="no-config",
         )
     known = None if config is None else _in_dtype(config, dtype)
     if known is not None:

@@ -148,6 +148,7 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
             expected=f"a divisor of {experts.number}",
             found=ep,
             fix="give a divisor (--expert-model-parallel-size)",
+            id="does-not-divide",
         )
     if experts.ffn % etp:
         raise LayoutError(
@@ -155,6 +156,7 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
             expected=f"a divisor of {experts.ffn}",
             found=etp,
             fix="give a divisor (--expert-tensor-parallel-size)",
+            id="does-not-divide",
         )
     if deepspeed_trains():
         check_files(tp, ep, etp)

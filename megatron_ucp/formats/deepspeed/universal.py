@@ -45,8 +45,7 @@ from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_stat
 from megatron_ucp.formats.optimizers import ELEMENT
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
-_RESTORE = "restore it, or convert again"
-_PARAM = "param"
+_RESTORE, _PARAM = "restore it, or convert again", "param"
 
 
 class UniversalCheckpoint(TagFolder):

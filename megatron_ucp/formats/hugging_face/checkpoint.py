@@ -110,6 +110,7 @@ class HuggingFaceCheckpoint:
                 expected=f"{WEIGHTS_FILE}, or {INDEX_FILE}",
                 found=weights_as_pickles(self.folder) or "neither",
                 fix=AS_SAFETENSORS,
+                id="no-checkpoint",
             )
         listed = self._index()
         out: dict[str, str] = {}

@@ -284,6 +284,7 @@ class MegatronFolder:
                 parameter=spec.name,
                 expected="a name of megatron-core's GPTModel",
                 fix="give --rules FILE",
+                id="layout-unknown",
             )
         layout = spec.on_mesh or (_uncut(spec) if spec.shape else Replicate())
         return replace(spec, layout=layout, on_mesh=None)

@@ -58,6 +58,7 @@ def _write(write: _Write, value: object, depth: int) -> None:
             "a value is nested too deeply to be written",
             expected=f"at most {_MAX_DEPTH} levels",
             fix="nest it less deeply, or keep it in a file of your own",
+            id="",
         )
     writer = _WRITERS.get(type(value))
     if writer is None:
@@ -66,6 +67,7 @@ def _write(write: _Write, value: object, depth: int) -> None:
             found=type(value).__qualname__,
             expected=", ".join(sorted(kind.__name__ for kind in _WRITERS)),
             fix="keep it as one of these, or in a file of your own",
+            id="",
         )
     writer(write, value, depth + 1)
 
@@ -172,6 +174,7 @@ def _dtype_name(write: _Write, value: DtypeName, _: int) -> None:
             found=ascii(value[:100]),
             expected=", ".join(sorted(ITEMSIZE)),
             fix="convert it to one of these dtypes",
+            id="",
         )
     _global(write, value)
 
@@ -213,6 +216,7 @@ def _storage(write: _Write, value: StorageRef, depth: int) -> None:
             found=value.dtype,
             expected=", ".join(sorted(_STORAGE)),
             fix="convert it to one of these dtypes",
+            id="",
         )
     _global(write, _STORAGE[value.dtype])
     for item in (value.key, "cpu", value.elems):
