@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from typing import cast
 
 from megatron_ucp.errors import UsageError
 
@@ -122,12 +123,18 @@ class Mesh:
         sizes = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
         }
-        bad = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
-        if bad or self.order not in ORDERS or self.zero not in (0, 1, 2, 3):
+        bad = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        if type(self.zero) is not int or self.zero not in range(4):
+            bad["zero"] = self.zero
+        if not isinstance(cast("object", self.order), str) or self.order not in ORDERS:
+            bad["order"] = self.order
+        if "tp" in bad and self.etp is self.tp:
+            del bad["etp"]  # nobody gave it
+        if bad:
             raise UsageError(
                 "this is no mesh",
                 expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
-                found=str(self),
+                found=", ".join(f"{name}={value!r}" for name, value in bad.items())[:200],
                 fix="give every axis a whole number of ranks",
             )
         if self.world % (self.etp * self.ep * self.pp):
@@ -153,6 +160,8 @@ class Mesh:
         UsageError."""
         known = [f.name for f in fields(cls)]
         values: dict[str, int | str] = {}
+        if not isinstance(cast("object", text), str):
+            raise _no_mesh(repr(text)[:200], "no text", known, False)
         for item in filter(None, text.replace(" ", "").split(",")):
             name, _, value = item.partition("=")
             is_number = re.fullmatch(r"[0-9]{1,20}", value) is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
-from megatron_ucp.engines.deepspeed.family import model_of
+from megatron_ucp.engines.deepspeed.family import model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, save
@@ -56,6 +56,7 @@ def attach(
     `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be loaded exactly,
     on every rank. Twice is once.
     """
+    require_engine(engine)
     if _ATTACHED in engine.__dict__:
         return engine
     check_versions()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import cast
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, llama, mistral, mixtral, qwen2, qwen3
@@ -13,7 +14,15 @@ _FAMILIES: dict[str, Family] = {
 
 
 def register_family(family: Family) -> None:
-    """Makes a family known by its name; a second one of the same name replaces the first."""
+    """Makes a family known by its name; a second one of the same name replaces the first. Raises
+    UsageError for what is none."""
+    if not isinstance(cast("object", family), Family):
+        raise UsageError(
+            "this is no family",
+            expected="a megatron_ucp.families.base.Family",
+            found=repr(family)[:200],
+            fix="give a Family; docs/megatron.md shows how to write one",
+        )
     _FAMILIES[family.name] = family
 
 
@@ -24,11 +33,11 @@ def families() -> Mapping[str, Family]:
 
 def find_family(name: str) -> Family:
     """A family by name. Raises UsageError."""
-    if name not in _FAMILIES:
+    if not isinstance(cast("object", name), str) or name not in _FAMILIES:
         raise UsageError(
             "there is no such family",
             expected=", ".join(sorted(_FAMILIES)),
-            found=name,
+            found=repr(name)[:200] if not isinstance(cast("object", name), str) else name,
             fix="choose one of these, or register your own with megatron_ucp.register_family",
         )
     return _FAMILIES[name]

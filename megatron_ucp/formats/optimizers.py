@@ -185,6 +185,7 @@ def register_optimizer(
     call for a name replaces the first. Raises UsageError for names that can't be states,
     UnsupportedError for an optimizer that is refused by name.
     """
+    kept = _kept(name, element, scalar, step)
     if name in REFUSED:
         raise UnsupportedError(
             "this optimizer can't be carried",
@@ -192,7 +193,6 @@ def register_optimizer(
             fix="train with an optimizer of torch, apex or DeepSpeed that keeps one "
             "number per element, such as AdamW",
         )
-    kept = Kept(tuple(element), tuple(scalar), step)
     names = (*kept.element, *kept.scalar)
     wrong = [one for one in names if not one.isidentifier() or one in (MASTER, VALUE)]
     both = set(kept.element) & (SCALAR | set(kept.scalar)) or ELEMENT & set(kept.scalar)
@@ -207,6 +207,27 @@ def register_optimizer(
     ELEMENT.update(kept.element)
     SCALAR.update(kept.scalar)
     _TABLE[name] = lambda _: kept
+
+
+def _kept(name: Any, element: Any, scalar: Any, step: Any) -> Kept:
+    """Raises UsageError unless these are a name, two lists of names and a word."""
+    lists = [_words(element), _words(scalar)]
+    if None in lists or not isinstance(name, str) or not isinstance(step, str):
+        raise UsageError(
+            "an optimizer is registered by names",
+            expected="text for its name and its step, and lists of text for its states",
+            found=f"{name!r}, element {element!r}, scalar {scalar!r}, step {step!r}"[:200],
+            fix='write register_optimizer("my_package.Lion", element=("exp_avg",))',
+        )
+    return Kept(lists[0] or (), lists[1] or (), step)
+
+
+def _words(value: Any) -> tuple[str, ...] | None:
+    """A list of text; None for anything else."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return None
+    words = tuple(value)
+    return words if all(isinstance(word, str) for word in words) else None
 
 
 def in_table(name: str) -> bool:

@@ -6,12 +6,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.mesh import CUTTING
 from megatron_ucp.core.rules import FIELD, Rename, Rule, RuleSet
-from megatron_ucp.errors import NotFoundError, RuleError
+from megatron_ucp.errors import NotFoundError, RuleError, UsageError
 from megatron_ucp.formats.patterns import problem_of
 
 FORMAT = 1
@@ -110,6 +110,13 @@ def read_rules(path: str | Path) -> RuleSet:
     """The rules of a file. Raises NotFoundError where there is none, RuleError for what is wrong in
     it, by entry and key."""
     file = str(path)
+    if not isinstance(cast("object", path), str | Path):  # open() takes the number of a file, too
+        raise UsageError(
+            "this is no path of a file of rules",
+            expected="a file in TOML",
+            found=repr(path)[:200],
+            fix="give the path as text (--rules; Python: rules=)",
+        )
     try:
         with open(path, "rb") as opened:
             data = opened.read(_LARGEST_BYTES + 1)

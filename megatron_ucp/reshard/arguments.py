@@ -1,11 +1,12 @@
 """Arguments that several functions take, checked before anything else happens."""
 
+import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.errors import UsageError
+from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.deepspeed.target import Target
 
 
@@ -14,7 +15,10 @@ def plain_path(path: Any) -> str:
     if isinstance(path, str | Path) and str(path):
         return os.fspath(path)
     raise UsageError(
-        "this is no path", expected="the path of a folder", found=repr(path)[:200], fix="give one"
+        "this is no path",
+        expected="the path of a folder",
+        found=repr(path)[:200],
+        fix="give a path as text, such as runs/llama",
     )
 
 
@@ -35,6 +39,38 @@ def check_allow(allow: Any, known: Collection[str]) -> None:
             found=", ".join(sorted(map(str, unknown)))[:200],
             fix="leave it out",
         )
+
+
+def read_ds_config(config: Any) -> Mapping[str, Any] | None:
+    """A DeepSpeed config that a caller gave, as a mapping or as the path of its file. Raises
+    UsageError for anything else, NotFoundError for a file that can't be read."""
+    read: Any = config
+    if isinstance(config, str | Path) and str(config):
+        try:
+            read = json.loads(Path(config).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise NotFoundError(
+                "the DeepSpeed config can't be read",
+                file=config,
+                found=error.strerror,
+                fix="check the path of the file",
+                id="",
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                "the DeepSpeed config is no JSON",
+                file=config,
+                found=f"{type(error).__name__}: {error}",
+                fix="give a JSON file",
+            ) from None
+    if read is None or isinstance(read, Mapping):
+        return read
+    raise UsageError(
+        "this is no DeepSpeed config",
+        expected="a mapping, or the path of a JSON file with one",
+        found=repr(read)[:200],
+        fix='give one, such as {"zero_optimization": {"stage": 1}}',
+    )
 
 
 def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:

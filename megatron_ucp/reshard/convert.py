@@ -25,7 +25,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path, read_ds_config
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress
@@ -81,7 +81,7 @@ def convert(
     latest: bool = False,
     tag: str | None = None,
     rules: str | Path | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
@@ -122,6 +122,7 @@ def convert(
     started = time.perf_counter()
     folder = Path(plain_path(dst))
     asked, to = _check_arguments(folder, to, mesh, target, latest, allow)
+    config = read_ds_config(config)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
         _check_files(source, allow)

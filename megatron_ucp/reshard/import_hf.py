@@ -21,7 +21,7 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path, read_ds_config
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted, refuse_unused
 from megatron_ucp.reshard.findings import Progress
@@ -44,7 +44,7 @@ def import_hf(
     latest: bool = False,
     family: str = "",
     padded_vocab: int | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
@@ -78,7 +78,7 @@ def import_hf(
         >>> done = ucp.import_hf("hf", "start/global_step0", mesh="tp=2,dp=2,zero=1")
     """
     started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked = _checked(folder, mesh, target, allow)
+    asked, config = _checked(folder, mesh, target, allow), read_ds_config(config)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     model = Model(find_family(twin.family), _padded(sizes, padded_vocab))
     _check_vocabulary(model.sizes.vocab, asked.mesh.tp, str(src))
@@ -146,7 +146,7 @@ def _check_vocabulary(rows: int, tp: int, file: str) -> None:
 
 
 def _padded(sizes: Sizes, rows: int | None) -> Sizes:
-    if rows is not None and rows < sizes.true_vocab:
+    if rows is not None and (type(rows) is not int or rows < sizes.true_vocab):
         raise UsageError(
             "the padded vocabulary is smaller than the model's",
             expected=f"at least {sizes.true_vocab}",

@@ -37,13 +37,7 @@ class ModelConfig:
 def config_at(given: str | Path, name: str = CONFIG_FILE) -> ModelConfig:
     """The config that a user named, by the file or by its folder. Raises UsageError for a path that
     is none, NotFoundError, DamagedFileError."""
-    if not isinstance(given, str | Path):
-        raise UsageError(
-            "this is no path of a config",
-            expected=f"a folder with {name}, or that file",
-            found=repr(given)[:200],
-            fix="give the path of the folder",
-        )
+    _check_path(given, name)
     path = Path(given)
     file = path / name if path.is_dir() else path
     if not file.is_file():
@@ -56,6 +50,16 @@ def config_at(given: str | Path, name: str = CONFIG_FILE) -> ModelConfig:
             id="no-config",
         )
     return ModelConfig(read_json(file), file.parent)
+
+
+def _check_path(given: Any, name: str) -> None:
+    if not isinstance(given, str | Path):
+        raise UsageError(
+            "this is no path of a config",
+            expected=f"a folder with {name}, or that file",
+            found=repr(given)[:200],
+            fix="give the path of the folder (--config; Python: config=)",
+        )
 
 
 def config_for(
@@ -80,7 +84,10 @@ def config_for(
 
 
 def family_of(given: str | Path | None) -> str:
-    """The family of a config that was given; empty where it says none."""
+    """The family of a config that was given; empty where it says none. Raises UsageError for what
+    is no path."""
+    if given is not None:
+        _check_path(given, CONFIG_FILE)
     try:
         return "" if given is None else config_at(given).family
     except UcpError:  # whoever needs it reads it again

@@ -9,7 +9,7 @@ from megatron_ucp.errors import NotFoundError, UcpError
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.pointers import Named, newest_named, saved_at
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import has_state_files, is_unfinished, state_files
+from megatron_ucp.formats.tags import has_state_files, is_unfinished, require_folder, state_files
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def newest_whole(
     bytes are not read. `specs` gives those of Told for a tag folder, and `names` are its
     `names`. Raises NotFoundError that names every tag and what is wrong with it.
     """
-    path = Path(path)
+    path = require_folder(path)
     passed: list[str] = []
     newest = newest_named(path) or Named("", "")
     pointer, named = newest.pointer, newest.tag

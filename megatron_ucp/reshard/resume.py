@@ -115,6 +115,13 @@ def check_options(
             found=hyper,
             fix='give hyper="checkpoint" or hyper="config"',
         )
+    if per_rank is not None and not callable(per_rank):
+        raise UsageError(
+            "per_rank is a function of a name and the values of all ranks",
+            expected="function(name, values)",
+            found=repr(per_rank)[:200],
+            fix="give a function, or leave per_rank out",
+        )
     words = isinstance(allow, Collection) and not isinstance(allow, str)
     wrong = sorted(map(str, set(allow) - set(ALLOWANCES))) if words else [repr(allow)]
     if wrong:

@@ -11,7 +11,6 @@ from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import (
     DamagedFileError,
     ModelMismatchError,
-    NotFoundError,
     UnsupportedError,
     UsageError,
     some_of,
@@ -29,6 +28,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     WEIGHTS_FILE,
     read_json,
 )
+from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 from megatron_ucp.reshard.model_config import config_at
 from megatron_ucp.reshard.plain_config import check_given
@@ -113,13 +113,7 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     Raises UnsupportedError where no family is its model's, or computes what the config asks for,
     NotFoundError where there is no such folder.
     """
-    if not folder.is_dir():
-        raise NotFoundError(
-            "there is no such folder of a Hugging Face model",
-            file=folder,
-            fix="check the path",
-            id="no-checkpoint",
-        )
+    require_folder(folder)
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
     kind = config.get("model_type")

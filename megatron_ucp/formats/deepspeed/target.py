@@ -116,13 +116,15 @@ class Target:
         self.mesh.require_possible()
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        _check_words(self)
+        size: Any = self.sub_group_size
         if self.dtype not in (None, *TRAINING_DTYPES) or (
-            self.sub_group_size is not None and self.sub_group_size < 1
+            size is not None and (type(size) is not int or size < 1)
         ):
             raise UsageError(
                 "this is no target",
                 expected=f"dtype {' or '.join(TRAINING_DTYPES)}, sub_group_size of at least 1",
-                found=f"{self.dtype}, {self.sub_group_size}",
+                found=f"{self.dtype}, {size!r}",
                 fix="correct the dtype (--dtype) or the size (--sub-group-size)",
             )
         if self.mesh.pp > 1 and self.mesh.zero > 1:
@@ -235,6 +237,37 @@ class Target:
         uncut = uncut_states(group.settings, engine, bool(self.offloaded))
         return FlatBuffer(
             members, length, parts, "whole", group.states, axes=group.axes, uncut=uncut
+        )
+
+
+def _check_words(target: Target) -> None:
+    """Raises UsageError for groups, stages or an optimizer of other types than they have."""
+    groups: Any = target.groups
+    stages: Any = target.stages
+    is_list = isinstance(groups, list | tuple) and all(isinstance(g, list | tuple) for g in groups)
+    if groups is not None and not (
+        is_list and all(isinstance(name, str) for group in groups for name in group)
+    ):
+        raise UsageError(
+            "groups are lists of names of parameters",
+            expected='(("a.weight",), ("a.bias",))',
+            found=repr(groups)[:200],
+            fix="give one list for each group (--groups; Python: Target(groups=))",
+        )
+    numbers = isinstance(stages, list | tuple) and all(type(count) is int for count in stages)
+    if not (stages is None or isinstance(stages, str) or numbers):
+        raise UsageError(
+            "this says no division of a pipeline",
+            expected="uniform, parameters, layers, or a number of layers for each stage",
+            found=repr(stages)[:200],
+            fix="give one of these (--stages; Python: Target(stages=))",
+        )
+    if not isinstance(cast("object", target.optimizer), str | None):
+        raise UsageError(
+            "an optimizer is named by its class",
+            expected='"torch.AdamW", or none to keep the source\'s',
+            found=repr(target.optimizer)[:200],
+            fix="give the name as text (--optimizer; Python: Target(optimizer=))",
         )
 
 

@@ -71,6 +71,7 @@ from megatron_ucp.formats.megatron.writer import (
 from megatron_ucp.formats.of_ranks import PER_RANK
 from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.output_folder import begin_sync
 
@@ -109,9 +110,10 @@ def save(
     """
     with agree.together():
         _refuse_other(stack)
+        folder = Path(plain_path(save_dir))
         how = Saving(durable, keep_latest, rng, loader)
     started = time.perf_counter()
-    folder, tag = Path(save_dir), iteration_name(stack.iteration)
+    tag = iteration_name(stack.iteration)
     sync = Syncs(how.durable)
     notes = _save(_Job(stack, *_described(stack)), folder, tag, arguments, how, sync)
     seconds = time.perf_counter() - started
