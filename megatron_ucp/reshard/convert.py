@@ -141,7 +141,7 @@ def convert(
             files = len(outputs)
         pointer = point_at(folder, to, latest, int(source.extras.counters.get("global_steps", 0)))
     notes = (*source.notes, *origin.notes)
-    meshes = str(source.manifest.mesh), str(wanted.target.mesh) if to == NATIVE else to
+    meshes = str(source.manifest.written_on), str(wanted.target.mesh) if to == NATIVE else to
     moved = files, job.reader.read_bytes, job.done
     return Converted(str(folder), *meshes, *moved, time.perf_counter() - started, pointer, notes)
 

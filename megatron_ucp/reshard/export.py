@@ -163,7 +163,7 @@ def export_hf(
         _check_source(source, folder, allow)
         found = config_for(source.manifest, config, source.folder)
         given = None if found is None else found.tree
-        mesh, notes, merged = str(source.manifest.mesh), _notes(source, given is None), None
+        mesh, notes, merged = str(source.manifest.written_on), _notes(source, given is None), None
         if found is not None and config is None:
             notes.append(f"the model's config was found in {found.folder}")
         if merge is not None:

@@ -137,7 +137,7 @@ def of_manifests(
         for name in source.holders
         for dtype in source.states_of(name).values()
     )
-    return Preview(str(source.mesh), str(target.mesh), tuple(out), stored, notes)
+    return Preview(str(source.written_on), str(target.mesh), tuple(out), stored, notes)
 
 
 class _Reads:

@@ -160,7 +160,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     said = source.recorded.run if source.recorded is not None else {}
     return Report(
         str(source.folder),
-        str(source.manifest.mesh),
+        str(source.manifest.written_on),
         str(engine.manifest.mesh),
         *sums,
         time.perf_counter() - started,

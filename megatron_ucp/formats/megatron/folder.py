@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate, ShardRuns
-from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
@@ -42,7 +42,6 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 from megatron_ucp.formats.recorded import Recorded
 
-SAVED_ON = "saved_on"  # the mesh of the run, where the files don't depend on it
 Read = TypeVar("Read")
 
 
