@@ -124,3 +124,10 @@ def test_an_id_may_be_the_usual_one_or_none() -> None:
     assert "help" not in str(UsageError("no"))
     assert "help" not in str(NotFoundError("no", id=""))
     assert pickle.loads(pickle.dumps(NotFoundError("no", id=""))).id == ""
+
+
+def test_sentences_are_short() -> None:
+    """No sentence of the page has more than 30 words."""
+    text = re.sub(r"```.*?```", "", (ROOT / errors.HELP_FILE).read_text(), flags=re.DOTALL)
+    sentences = re.split(r"(?<=[.:?])\s+|\n\n", text)
+    assert not [one for one in sentences if len(one.split()) > 30]

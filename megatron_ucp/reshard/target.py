@@ -152,7 +152,8 @@ def _check_cuts(wanted: Wanted) -> None:
             file=file,
             expected=f"layouts for {mesh}",
             found="a checkpoint without tensor parallelism and without a family",
-            fix="give --rules FILE (megatron-ucp rules writes a draft)",
+            fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+            id="layout-unknown",
         )
     unknown = [spec for spec in source.params if _is_unknown(spec)] if cuts else []
     if unknown:
@@ -162,7 +163,8 @@ def _check_cuts(wanted: Wanted) -> None:
             parameter=unknown[0].name,
             expected=f"a layout for {mesh}",
             found=f"{len(unknown)} such parameters",
-            fix="give --rules FILE; or convert to tp=1, or load into a live engine",
+            fix="give --rules FILE (Python: rules=), convert to tp=1, or load into a live engine",
+            id="layout-unknown",
         )
     check_experts(source, mesh, file)
     check_trained(source, mesh, file)
