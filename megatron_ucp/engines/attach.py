@@ -56,8 +56,7 @@ def attach(
     `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be loaded exactly,
     on every rank. Twice is once.
     """
-    require_engine(engine)
-    if _ATTACHED in engine.__dict__:
+    if _is_attached(engine):
         return engine
     check_versions()
     given = {**options, "family": family, "loader": loader}
@@ -86,6 +85,12 @@ def attach(
     described = functools.partial(describe, engine, model)
     engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
     return engine
+
+
+def _is_attached(engine: Any) -> bool:
+    """Raises UsageError for what is no engine."""
+    require_engine(engine)
+    return _ATTACHED in engine.__dict__
 
 
 def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]:

@@ -46,7 +46,8 @@ def config_at(given: str | Path, name: str = CONFIG_FILE) -> ModelConfig:
             file=path,
             expected=f"a folder with {name}, or that file",
             found="a folder without it" if path.is_dir() else "no such file or folder",
-            fix="give --config the folder of the model, as save_pretrained wrote it",
+            fix="give the folder of the model, as save_pretrained wrote it (--config; Python: "
+            "config=)",
             id="no-config",
         )
     return ModelConfig(read_json(file), file.parent)

@@ -238,7 +238,7 @@ def _described(
             file=file,
             expected="the same sizes and settings",
             found="; ".join(faults),
-            fix="leave --config out: the checkpoint says its model itself",
+            fix="leave --config (Python: config=) out: the checkpoint says its model itself",
         )
     if said is None and found is None:
         raise UsageError(
@@ -246,7 +246,7 @@ def _described(
             file=file,
             expected="a save of this version, or a config",
             found="none",
-            fix="give --config with the config.json of the model",
+            fix="give --config (Python: config=) the config.json of the model",
             id="no-config",
         )
     return said or found  # type: ignore[return-value]
@@ -342,7 +342,8 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             parameter=_OURS,
             expected=", ".join(name for name, one in families().items() if one.hugging_face),
             found="none",
-            fix="give --config with the config.json of the model, or --family where that says none",
+            fix="give --config (Python: config=) the config.json of the model, or --family "
+            "(family=) where that says none",
             id="no-config",
         )
     known = None if config is None else _in_dtype(config, dtype)

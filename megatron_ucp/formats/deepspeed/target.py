@@ -125,7 +125,8 @@ class Target:
                 "this is no target",
                 expected=f"dtype {' or '.join(TRAINING_DTYPES)}, sub_group_size of at least 1",
                 found=f"{self.dtype}, {size!r}",
-                fix="correct the dtype (--dtype) or the size (--sub-group-size)",
+                fix="correct the dtype (--dtype) or the size (--sub-group-size); Python: "
+                "Target(dtype=, sub_group_size=)",
             )
         if self.mesh.pp > 1 and self.mesh.zero > 1:
             raise UsageError(
@@ -309,7 +310,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
                 "the config leaves the training dtype open",
                 expected=f"{key}.enabled: true or false",
                 found=enabled,
-                fix="write the value that the job will have, or give the dtype (--dtype)",
+                fix="write the value that the job will have, or give the dtype (--dtype; Python: "
+                "Target(dtype=))",
             )
         if enabled:
             return dtype

@@ -282,7 +282,7 @@ class MegatronFolder:
                 file=self.main_file,
                 parameter=spec.name,
                 expected="a name of megatron-core's GPTModel",
-                fix="give --rules FILE",
+                fix="give --rules FILE (Python: rules=)",
                 id="layout-unknown",
             )
         layout = spec.on_mesh or (_uncut(spec) if spec.shape else Replicate())
