@@ -8,15 +8,19 @@ what to do at the same place each time.
 from collections.abc import Sequence
 from typing import ClassVar
 
+HELP_FILE = "docs/troubleshooting.md"
+
 
 class UcpError(Exception):
     """Base of all errors of this package.
 
     `problem` is one sentence. The other fields are shown when given. Errors cross process borders
     (they are gathered from all ranks), so every field must be a plain string, number or tuple.
+    `id` is the heading of docs/troubleshooting.md that says more; empty where none does.
     """
 
     fix: ClassVar[str] = ""  # what to do, when the raising line knows nothing better
+    id: str = ""  # the heading, when the raising line gives none
 
     def __init__(
         self,
@@ -27,6 +31,7 @@ class UcpError(Exception):
         expected: object = None,
         found: object = None,
         fix: str | None = None,
+        id: str | None = None,
     ) -> None:
         self.problem = problem
         self.file = None if file is None else str(file)
@@ -34,7 +39,14 @@ class UcpError(Exception):
         self.expected = None if expected is None else str(expected)
         self.found = None if found is None else str(found)
         self.what_to_do = type(self).fix if fix is None else fix
+        if id is not None:
+            self.id = id
         super().__init__(problem)
+
+    @property
+    def help(self) -> str:
+        """Where more is said; empty where nothing is."""
+        return f"{HELP_FILE}#{self.id}" if self.id else ""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.problem, self.__dict__)
@@ -46,6 +58,7 @@ class UcpError(Exception):
             ("expected", self.expected),
             ("found", self.found),
             ("what to do", self.what_to_do or None),
+            ("help", self.help or None),
         ]
         return "\n".join(
             [self.problem] + [f"  {name}: {value}" for name, value in rows if value is not None]
@@ -71,11 +84,15 @@ class UsageError(UcpError):
 class NotFoundError(UcpError):
     """A checkpoint, a tag or a file of it does not exist."""
 
+    fix = "restore it, or load another tag"
+    id = "missing-file"
+
 
 class DamagedFileError(UcpError):
     """A file is truncated, has a wrong checksum, or is no file of the kind that its name says."""
 
     fix = "restore the file from its origin, or load an older tag"
+    id = "damaged-file"
 
 
 class UnsafePickleError(UcpError):
@@ -86,39 +103,56 @@ class UnsafePickleError(UcpError):
         "do not load this file with any other tool; if you trust its author, save it again "
         "without that object"
     )
+    id = "unsafe-pickle"
 
 
 class ForeignFileError(UcpError):
     """A file belongs to another run, another step or another mesh than the files beside it."""
 
     fix = "put the files of one save into the folder, or load another tag"
+    id = "foreign-file"
 
 
 class LayoutError(UcpError):
     """A parameter can't be cut as its layout says, or a live parameter disagrees with the
     layout."""
 
+    fix = (
+        "correct the rule or the family that gives the parameter this layout (--rules, --family; "
+        "Python: rules=, family=)"
+    )
+
 
 class RuleError(UcpError):
     """No rule, or more than one, matches a parameter."""
+
+    fix = "correct the file of rules (--rules; Python: rules=); docs/rules.md lists its keys"
+    id = "rules"
 
 
 class ModelMismatchError(UcpError):
     """Checkpoint and model differ in parameters, shapes, kinds or buffers."""
 
     fix = "build the model with the configuration that the checkpoint was trained with"
+    id = "model-mismatch"
 
 
 class StateMismatchError(UcpError):
     """The optimizer's states, groups, hyper-parameters or steps can't be carried over exactly."""
 
+    id = "optimizer-differs"
+
 
 class InexactError(UcpError):
     """The only way to load would change values, and the argument that allows it was not given."""
 
+    id = "inexact"
+
 
 class UnsupportedError(UcpError):
     """A feature of DeepSpeed that is known and refused by name."""
+
+    id = "unsupported"
 
 
 class PlanError(UcpError):
@@ -133,14 +167,21 @@ class SaveError(UcpError):
     message says that the tag is there and `latest` could not follow."""
 
     fix = "free space or mend permissions on every rank, and save again"
+    id = "disk-full"
 
 
 class RankError(UcpError):
     """Another rank failed; this rank stopped before it touched anything, or was marked unusable
     like all others."""
 
+    fix = (
+        "read the first error in the output of the other ranks, mend that, and start the run again"
+    )
+    id = "another-rank"
+
 
 class EngineUnusableError(UcpError):
     """A load failed after bytes were written into the engine; it refuses to step or to save."""
 
     fix = "load a whole checkpoint into it, or build the engine again"
+    id = "engine-unusable"

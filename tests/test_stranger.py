@@ -1,5 +1,5 @@
-"""tests/stranger.sh: somebody with a ZeRO-3 run of plain DeepSpeed, from the installation to weights
-for transformers, in a virtual environment apart."""
+"""tests/stranger.sh: somebody with a ZeRO-3 run of plain DeepSpeed, from the installation to
+weights for transformers, in a virtual environment apart."""
 
 import os
 import shutil

@@ -115,7 +115,8 @@ def _run(words: list[str]) -> int:
 def _tell(told: UcpError, words: list[str]) -> None:
     """An error, with --json as JSON on standard output."""
     if "--json" in words:
-        facts = {key: value for key, value in told.__dict__.items() if value is not None}
+        said = {**vars(told), "id": told.id, "help": told.help}
+        facts = {key: value for key, value in said.items() if value not in (None, "")}
         print_json({"error": type(told).__name__, **facts}, UNUSABLE)
     else:
         print(f"megatron-ucp: {told}", file=_Plain(sys.stderr))

@@ -37,7 +37,7 @@ def _tree(found: Any) -> dict[str, Any]:
         "path": found.path,
         "engine": manifest.engine,
         "family": manifest.family,
-        "mesh": manifest.mesh,
+        "mesh": manifest.written_on,
         "run": manifest.run,
         "has_manifest": bool(manifest.save_id),
         "parameters": len(manifest.params),

@@ -188,6 +188,7 @@ def _cut(
                 expected=f"a multiple of {size} ({cut.axis}) x {cut.unit} (unit)",
                 found=part,
                 fix=f"choose a {cut.axis} size that divides {part // cut.unit}",
+                id="does-not-divide",
             )
         width = part // size
         out += _span_range(spans, base + index * width, base + (index + 1) * width)

@@ -2,6 +2,7 @@
 no authority."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,7 +11,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars
 from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
-from megatron_ucp.errors import LayoutError
+from megatron_ucp.errors import LayoutError, UsageError
 
 FILE_NAME = "ucp_manifest.json"
 RECORDED = "model"  # of a manifest's run: sizes and architecture of the model, as its family says
@@ -19,6 +20,7 @@ RUN = "run_id"  # of a manifest's run: what all saves of one run say, and no oth
 MOVED_LATEST = "moved_latest"  # of a manifest's run: whether it became the newest one
 RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of the model
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
+SAVED_ON = "saved_on"  # of a manifest's run: its mesh, where the files don't depend on it
 KINDS = ("trainable", "frozen", "buffer")
 
 
@@ -157,6 +159,17 @@ class Manifest:
             raise ValueError(f"a buffer does not say which chunk of {member.param} it holds")
 
     # ------------------------------------------------ parameters
+
+    @property
+    def written_on(self) -> Mesh:
+        """The mesh of the run that wrote the files, as they say it: `mesh` is that of one rank
+        where they don't depend on it."""
+        said = self.run.get(SAVED_ON)
+        if self.mesh.world > 1 or not isinstance(said, str):
+            return self.mesh
+        with suppress(UsageError):  # whoever wrote it may be anybody
+            return Mesh.parse(said)
+        return self.mesh
 
     @property
     def saved_at(self) -> float | None:

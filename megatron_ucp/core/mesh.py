@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from typing import cast
 
 from megatron_ucp.errors import UsageError
 
@@ -130,12 +131,18 @@ class Mesh:
         sizes = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
         }
-        bad = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
-        if bad or self.order not in ORDERS or self.zero not in (0, 1, 2, 3):
+        bad = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        if type(self.zero) is not int or self.zero not in range(4):
+            bad["zero"] = self.zero
+        if not isinstance(cast("object", self.order), str) or self.order not in ORDERS:
+            bad["order"] = self.order
+        if "tp" in bad and self.etp is self.tp:
+            del bad["etp"]  # nobody gave it
+        if bad:
             raise UsageError(
                 "this is no mesh",
                 expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
-                found=str(self),
+                found=", ".join(f"{name}={value!r}" for name, value in bad.items())[:200],
                 fix="give every axis a whole number of ranks",
             )
         if self.world % (self.etp * self.ep * self.pp):
@@ -166,6 +173,8 @@ class Mesh:
         UsageError."""
         known = [f.name for f in fields(cls)]
         values: dict[str, int | str] = {}
+        if not isinstance(cast("object", text), str):
+            raise _no_mesh(repr(text)[:200], "no text", known, False)
         for item in filter(None, text.replace(" ", "").split(",")):
             name, _, value = item.partition("=")
             is_number = re.fullmatch(r"[0-9]{1,20}", value) is not None
@@ -213,7 +222,10 @@ class Mesh:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
             raise UsageError(
-                "no such rank in the mesh", expected=f"0 to {self.world - 1}", found=rank
+                "no such rank in the mesh",
+                expected=f"0 to {self.world - 1}",
+                found=rank,
+                fix="give a rank of this mesh, or a mesh with more ranks",
             )
         at: dict[str, int] = {}
         for axis in ORDERS[self.order]:
@@ -239,7 +251,12 @@ class Mesh:
             rest, index = divmod(rest, self.size(name))
             if name == axis:
                 return index
-        raise UsageError("a rank has no place on this axis", expected=", ".join(AXES), found=axis)
+        raise UsageError(
+            "a rank has no place on this axis",
+            expected=", ".join(AXES),
+            found=axis,
+            fix="give one of these axes",
+        )
 
     def at(self, rank: int, axes: Iterable[str]) -> Coords:
         """The place of a rank along some axes."""

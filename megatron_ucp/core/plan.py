@@ -319,8 +319,10 @@ class _Planner:
             raise InexactError(
                 "a parameter of which each rank has its own copy can only be averaged",
                 parameter=param,
-                expected='the argument allow={"mean"}',
+                expected="that the mean is allowed",
                 found=f"{copies} copies along {layout.axis}",
+                fix='average the copies with --allow mean (Python: allow={"mean"}), or keep '
+                "the size of this axis",
             )
         return True
 
@@ -349,7 +351,8 @@ class _Planner:
                 parameter=param,
                 expected=have,
                 found=f"{want} in the engine",
-                fix='keep the dtype of the checkpoint, or allow it with allow={"narrow"}',
+                fix="keep the dtype of the checkpoint, or round with --allow narrow (Python: "
+                'allow={"narrow"})',
             )
         return Cast(source, target, shape, index, move.box, lossless)
 

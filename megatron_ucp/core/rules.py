@@ -185,6 +185,7 @@ class RuleSet:
                 file=self.source,
                 parameter=pipe,
                 found=str(error),
+                fix="let the group of the pattern match digits alone, such as (\\d+)",
             ) from None
         if len(found) == 1:
             return next(iter(found.values()))
@@ -215,6 +216,7 @@ class RuleSet:
                 parameter=f"{name[:80]}...",
                 expected=f"at most {LONGEST_NAME} characters",
                 found=len(name),
+                fix="give the module of this parameter a shorter name",
             )
 
 

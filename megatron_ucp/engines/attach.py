@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
-from megatron_ucp.engines.deepspeed.family import model_of
+from megatron_ucp.engines.deepspeed.family import model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, save
@@ -88,7 +88,7 @@ def attach(
         >>> ucp.attach(engine, keep_latest=2)
         >>> engine.load_checkpoint("checkpoints")
     """
-    if _ATTACHED in engine.__dict__:
+    if _is_attached(engine):
         return engine
     check_versions()
     named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank)
@@ -125,6 +125,12 @@ def _attach(
     engine.load_checkpoint = _load_method(engine, family, loader, loading)
     described = functools.partial(describe, engine, model)
     engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
+
+
+def _is_attached(engine: Any) -> bool:
+    """Raises UsageError for what is no engine."""
+    require_engine(engine)
+    return _ATTACHED in engine.__dict__
 
 
 def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]:

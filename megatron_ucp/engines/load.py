@@ -19,7 +19,8 @@ from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.resume import How, Report, check_options, resume
+from megatron_ucp.reshard.report import Report
+from megatron_ucp.reshard.resume import How, check_options, resume
 
 
 @contextmanager

@@ -96,6 +96,7 @@ class LiveValues:
                 file=path,
                 found=f"{what}: {error}",
                 fix="keep it in files of your own",
+                id="",
             ) from error
         path.write_text(text, encoding="utf-8")
         return path
@@ -119,6 +120,7 @@ def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
             found=some_of(odd),
             fix="give the groups the same settings on every rank; keep what is a rank's own in "
             "client_state",
+            id="",
         )
 
 

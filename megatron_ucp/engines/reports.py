@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_ucp.engines.saves import LOADED, SAVED, SaveReport
 from megatron_ucp.errors import UsageError
-from megatron_ucp.reshard.resume import Report
+from megatron_ucp.reshard.report import Report
 
 
 @dataclass(frozen=True)

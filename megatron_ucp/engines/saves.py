@@ -36,7 +36,11 @@ class Saving:
             isinstance(self.keep_latest, bool) or self.keep_latest < 1
         ):
             raise UsageError(
-                "keep_latest is a number of tags", expected="at least 1", found=self.keep_latest
+                "keep_latest is a number of tags",
+                expected="at least 1",
+                found=self.keep_latest,
+                fix="give a number of at least 1, or leave keep_latest (--keep-latest) out "
+                "to keep all tags",
             )
 
     def asked(self, **more: Any) -> dict[str, Any]:

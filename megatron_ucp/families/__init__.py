@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import cast
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, llama, mistral, mixtral, qwen2, qwen3
@@ -29,6 +30,13 @@ def register_family(family: Family) -> None:
     Example:
         >>> ucp.register_family(Family("mine", table=table, sizes=Sizes))
     """
+    if not isinstance(cast("object", family), Family):
+        raise UsageError(
+            "this is no family",
+            expected="a megatron_ucp.families.base.Family",
+            found=repr(family)[:200],
+            fix="give a Family; docs/own-model.md shows how to write one",
+        )
     _FAMILIES[family.name] = family
 
 
@@ -39,11 +47,11 @@ def families() -> Mapping[str, Family]:
 
 def find_family(name: str) -> Family:
     """A family by name. Raises UsageError."""
-    if name not in _FAMILIES:
+    if not isinstance(cast("object", name), str) or name not in _FAMILIES:
         raise UsageError(
             "there is no such family",
             expected=", ".join(sorted(_FAMILIES)),
-            found=name,
+            found=repr(name)[:200] if not isinstance(cast("object", name), str) else name,
             fix="choose one of these, or register your own with megatron_ucp.register_family",
         )
     return _FAMILIES[name]

@@ -91,6 +91,7 @@ def vocabulary(sizes: Sizes, *rest: int) -> Declared:
             "the padded vocabulary is smaller than the tokenizer's",
             expected=f"at least {sizes.true_vocab}",
             found=sizes.vocab,
+            fix="give at least as many padded rows as the tokenizer has",
         )
     return replace(column(sizes.vocab, *rest), extent=Extent(sizes.true_vocab, sizes.vocab))
 
@@ -177,6 +178,7 @@ class Divided:
                 expected=f"a multiple or a divisor of {self.size}",
                 found=tp,
                 fix=f"use a tensor-parallel size that is a multiple or a divisor of {self.size}",
+                id="does-not-divide",
             )
         works = [n for n in range(1, self.size + 1) if not self.size % n and n <= 64]
         raise LayoutError(
@@ -184,6 +186,7 @@ class Divided:
             expected=f"a divisor of {self.size}",
             found=tp,
             fix=f"use a tensor-parallel size of {', '.join(map(str, works))}",
+            id="does-not-divide",
         )
 
 

@@ -84,6 +84,7 @@ def table(sizes: MixtralSizes) -> dict[str, Declared]:
             "these sizes are no Mixtral",
             expected="at least one expert, in every first, second, ... layer",
             found=f"{sizes.experts} experts in every layer number {sizes.every}",
+            fix="give a number of experts of at least 1, and as the step of its layers 1, 2, ...",
         )
     out = {
         "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
@@ -165,6 +166,8 @@ def measure(module: Any) -> MixtralSizes:
             "which layers have experts is a list that no number says, which is not supported",
             expected="moe_layer_freq as a number, or a list such as [1, 0, 1, 0]",
             found=config.moe_layer_freq,
+            fix="build a model with experts in every n-th layer, or load it into an "
+            "engine of the same mesh with the run's own program",
         )
     return MixtralSizes(
         **vars(measured(module)),

@@ -112,6 +112,7 @@ def _refusal(aside: Path, holder: dict[str, Any]) -> SaveError:
         f"since {holder.get('since', 'a moment ago')}",
         fix=f"give another name, or wait for it; where that process is gone, remove "
         f"{lock_of(aside).name}",
+        id="folder-in-use",
     )
 
 

@@ -75,6 +75,8 @@ def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
             file=save_dir,
             expected="global_step100",
             found=tag,
+            fix="give such a name, without / and with no dot at its beginning",
+            id="no-such-tag",
         )
     if (save_dir / tag).exists() and not (save_dir / tag).is_dir():
         raise UsageError(
@@ -82,6 +84,7 @@ def _require_free_for_a_tag(save_dir: Path, tag: str) -> None:
             file=save_dir / tag,
             expected="a folder, or nothing",
             found="a file",
+            fix="remove the file, or give another tag",
         )
 
 

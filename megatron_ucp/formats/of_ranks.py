@@ -174,5 +174,6 @@ def refuse_unless(allowed: bool, what: PerRank, file: str, here: str) -> str:
             found=f"{what}; on {here}",
             fix='take rank 0\'s with allow={"per_rank"}, or say what to make of those of all ranks '
             "with per_rank=function(name, values)",
+            id="differs-by-rank",
         )
     return f"differed from rank to rank, those of rank 0 were taken: {what}"

@@ -39,7 +39,7 @@ class OpenFile:
     def fd(self) -> int:
         """The descriptor, open until `close`. Raises UsageError afterwards."""
         if self._fd < 0:
-            raise UsageError("the file has been closed", file=self.path)
+            raise UsageError("the file has been closed", file=self.path, fix="open it again")
         return self._fd
 
     def close(self) -> None:
@@ -75,6 +75,7 @@ class OpenFile:
                 parameter=name,
                 expected=f"at most {size_bytes} bytes",
                 found=f"{start_byte} to {start_byte + len(view)}",
+                fix="report this with the output of `megatron-ucp inspect` for the checkpoint",
             )
         self._read_at(offset_bytes + start_byte, view)
 
@@ -99,6 +100,7 @@ class OpenFile:
                 parameter=record.name,
                 expected=f"at most {record.size_bytes} and {len(target)} bytes",
                 found=f"{last} and {end}",
+                fix="report this with the output of `megatron-ucp inspect` for the checkpoint",
             )
         fd, base, preadv = self.fd, record.offset_bytes, os.preadv
         for start, place in zip(starts, places, strict=True):
@@ -164,7 +166,11 @@ def _open(path: str) -> int:
             "the file does not exist", file=path, fix="restore it, or load another tag"
         ) from error
     except ValueError as error:
-        raise UsageError("the path is malformed", found=repr(path)) from error
+        raise UsageError(
+            "the path is malformed",
+            found=repr(path),
+            fix="give a path without control characters, and not longer than the system takes",
+        ) from error
     except OSError as error:
         raise DamagedFileError(
             "the file can't be opened", file=path, found=error.strerror

@@ -198,9 +198,14 @@ def register_optimizer(
         >>> import megatron_ucp as ucp
         >>> ucp.register_optimizer("my_package.Lion", element=("exp_avg",), scalar=())
     """
+    kept = _kept(name, element, scalar, step)
     if name in REFUSED:
-        raise UnsupportedError("this optimizer can't be carried", found=f"{name}: {REFUSED[name]}")
-    kept = Kept(tuple(element), tuple(scalar), step)
+        raise UnsupportedError(
+            "this optimizer can't be carried",
+            found=f"{name}: {REFUSED[name]}",
+            fix="train with an optimizer of torch, apex or DeepSpeed that keeps one "
+            "number per element, such as AdamW",
+        )
     names = (*kept.element, *kept.scalar)
     wrong = [one for one in names if not one.isidentifier() or one in (MASTER, VALUE)]
     both = set(kept.element) & (SCALAR | set(kept.scalar)) or ELEMENT & set(kept.scalar)
@@ -209,10 +214,33 @@ def register_optimizer(
             "this is no optimizer that can be registered",
             expected="a name with a module, states with plain names, step tensor or int",
             found=f"{name}: {', '.join(wrong or both or names)}, step {step}",
+            fix='give a name such as "my_package.Lion", names of states such as '
+            '("exp_avg",), and step="tensor" or "int"',
         )
     ELEMENT.update(kept.element)
     SCALAR.update(kept.scalar)
     _TABLE[name] = lambda _: kept
+
+
+def _kept(name: Any, element: Any, scalar: Any, step: Any) -> Kept:
+    """Raises UsageError unless these are a name, two lists of names and a word."""
+    lists = [_words(element), _words(scalar)]
+    if None in lists or not isinstance(name, str) or not isinstance(step, str):
+        raise UsageError(
+            "an optimizer is registered by names",
+            expected="text for its name and its step, and lists of text for its states",
+            found=f"{name!r}, element {element!r}, scalar {scalar!r}, step {step!r}"[:200],
+            fix='write register_optimizer("my_package.Lion", element=("exp_avg",))',
+        )
+    return Kept(lists[0] or (), lists[1] or (), step)
+
+
+def _words(value: Any) -> tuple[str, ...] | None:
+    """A list of text; None for anything else."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return None
+    words = tuple(value)
+    return words if all(isinstance(word, str) for word in words) else None
 
 
 def in_table(name: str) -> bool:
@@ -268,8 +296,8 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
             "the states of this optimizer are not known",
             expected=" ".join(sorted(_TABLE)),
             found=optimizer,
-            fix="use one of these, say what it keeps with ucp.register_optimizer, or load with "
-            "load_optimizer_states=False",
+            fix="use one of these, say what it keeps with ucp.register_optimizer, or load the "
+            "weights alone (Python: load_optimizer_states=False)",
         )
     return _TABLE[optimizer](group)
 
@@ -304,8 +332,8 @@ def check_known(keys: Iterable[str], where: str) -> None:
                 file=where,
                 expected=" ".join(sorted(ELEMENT | SCALAR)),
                 found=f"{key} ({REFUSED_STATES.get(key, 'a name that is not known')})",
-                fix="load with load_optimizer_states=False, or on the mesh that wrote it with "
-                "DeepSpeed's own load",
+                fix="load the weights alone (Python: load_optimizer_states=False), or load it on "
+                "the mesh that wrote it with DeepSpeed's own load",
             )
 
 
@@ -319,8 +347,8 @@ def require_equal(wanted: Iterable[str], found: Iterable[str], parameter: str, w
             parameter=parameter,
             expected=" ".join(want) or "no states",
             found=" ".join(have) or "no states",
-            fix="use the optimizer (and its options) that wrote the checkpoint, or load with "
-            "load_optimizer_states=False",
+            fix="use the optimizer (and its options) that wrote the checkpoint, or load the "
+            "weights alone (Python: load_optimizer_states=False)",
         )
 
 

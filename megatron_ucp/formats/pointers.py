@@ -116,7 +116,8 @@ def _bad_pointer(path: Path, expected: str, text: str) -> NotFoundError:
         file=path,
         expected=expected,
         found=repr(text[:80]),
-        fix="give tag=",
+        fix="name the tag (--tag; Python: tag=), or write its name into the file",
+        id="no-such-tag",
     )
 
 

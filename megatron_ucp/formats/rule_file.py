@@ -6,12 +6,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC
 from megatron_ucp.core.mesh import CUTTING
 from megatron_ucp.core.rules import FIELD, Rename, Rule, RuleSet
-from megatron_ucp.errors import NotFoundError, RuleError
+from megatron_ucp.errors import NotFoundError, RuleError, UsageError
 from megatron_ucp.formats.patterns import problem_of
 
 FORMAT = 1
@@ -110,12 +110,23 @@ def read_rules(path: str | Path) -> RuleSet:
     """The rules of a file. Raises NotFoundError where there is none, RuleError for what is wrong in
     it, by entry and key."""
     file = str(path)
+    if not isinstance(cast("object", path), str | Path):  # open() takes the number of a file, too
+        raise UsageError(
+            "this is no path of a file of rules",
+            expected="a file in TOML",
+            found=repr(path)[:200],
+            fix="give the path as text (--rules; Python: rules=)",
+        )
     try:
         with open(path, "rb") as opened:
             data = opened.read(_LARGEST_BYTES + 1)
     except OSError as error:
         raise NotFoundError(
-            "the file of rules can't be read", file=file, found=error.strerror, fix="check the path"
+            "the file of rules can't be read",
+            file=file,
+            found=error.strerror,
+            fix="check the path",
+            id="",
         ) from None
     if len(data) > _LARGEST_BYTES:
         raise RuleError(
@@ -123,6 +134,7 @@ def read_rules(path: str | Path) -> RuleSet:
             file=file,
             expected=f"at most {_LARGEST_BYTES} bytes",
             found="more",
+            fix="give a file of rules: a short text in TOML, as `megatron-ucp rules` drafts",
         )
     try:
         tree = tomllib.loads(data.decode())

@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats.pointers import LATEST, MEGATRON_LATEST, newest_named, read_pointer
@@ -33,15 +34,7 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
 
     Raises NotFoundError that lists what is there instead.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError("this is no path of a checkpoint", expected="a folder", found=repr(path))
-    path = Path(path)
-    if not path.is_dir():
-        raise NotFoundError(
-            "there is no such checkpoint folder",
-            file=path,
-            fix="check the path; every rank must see it",
-        )
+    path = require_folder(path)
     if is_unfinished(path.absolute().name):
         raise NotFoundError(
             "this is a save that was not finished",
@@ -49,14 +42,17 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
             expected="a tag folder",
             found=path.name,
             fix="load another tag; the next save removes this folder",
+            id="missing-file",
         )
     if tag is not None:
-        if not tag or "/" in tag or tag in (".", ".."):
+        if not isinstance(cast("object", tag), str) or not tag or "/" in tag or tag in (".", ".."):
             raise UsageError(
                 "a tag is the plain name of a folder",
                 file=path,
                 expected="global_step100",
-                found=tag,
+                found=repr(tag)[:200],
+                fix="name a tag of this folder without a slash (--tag; Python: tag=)",
+                id="no-such-tag",
             )
         return FoundTag(_tag_folder(path, tag, "the tag that was asked for"))
     if (named := newest_named(path)) is not None:
@@ -75,8 +71,39 @@ def find_tag(path: str | Path, tag: str | None = None) -> FoundTag:
         found=pickles or _tags(path),
         fix=AS_SAFETENSORS
         if pickles
-        else f"give the folder with the file `{LATEST}`, a tag folder, or tag=",
+        else f"give the folder with the file `{LATEST}`, or a tag folder in it",
+        id="no-checkpoint",
     )
+
+
+def require_folder(path: Any) -> Path:
+    """A path that is a folder. Raises UsageError for what is no path, NotFoundError for one where
+    there is no folder."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(
+            "this is no path of a checkpoint",
+            expected="a folder",
+            found=repr(path)[:200],
+            fix="give the path of a folder as text",
+        )
+    path = Path(path)
+    if path.is_file():
+        raise NotFoundError(
+            "this is a file, and a folder is meant",
+            file=path,
+            expected="a tag folder, or the folder above it",
+            found="a file",
+            fix=f"give the folder: {path.parent}",
+            id="not-a-folder",
+        )
+    if not path.is_dir():
+        raise NotFoundError(
+            "there is no such checkpoint folder",
+            file=path,
+            fix="check the path: it must exist on this machine, and on each one of a run",
+            id="no-checkpoint",
+        )
+    return path
 
 
 def weights_as_pickles(folder: Path) -> str:
@@ -96,7 +123,8 @@ def _tag_folder(path: Path, tag: str, what: str) -> Path:
             file=path / tag,
             expected="a folder",
             found=_tags(path),
-            fix="give a tag= that exists",
+            fix="name a tag that exists (--tag; Python: tag=)",
+            id="no-such-tag",
         )
     return path / tag
 

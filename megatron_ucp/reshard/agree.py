@@ -94,6 +94,7 @@ def _as_ucp_error(error: BaseException | None) -> UcpError | None:
             file=error.filename,
             found=f"{type(error).__name__}: {os.strerror(error.errno) if error.errno else error}",
             fix="check the disk, its permissions and the path on every rank",
+            id="",
         )
         told.__cause__ = error
         return told

@@ -15,7 +15,10 @@ def plain_path(path: Any) -> str:
     if isinstance(path, str | Path) and str(path):
         return os.fspath(path)
     raise UsageError(
-        "this is no path", expected="the path of a folder", found=repr(path)[:200], fix="give one"
+        "this is no path",
+        expected="the path of a folder",
+        found=repr(path)[:200],
+        fix="give a path as text, such as runs/llama",
     )
 
 
@@ -73,7 +76,7 @@ def read_json(path: str) -> Any:
     """The value in a JSON file. Raises UsageError."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         missing = isinstance(error, FileNotFoundError)
         raise UsageError(
             "there is no such file" if missing else "the file can't be read as JSON",

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.manifest import MOVED_LATEST, RUN, FileEntry, Manifest
+from megatron_ucp.core.manifest import MOVED_LATEST, RUN, SAVED_ON, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import state_in
@@ -175,7 +175,7 @@ class ConversionJob:
 
     def _count(self, written: int) -> None:
         if self.stopped.is_set():
-            raise SaveError("the conversion was stopped")
+            raise SaveError("the conversion was stopped", fix="start it again", id="")
         with self._lock:
             self.done += written
             if self.progress is not None:
@@ -221,8 +221,8 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     content = json.dumps([said.get("saved_at"), [asdict(entry) for entry in files]])
     run = {
         **{key: said[key] for key in ("seed", "data", RUN, CLASSES, MEMBERS) if key in said},
-        **manifest.run,
-        "converted_from": str(source.manifest.mesh),
+        **{key: value for key, value in manifest.run.items() if key != SAVED_ON},
+        "converted_from": str(source.manifest.written_on),
         "saved_at": said.get("saved_at", newest),
         MOVED_LATEST: False,
     }

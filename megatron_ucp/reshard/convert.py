@@ -137,7 +137,7 @@ def convert(
         else:
             job, files = _to_tag(origin, _WRITERS[to](origin, wanted, config), *how)
         pointer = point_at(folder, to, latest, _steps(source))
-    meshes = str(source.manifest.mesh), str(wanted.target.mesh) if to == NATIVE else to
+    meshes = str(source.manifest.written_on), str(wanted.target.mesh) if to == NATIVE else to
     moved = files, job.reader.read_bytes, job.done, time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, pointer, (*source.notes, *origin.notes))
 
@@ -309,14 +309,14 @@ def _check_arguments(
             "there is no such format to convert to",
             expected=", ".join(_KNOWN),
             found=to,
-            fix="give --to one of these; a Hugging Face folder is written by export-hf",
+            fix="give --to (Python: to=) one of these; export-hf writes a Hugging Face folder",
         )
     if given is None and to == NATIVE:
         raise UsageError(
             "native files are for one mesh",
             expected="a mesh, such as tp=1,dp=4,zero=1",
             found="none",
-            fix="give --mesh",
+            fix="give --mesh (Python: mesh=)",
         )
     require_plain(folder)
     check_name(folder, to, latest)
@@ -345,5 +345,6 @@ def refuse_unused(target: Target, to: str = NATIVE) -> None:
             f"{where} has no place for {', '.join(found)}",
             expected="only what is used",
             found=", ".join(f"{name}={getattr(target, name)}"[:80] for name in found),
-            fix=f"leave out {', '.join('--' + name.replace('_', '-') for name in found)}",
+            fix=f"leave out {', '.join('--' + name.replace('_', '-') for name in found)} (Python: "
+            f"{', '.join(name + '=' for name in found)})",
         )

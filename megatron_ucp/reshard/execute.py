@@ -393,7 +393,9 @@ def _mean(
 ) -> None:
     if not out.dtype.is_floating_point:
         raise UnsupportedError(
-            "the mean of copies that are no floating-point numbers", found=str(out.dtype)
+            "the mean of copies that are no floating-point numbers",
+            found=str(out.dtype),
+            fix="keep the size of the axis along which the ranks have copies",
         )
     total = torch.zeros(op.shape, dtype=torch.float64)
     for side in op.sources:

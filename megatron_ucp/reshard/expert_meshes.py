@@ -21,6 +21,7 @@ def check_experts(source: Manifest, mesh: Mesh, file: str) -> None:
             file=file,
             expected=f"{EXPERT_RANK}=1",
             found=mesh,
+            fix="leave this axis out of the mesh (--mesh; Python: mesh=)",
         )
 
 
@@ -40,6 +41,7 @@ def check_trained(source: Manifest, mesh: Mesh, file: str) -> None:
                 parameter=spec.name,
                 expected="ZeRO 0, 1 or 2" + ("" if of_deepspeed else f", or {EXPERT_RANK}=1"),
                 found=mesh,
+                fix="choose such a mesh (--mesh; Python: mesh=)",
             )
 
 
@@ -85,6 +87,7 @@ def _is_here(spec: ParamSpec, ep_rank: int, mesh: Mesh, file: str) -> bool:
             expected=f"a divisor of {count}",
             found=mesh.ep,
             fix=f"use an expert-parallel size of {', '.join(map(str, works))}",
+            id="does-not-divide",
         )
     return number // (count // mesh.ep) == ep_rank
 

@@ -169,7 +169,7 @@ def export_hf(
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         _check_source(source, folder, allow)
-        mesh = str(source.manifest.mesh)
+        mesh = str(source.manifest.written_on)
         prepared = _prepared(source, asked, opened)
         job = _Job(prepared, frozenset(allow), progress)
         job.prove()
@@ -475,7 +475,7 @@ class _Job:
 
     def _count(self, written: int) -> None:
         if self.stopped.is_set():
-            raise SaveError("the export was stopped")
+            raise SaveError("the export was stopped", fix="start it again", id="")
         with self._lock:
             self.done += written
             if self.progress is not None:
@@ -486,7 +486,8 @@ def _not_as_written(written: Path, differences: Sequence[Difference], copies: bo
     """`copies`: not the masters were written, with which the comparison is."""
     first, fix = differences[0], "check the disk and the memory of this machine, then try again"
     if copies:
-        fix += '; if the masters were changed on purpose, export them with allow={"stale"}'
+        fix += "; if the masters were changed on purpose, export them with --allow stale (Python: "
+        fix += 'allow={"stale"})'
     return SaveError(
         "what was read back is not what the checkpoint holds; nothing is left of it",
         file=written,
@@ -494,4 +495,5 @@ def _not_as_written(written: Path, differences: Sequence[Difference], copies: bo
         expected=first.a,
         found=f"{first.what}: {first.b}; {len(differences)} differences",
         fix=fix,
+        id="",
     )

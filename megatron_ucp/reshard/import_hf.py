@@ -142,7 +142,7 @@ def _checked(
             "native files are for one mesh",
             expected="a mesh, such as tp=1,dp=4,zero=1",
             found="none",
-            fix="give --mesh",
+            fix="give --mesh (Python: mesh=)",
         )
     require_plain(folder)
     return given.with_zero_of(Mesh())
@@ -156,18 +156,20 @@ def _check_vocabulary(rows: int, tp: int, file: str) -> None:
             file=file,
             expected=f"rows that {tp} divides",
             found=rows,
-            fix=f"give --padded-vocab-size {-(-rows // tp) * tp}: rows of zeros are added, and the "
+            fix=f"give --padded-vocab-size {-(-rows // tp) * tp} (Python: "
+            "padded_vocab=): rows of zeros are added, and the "
             "model is built with as many rows",
+            id="vocabulary",
         )
 
 
 def _padded(sizes: Sizes, rows: int | None) -> Sizes:
-    if rows is not None and rows < sizes.true_vocab:
+    if rows is not None and (type(rows) is not int or rows < sizes.true_vocab):
         raise UsageError(
             "the padded vocabulary is smaller than the model's",
             expected=f"at least {sizes.true_vocab}",
             found=rows,
-            fix="give --padded-vocab-size that many rows, or leave it out",
+            fix="give --padded-vocab-size (Python: padded_vocab=) that many rows, or leave it out",
         )
     return sizes if rows is None else replace(sizes, vocab=rows)
 

@@ -17,7 +17,6 @@ from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
 from megatron_ucp.formats.registry import find_checkpoint
 from megatron_ucp.reshard.describe import experts, look, sizes
 
-SAVED_AT = "saved_at"  # of a manifest's run: seconds since the epoch
 # How the program calls what an engine's name says; the others are DeepSpeed's.
 _FORMATS = {
     "universal": "DeepSpeed's universal folder",
@@ -26,7 +25,7 @@ _FORMATS = {
 }
 _STATES = {MASTER: "master weights", VALUE: "values"}
 _WIDTH, _INDENT = 100, 13  # of lines with settings
-_KNOWN = ("global_steps", "skipped_steps", SAVED_AT, "ds_version", "moved_latest", NOT_SAVED)
+_KNOWN = ("global_steps", "skipped_steps", "saved_at", "ds_version", "moved_latest", NOT_SAVED)
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,9 @@ class Inspected:
         skipped = run.get("skipped_steps") or 0
         more = f" ({skipped:,} skipped)" if skipped else ""
         yield "step", "" if manifest.engine == WEIGHTS else f"{run.get('global_steps', 0):,}{more}"
-        ranks = manifest.mesh.world
-        yield "mesh", f"{manifest.mesh} ({ranks:,} rank{'s' if ranks != 1 else ''})"
+        mesh = manifest.written_on
+        ranks = mesh.world
+        yield "mesh", f"{mesh} ({ranks:,} rank{'s' if ranks != 1 else ''})"
         yield "optimizer", _optimizer(manifest)
         yield "tensors", _dtypes(self.states)
         yield "saved", _saved(manifest)
@@ -125,8 +125,7 @@ def inspect(
 
 def saved_date(manifest: Manifest) -> str:
     """When a checkpoint was saved, in UTC; empty where it does not say so."""
-    at = manifest.run.get(SAVED_AT)
-    return date(at) if isinstance(at, int | float) else ""
+    return date(manifest.saved_at) if manifest.saved_at is not None else ""
 
 
 def date(seconds: float) -> str:

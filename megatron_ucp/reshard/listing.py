@@ -114,7 +114,7 @@ def _listed(folder: Path, pointer: str) -> ListedTag:
     wrong, step, mesh, saved = "", None, "", ""
     try:
         manifest = look(folder)
-        step, mesh = int(manifest.run.get("global_steps", 0)), str(manifest.mesh)
+        step, mesh = int(manifest.run.get("global_steps", 0)), str(manifest.written_on)
         saved = date(time_of_save(folder))
         check_whole(folder)
     except UcpError as error:

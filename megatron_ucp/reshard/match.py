@@ -76,7 +76,7 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
         if have is not None:
             if source.engine in (NO_OPTIMIZER, WEIGHTS) and have.kind == "frozen":
                 have = replace(have, kind=spec.kind)  # nobody says what was trained
-            _match_one(have, spec, fit, allow, file)
+            _match_one(have, spec, fit, allow, target.mesh.tp, file)
         elif spec.kind != "trainable" and "missing" in allow:
             fit.skipped.append(spec.name)
         elif spec.kind == "trainable" and "new" in allow:
@@ -103,18 +103,20 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
 
 
 def _match_one(
-    have: ParamSpec, spec: ParamSpec, fit: Fit, allow: frozenset[str], file: str
+    have: ParamSpec, spec: ParamSpec, fit: Fit, allow: frozenset[str], tp: int, file: str
 ) -> None:
     """Raises ModelMismatchError where shape or kind differ, but for what is allowed."""
-    if have.shape != spec.shape and _vocabulary(have, spec):
-        if "vocab" not in allow:
+    if have.shape != spec.shape and _is_vocabulary(have, spec):
+        may_resize = _only_padded(have, spec)
+        if "vocab" not in allow or not may_resize:
             raise ModelMismatchError(
                 "the padded vocabulary has another size in the checkpoint",
                 file=file,
                 parameter=spec.name,
                 expected=f"{have.shape[0]} rows",
                 found=f"{spec.shape[0]} rows in the model",
-                fix=_keep_vocabulary(have.shape[0]),
+                fix=_keep_vocabulary(have, tp) + (_RESIZE if may_resize else _OTHER_TOKENIZER),
+                id="vocabulary",
             )
         change = spec.shape[0] - have.shape[0]
         what = "added as zeros" if change > 0 else "dropped"
@@ -152,24 +154,51 @@ def _match_kind(
     )
 
 
-def _vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
-    """Whether two shapes of a vocabulary parameter differ in padding alone: both hold the
-    tokenizer's rows."""
+def _is_vocabulary(have: ParamSpec, spec: ParamSpec) -> bool:
+    """Whether two shapes of a vocabulary parameter differ in their rows alone."""
+    return spec.extent is not None and have.shape[1:] == spec.shape[1:]
+
+
+def _only_padded(have: ParamSpec, spec: ParamSpec) -> bool:
+    """Whether the rows differ in padding alone: both sides hold the tokenizer's."""
     return (
         spec.extent is not None
-        and have.shape[1:] == spec.shape[1:]
         and have.shape[0] >= spec.extent.true
         and (have.extent is None or have.extent.true == spec.extent.true)
     )
 
 
-def _keep_vocabulary(rows: int) -> str:
+_RESIZE = (
+    "; or drop rows, or add rows of zeros, with --allow-vocab-resize (Python: "
+    'allow={"vocab"}), which shifts the loss: padding is part of the softmax'
+)
+_OTHER_TOKENIZER = "; both sides must know one tokenizer's size, or rows can't be dropped or added"
+_USUAL_DIVISOR = 128  # of Megatron-LM's --make-vocab-size-divisible-by
+
+
+def _keep_vocabulary(have: ParamSpec, tp: int) -> str:
+    """How Megatron-LM, which pads the vocabulary to a multiple of a divisor x tp, builds the size
+    of the checkpoint."""
+    rows = have.shape[0]
     works = [n for n in range(1, 129) if rows % n == 0]
+    if rows % tp:
+        return (
+            f"{rows} rows don't divide by tp={tp}: build the model with {rows} rows at a "
+            f"tensor-parallel size of {', '.join(map(str, works))}"
+        )
+    known = have.extent is not None and have.extent.true < rows
+    usual = [n for n in works if known and _padded(have, _USUAL_DIVISOR * n) == rows]
     return (
-        f"build the model with {rows} rows, at a tensor-parallel size of "
-        f"{', '.join(map(str, works))}; or drop rows or add "
-        'zero rows with allow={"vocab"} (--allow-vocab-resize), which shifts the loss'
+        f"build the model with {rows} rows: --make-vocab-size-divisible-by {rows // tp} at "
+        f"tp={tp}; tp sizes that can keep it: {', '.join(map(str, works))}"
+        + (f", of which {', '.join(map(str, usual))} need no flag" if usual else "")
     )
+
+
+def _padded(spec: ParamSpec, multiple: int) -> int:
+    """The rows of the tokenizer, up to a multiple."""
+    true = spec.extent.true if spec.extent is not None else spec.shape[0]
+    return -(-true // multiple) * multiple
 
 
 def _missing(name: str, kind: str, source: Manifest, target: Manifest, file: str) -> None:
@@ -214,6 +243,7 @@ def require_alone(target: Manifest, fit: Fit, one_step: bool, file: str) -> None
                 expected="one kind in a parameter group",
                 found=", ".join(found),
                 fix="give the optimizer a parameter group of their own for them",
+                id="groups-differ",
             )
 
 
@@ -238,6 +268,7 @@ def one_value(
                     f"{k}: {shown(first[1].get(k))} and {shown(value.get(k))}" for k in keys
                 ),
                 fix="build the optimizer's groups as the run that wrote the checkpoint did",
+                id="groups-differ",
             )
     return first[1] if first else {}
 
@@ -365,6 +396,7 @@ def check_not_lost(
             expected=f"states after {taken} steps",
             found="none: they were never saved",
             fix="load another tag, or begin with fresh states: load_optimizer_states=False",
+            id="no-optimizer",
         )
 
 

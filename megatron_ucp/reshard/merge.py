@@ -85,7 +85,7 @@ class Merge:
             raise UsageError(
                 "there is nothing to merge: the checkpoint holds no adapter",
                 file=self._file,
-                fix="leave --merge out",
+                fix="leave --merge out (Python: merge=)",
             )
         check_adapter_config(found, source.manifest, config, self._file)
         _require_plain(config, self._file)
@@ -147,7 +147,7 @@ class Merge:
                 file=self._file,
                 expected="the model that it was trained on",
                 found=some_of(faults, between="; "),
-                fix="give --merge the folder of the adapter's own base model",
+                fix="give --merge (Python: merge=) the folder of the adapter's own base model",
             )
         return out
 
@@ -244,7 +244,7 @@ class Merge:
                 parameter=tensor,
                 expected="the frozen weights of the checkpoint",
                 found=f"other values from element {low} on",
-                fix="give --merge the folder of the adapter's own base model",
+                fix="give --merge (Python: merge=) the folder of the adapter's own base model",
             )
 
 
@@ -291,7 +291,8 @@ def open_merge(
             file=source.folder,
             expected=f"a folder with {ADAPTER_CONFIG_FILE}",
             found="none, nor one beside the checkpoint",
-            fix="give --config the folder that peft's save_pretrained wrote",
+            fix="give --config (Python: config=) the folder that peft's save_pretrained wrote",
+            id="no-config",
         )
     model = opened.enter_context(open_checkpoint(base))
     return model, Merge(model, source, config)

@@ -40,13 +40,7 @@ class FoundConfig:
 def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:
     """The config that a user named, by the file or by its folder. Raises UsageError for a path that
     is none, NotFoundError, DamagedFileError."""
-    if not isinstance(given, str | Path):
-        raise UsageError(
-            "this is no path of a config",
-            expected=f"a folder with {name}, or that file",
-            found=repr(given)[:200],
-            fix="give the path of the folder",
-        )
+    _check_path(given, name)
     path = Path(given)
     file = path / name if path.is_dir() else path
     if not file.is_file():
@@ -55,9 +49,21 @@ def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:
             file=path,
             expected=f"a folder with {name}, or that file",
             found="a folder without it" if path.is_dir() else "no such file or folder",
-            fix="give --config the folder of the model, as save_pretrained wrote it",
+            fix="give the folder of the model, as save_pretrained wrote it (--config; Python: "
+            "config=)",
+            id="no-config",
         )
     return FoundConfig(read_json(file), file.parent)
+
+
+def _check_path(given: Any, name: str) -> None:
+    if not isinstance(given, str | Path):
+        raise UsageError(
+            "this is no path of a config",
+            expected=f"a folder with {name}, or that file",
+            found=repr(given)[:200],
+            fix="give the path of the folder (--config; Python: config=)",
+        )
 
 
 def config_for(
@@ -82,7 +88,10 @@ def config_for(
 
 
 def family_of(given: str | Path | None) -> str:
-    """The family of a config that was given; empty where it says none."""
+    """The family of a config that was given; empty where it says none. Raises UsageError for what
+    is no path."""
+    if given is not None:
+        _check_path(given, CONFIG_FILE)
     try:
         return "" if given is None else config_at(given).family
     except UcpError:  # whoever needs it reads it again

@@ -9,7 +9,7 @@ from megatron_ucp.errors import NotFoundError, UcpError
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.pointers import Named, newest_named, saved_at
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.formats.tags import has_state_files, is_unfinished, state_files
+from megatron_ucp.formats.tags import has_state_files, is_unfinished, require_folder, state_files
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def newest_whole(
         >>> ucp.newest_whole("runs/llama").folder.name
         'global_step80'
     """
-    path = Path(path)
+    path = require_folder(path)
     passed: list[str] = []
     newest = newest_named(path) or Named("", "")
     pointer, named = newest.pointer, newest.tag
@@ -80,6 +80,7 @@ def newest_whole(
         expected="a tag with all its files",
         found="; ".join(passed) or "no tag",
         fix="restore the files of one of them",
+        id="missing-file",
     )
 
 

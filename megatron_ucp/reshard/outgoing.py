@@ -204,7 +204,9 @@ def beside_weights(
             file=tokenizer,
             expected=", ".join(COPIED_FILES[1:4]) + ", ...",
             found="none" if Path(tokenizer).is_dir() else "no such folder",
-            fix="give --tokenizer the folder that its save_pretrained wrote, or leave it out",
+            fix="give --tokenizer (Python: tokenizer=) the folder that its save_pretrained wrote, "
+            "or leave it out",
+            id="",
         )
     if twin.config is not None:
         out[twin.config_file] = _json(twin.config)

@@ -46,6 +46,7 @@ def _hold(aside: Path, left: ExitStack) -> None:
             expected=error.expected,
             found=error.found,
             fix=error.what_to_do,
+            id=error.id,
         ) from None
 
 

@@ -30,7 +30,7 @@ def check_name(folder: Path, to: str, latest: bool) -> None:
             file=folder,
             expected=f"a name such as {iteration_name(100)}",
             found=folder.name,
-            fix="name the output so, or leave --latest out",
+            fix="name the output so, or leave --latest out (Python: latest=)",
         )
 
 

@@ -176,7 +176,7 @@ def of_manifests(
         for name in source.holders
         for dtype in source.states_of(name).values()
     )
-    return Preview(str(source.mesh), str(target.mesh), tuple(out), stored, notes)
+    return Preview(str(source.written_on), str(target.mesh), tuple(out), stored, notes)
 
 
 class _Reads:
@@ -252,7 +252,10 @@ def draw(found: Preview, file: str | Path) -> None:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: a kind of file that matplotlib lacks
         raise UsageError(
-            "the picture can't be written", file=file, found=f"{type(error).__name__}: {error}"
+            "the picture can't be written",
+            file=file,
+            found=f"{type(error).__name__}: {error}",
+            fix="give --picture a path that can be written, ending in .png, .pdf or .svg",
         ) from None
 
 
@@ -300,7 +303,12 @@ def paper_sizes(family: str, text: str) -> Sizes:
     for item in filter(None, text.replace(" ", "").split(",")):
         name, _, value = item.partition("=")
         if name not in known or not value.isdigit():
-            raise UsageError("this is no size of a model", expected=", ".join(known), found=item)
+            raise UsageError(
+                "this is no size of a model",
+                expected=", ".join(known),
+                found=item,
+                fix="write --sizes as name=number, with these names",
+            )
         given[name] = int(value)
     needed = [
         name
@@ -313,6 +321,7 @@ def paper_sizes(family: str, text: str) -> Sizes:
             "a size of the model is missing",
             expected=f"{', '.join(needed)} and what differs from the usual",
             found=f"no {missing[0]}",
+            fix="add the size to --sizes",
         )
     heads = given["heads"]
     if given["hidden"] % heads and "head_dim" not in given:
@@ -320,6 +329,7 @@ def paper_sizes(family: str, text: str) -> Sizes:
             "the heads do not divide the hidden size",
             expected=f"heads that divide {given['hidden']}, or head_dim",
             found=heads,
+            fix="give --sizes such heads, or head_dim",
         )
     usual = {
         "groups": heads,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import RUN, Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
@@ -51,43 +50,9 @@ from megatron_ucp.reshard.match import (
 )
 from megatron_ucp.reshard.overflows import in_masters, may_overflow, too_large
 from megatron_ucp.reshard.own_values import set_buffers, values_for
+from megatron_ucp.reshard.report import Report
 
 _NAMED = 5  # parameters that a note lists by name
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a load did, on this rank. `notes` name everything that was not carried over bit for bit,
-    or not at all. `run_id` is that of the run which saved it, where the manifest says one.
-    `all_read_bytes` is `read_bytes` of all ranks; `left_out` what of the state was not asked for.
-    """
-
-    path: str
-    source: str
-    target: str
-    read_bytes: int
-    checked_bytes: int
-    unchecked_bytes: int
-    seconds: float
-    client_state: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-    global_steps: int = 0
-    run_id: str = ""
-    all_read_bytes: int = 0
-    left_out: str = ""
-
-    def __str__(self) -> str:
-        summed = "checksums not compared"
-        if self.checked_bytes:
-            both = self.checked_bytes, self.checked_bytes + self.unchecked_bytes
-            whole = say.amount(both[0]) if not self.unchecked_bytes else say.of(*both)
-            summed = f"checksums of {whole} compared"
-        left_out = f", without {self.left_out}" if self.left_out else ""
-        return (
-            f"loaded step {self.global_steps:,} ({self.path}){left_out}: {self.source} -> "
-            f"{self.target}; {say.amount(self.all_read_bytes)} in {say.duration(self.seconds)}, "
-            f"{summed}"
-        )
 
 
 @dataclass(frozen=True)
@@ -124,12 +89,21 @@ def check_options(
             "an option is not known",
             expected="hyper, checksums, allow, rng, per_rank",
             found=", ".join(sorted(unknown)),
+            fix="give one of these options",
         )
     if hyper not in ("checkpoint", "config"):
         raise UsageError(
             "hyper says where hyper-parameters come from",
             expected="checkpoint or config",
             found=hyper,
+            fix='give hyper="checkpoint" or hyper="config"',
+        )
+    if per_rank is not None and not callable(per_rank):
+        raise UsageError(
+            "per_rank is a function of a name and the values of all ranks",
+            expected="function(name, values)",
+            found=repr(per_rank)[:200],
+            fix="give a function, or leave per_rank out",
         )
     words = isinstance(allow, Collection) and not isinstance(allow, str)
     wrong = sorted(map(str, set(allow) - set(ALLOWANCES))) if words else [repr(allow)]
@@ -169,7 +143,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
     said = source.recorded.run if source.recorded is not None else {}
     return Report(
         str(source.folder),
-        str(source.manifest.mesh),
+        str(source.manifest.written_on),
         str(engine.manifest.mesh),
         *sums,
         time.perf_counter() - started,
@@ -309,6 +283,7 @@ def _fit(
             "the checkpoint holds no optimizer",
             file=file,
             fix="load with load_optimizer_states=False",
+            id="no-optimizer",
         )
     fit.master = VALUE
     return fit

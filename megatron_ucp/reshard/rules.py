@@ -236,4 +236,5 @@ class _Check:
             parameter=spec.name,
             expected=f"{stock}, as {file} says",
             found=spec.layout,
+            fix="correct the rule, or remove it where the run's own patterns are right",
         )

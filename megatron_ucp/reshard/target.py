@@ -152,7 +152,8 @@ def _check_cuts(wanted: Wanted) -> None:
             file=file,
             expected=f"layouts for {mesh}",
             found="a checkpoint without tensor parallelism and without a family",
-            fix="give --rules FILE (megatron-ucp rules writes a draft)",
+            fix="give --rules FILE (Python: rules=); `megatron-ucp rules` writes a draft",
+            id="layout-unknown",
         )
     unknown = [spec for spec in source.params if _is_unknown(spec)] if cuts else []
     if unknown:
@@ -162,7 +163,8 @@ def _check_cuts(wanted: Wanted) -> None:
             parameter=unknown[0].name,
             expected=f"a layout for {mesh}",
             found=f"{len(unknown)} such parameters",
-            fix="give --rules FILE; or convert to tp=1, or load into a live engine",
+            fix="give --rules FILE (Python: rules=), convert to tp=1, or load into a live engine",
+            id="layout-unknown",
         )
     check_experts(source, mesh, file)
     check_trained(source, mesh, file)
@@ -250,6 +252,8 @@ def _check_stacks(
                 parameter=spec.name,
                 expected=f"{count // mesh.ep} of them, by their numbers",
                 found=f"{numbers}",
+                fix="list all experts of this parameter in one group, by their numbers "
+                "(--groups; Python: Target(groups=))",
             )
 
 
@@ -295,6 +299,7 @@ def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
             parameter=first,
             found=", ".join(map(str, masters)),
             fix="convert a checkpoint that was saved with its optimizer",
+            id="no-optimizer",
         )
     states = {**found, **source.scalars_of(first)}
     if not states:
@@ -351,6 +356,8 @@ def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
             parameter=odd[0],
             expected=f"{len(trainable)} names",
             found=f"{len(listed)}",
+            fix="list each of them in one group (--groups; Python: Target(groups=))",
+            id="groups-differ",
         )
     out: list[NamedGroup] = []
     for names in wished:
@@ -380,6 +387,7 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
             if source.engine == WEIGHTS
             else "convert a checkpoint that was saved with its optimizer; files of stage 0 without "
             "a manifest: load them into an engine, which knows the order of its groups, and save",
+            id="no-optimizer",
         )
     alike = len({len(groups) for groups in by_stage.values()}) == 1
     out: dict[Any, tuple[ParamGroup, dict[str, None]]] = {}

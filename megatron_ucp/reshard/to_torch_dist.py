@@ -150,6 +150,7 @@ def _check_states(source: Manifest, file: str) -> None:
             expected="parameter groups",
             found="none",
             fix="convert a checkpoint that was saved with its optimizer",
+            id="no-optimizer",
         )
     for spec in trained:
         found = source.states_of(spec.name)
@@ -160,6 +161,7 @@ def _check_states(source: Manifest, file: str) -> None:
                 parameter=spec.name,
                 expected=", ".join(ADAM_STATES),
                 found=", ".join(found),
+                fix='convert to native or universal (--to native; Python: to="native")',
             )
         if {*ADAM_STATES} - {*found} or set(found.values()) != {"float32"}:
             raise StateMismatchError(
@@ -252,7 +254,7 @@ class TorchDistJob:
 
     def _count(self, written: int) -> None:
         if self.stopped.is_set():
-            raise SaveError("the conversion was stopped")
+            raise SaveError("the conversion was stopped", fix="start it again", id="")
         with self._lock:
             self.done += written
             if self.progress is not None:

@@ -11,7 +11,6 @@ from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import (
     DamagedFileError,
     ModelMismatchError,
-    NotFoundError,
     UnsupportedError,
     UsageError,
     some_of,
@@ -29,6 +28,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     WEIGHTS_FILE,
     read_json,
 )
+from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
 from megatron_ucp.reshard.model_config import config_at
 from megatron_ucp.reshard.plain_config import check_given
@@ -113,10 +113,7 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     Raises UnsupportedError where no family is its model's, or computes what the config asks for,
     NotFoundError where there is no such folder.
     """
-    if not folder.is_dir():
-        raise NotFoundError(
-            "there is no such folder of a Hugging Face model", file=folder, fix="check the path"
-        )
+    require_folder(folder)
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
     twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
     kind = config.get("model_type")
@@ -241,7 +238,7 @@ def _described(
             file=file,
             expected="the same sizes and settings",
             found="; ".join(faults),
-            fix="leave --config out: the checkpoint says its model itself",
+            fix="leave --config (Python: config=) out: the checkpoint says its model itself",
         )
     if said is None and found is None:
         raise UsageError(
@@ -249,7 +246,8 @@ def _described(
             file=file,
             expected="a save of this version, or a config",
             found="none",
-            fix="give --config with the config.json of the model",
+            fix="give --config (Python: config=) the config.json of the model",
+            id="no-config",
         )
     return said or found  # type: ignore[return-value]
 
@@ -344,7 +342,9 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             parameter=_OURS,
             expected=", ".join(name for name, one in families().items() if one.hugging_face),
             found="none",
-            fix="give --config with the config.json of the model, or --family where that says none",
+            fix="give --config (Python: config=) the config.json of the model, or --family "
+            "(family=) where that says none",
+            id="no-config",
         )
     known = None if config is None else _in_dtype(config, dtype)
     if known is not None:

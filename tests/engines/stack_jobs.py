@@ -426,7 +426,8 @@ def resume(
     for tag in tags:
         want = oracle["states"][tag]
         path, name = place(folder, tag)
-        found["notes"][tag] = ucp.load(engine.handle, path, tag=name, **options).notes
+        report = ucp.load(engine.handle, path, tag=name, **options)
+        found["notes"][tag], found["source"] = report.notes, report.source
         if plant:
             plant_fault(engine, plant)
         found["before"][tag] = compare(want, before)

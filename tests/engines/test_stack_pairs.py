@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ucp.core.mesh import Mesh
 from tests.engines.cross_jobs import Zero
 from tests.engines.sources import Sources
 from tests.engines.stack_jobs import Mcore
@@ -86,6 +87,9 @@ def test_pair(sources: Sources, source: str, world: int, target: Mcore) -> None:
     more = 3 if setup.dtype == "fp32" else 0
     found = sources.ranks.run(world, RESUME, target, folder, more=more)
     check(found, 1e-5 if more else None)
+    for one in found:  # whatever the files depend on
+        said = Mesh.parse(one["source"])
+        assert (said.tp, said.pp, said.vpp) == (setup.tp, setup.pp, setup.vpp)
 
 
 @pytest.mark.parametrize("source", ["dp2", "pp2vpp2dp2", "bf16", "buckets", "ep2", "plain", "tied"])

@@ -64,6 +64,7 @@ def test_parameters_shapes_groups_and_steps() -> None:
         manifest = checkpoint.manifest
     assert (manifest.engine, str(manifest.mesh)) == ("torch_dist", "tp=1,pp=1,dp=1,zero=0")
     assert manifest.run["saved_on"] == "tp=1,pp=1,ep=2,dp=2,zero=0"
+    assert str(manifest.written_on) == "tp=1,pp=1,ep=2,dp=2,zero=0"
     expert = "decoder.layers.3.mlp.experts.local_experts.2.linear_fc1.weight"
     spec = manifest.by_name[expert]
     assert (spec.shape, spec.expert, spec.dtype) == ((128, 32), (2, 4), "float32")

@@ -386,3 +386,22 @@ def test_experts_of_a_universal_folder_are_spread(tmp_path: Path) -> None:
         assert len([*out.glob("layer_0_expert_*")]) == 4
     with pytest.raises(LayoutError, match="does not divide the experts"):
         convert(universal, tmp_path / "x" / "tag", target=ucp.Mesh(ep=3, dp=3, zero=1))
+
+
+@pytest.mark.parametrize("to", ["native", "universal"])
+def test_the_mesh_that_wrote_a_torch_dist_folder_is_said(to: str, tmp_path: Path) -> None:
+    """Its files don't depend on the mesh, and its arguments say which one it was."""
+    case, mesh = GOLDEN / "td_full_tp2dp2", "tp=2,pp=1,dp=2,zero=0"
+    found = ucp.convert(case, tmp_path / to, to=to, mesh="dp=1,zero=1" if to == "native" else None)
+    assert found.source_mesh == mesh
+    manifest = ucp.describe(tmp_path / to)
+    assert manifest.run["converted_from"] == mesh and "saved_on" not in manifest.run
+    assert manifest.written_on == manifest.mesh
+
+
+@pytest.mark.parametrize("said", ["tp=2,pp=1,dp=2,zero=0", "tp=many", 5, None])
+def test_what_a_manifest_says_of_the_mesh_that_wrote_it(said: object) -> None:
+    one = Manifest("torch_dist", ucp.Mesh(), (), (), run={"saved_on": said})
+    assert one.written_on == (ucp.Mesh(tp=2, dp=2) if str(said)[-1] == "0" else ucp.Mesh())
+    many = Manifest("zero1", ucp.Mesh(dp=2, zero=1), (), (), run={"saved_on": said})
+    assert many.written_on == many.mesh

@@ -28,6 +28,7 @@ def with_experts(engine: Any, mesh: Mesh) -> Mesh:
             "the layers' experts are divided among different numbers of ranks",
             expected="one expert-parallel size for all layers",
             found=", ".join(sorted(groups)),
+            fix="build all layers with one ep_size",
         )
     (name,) = groups
     parallel, copies = _ranks(name)

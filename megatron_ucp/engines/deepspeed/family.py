@@ -3,11 +3,24 @@
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.stage import parallel_of
+from megatron_ucp.errors import UsageError
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.families.measure import measured
 
 _REMEMBERED = "_ucp_model"
+_OF_ENGINES = "module", "save_checkpoint", "load_checkpoint"
+
+
+def require_engine(engine: Any) -> None:
+    """Raises UsageError for what is no engine."""
+    if not hasattr(engine, "__dict__") or not all(hasattr(engine, name) for name in _OF_ENGINES):
+        raise UsageError(
+            "this is no engine",
+            expected="an engine of DeepSpeed, or what ucp.attach_megatron returned",
+            found=type(engine).__qualname__,
+            fix="give the engine that deepspeed.initialize returned, the first of its results",
+        )
 
 
 def model_of(engine: Any, family: str | Family | None) -> Model | None:
@@ -16,6 +29,7 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
     Raises UsageError for a module that is no megatron-core GPTModel, LayoutError where the
     tensor-parallel size does not divide it.
     """
+    require_engine(engine)
     if family is None:
         return engine.__dict__.get(_REMEMBERED)
     chosen = find_family(family) if isinstance(family, str) else family

@@ -22,7 +22,11 @@ def of_caller(client_state: Any, reserved: Collection[str], file: object) -> Ite
     """The client state. Raises UsageError for what is no dict, or has a key that
     DeepSpeed itself writes."""
     if not isinstance(client_state, Mapping):
-        raise UsageError("client_state is a dictionary", found=type(client_state).__qualname__)
+        raise UsageError(
+            "client_state is a dictionary",
+            found=type(client_state).__qualname__,
+            fix='give client_state as a dictionary, such as {"epoch": 3}',
+        )
     taken = sorted(key for key in client_state if isinstance(key, str) and key in reserved)
     if taken:
         raise UsageError(

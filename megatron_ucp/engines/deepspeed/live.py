@@ -67,6 +67,8 @@ class LiveEngine:
                 "the ranks of the engine don't make up whole stages",
                 expected=str(own.places),
                 found=str(places),
+                fix="make the process groups so that each stage has all of its ranks, as "
+                "deepspeed.initialize does",
             )
         joined = join([part.holds for part in parts])
         here = places.index(own.at)

@@ -168,12 +168,14 @@ def refuse_engine(engine: Any, model: Model | None) -> None:
             expected="a family with pipeline names",
             found=model.family.name if model else "no family",
             fix=f"give {_one_of(name for name, family in families().items() if family.pipe)}",
+            id="layout-unknown",
         )
     if model is None and int(engine.mp_world_size) > 1 and not is_autotp(engine):
         raise UnsupportedError(
             "this engine uses tensor parallelism without a family, which is not supported",
             found=f"mp_world_size {engine.mp_world_size}",
             fix=f"give {_one_of(families())}",
+            id="layout-unknown",
         )
     if model is not None and is_autotp(engine):
         raise UnsupportedError(

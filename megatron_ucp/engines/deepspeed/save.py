@@ -205,6 +205,7 @@ def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
                 "at ZeRO-3, and in bf16 and fp16 at stage 0",
                 fix="save the weights with engine.save_16bit_model, or torch.save of "
                 "engine.module.state_dict() at stage 0",
+                id="unsupported",
             )
         check_states(engine)
         file = Path(engine._get_ckpt_name(str(asked.folder), asked.tag))

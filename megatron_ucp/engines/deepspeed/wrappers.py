@@ -228,6 +228,8 @@ class LiveZero3(Wrapper):
                         found=str(where),
                         expected=f"sub-group {i}, offset {start}, {-(-param.ds_numel // count)} "
                         "elements",
+                        fix="report this with the version of DeepSpeed: its ZeRO-3 divides "
+                        "parameters otherwise than is known",
                     )
             out.append(
                 LiveBuffer(
@@ -410,6 +412,7 @@ def wrapper_of(engine: Any) -> Wrapper:
         "this optimizer wrapper is not known",
         found=type(optimizer).__qualname__,
         expected=", ".join([*_WRAPPERS, "a torch optimizer at stage 0"]),
+        fix="let deepspeed.initialize wrap the optimizer, or report the wrapper that it made",
     )
 
 

@@ -102,6 +102,7 @@ def build(config: models.ModelConfig, stages: Stages, buffers: Buffers) -> Stack
             "models.start was called with another number of pipeline stages",
             expected=stages.pp,
             found=pp,
+            fix="give models.start and the stages the same number (--pipeline-model-parallel-size)",
         )
     transformer = _transformer(config, tp, stages)
     bare = [_chunk(config, transformer, number) for number in _numbers(stages)]
@@ -143,6 +144,8 @@ def _transformer(config: models.ModelConfig, tp: int, stages: Stages) -> "Transf
             "megatron-core can't divide the layers into these stages",
             expected=f"a division of {config.layers} layers",
             found=f"{stages}: {error}",
+            fix="give a number of stages that divides the layers, or say the layers of "
+            "each one (--pipeline-model-parallel-layout)",
         ) from None
 
 

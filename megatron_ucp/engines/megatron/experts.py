@@ -53,30 +53,41 @@ class Experts:
 
     def __post_init__(self) -> None:
         if min(self.number, self.ffn, self.every) < 1 or self.shared_ffn < 0:
-            raise UsageError("these are no experts", expected="sizes of at least 1", found=self)
+            raise UsageError(
+                "these are no experts",
+                expected="sizes of at least 1",
+                found=self,
+                fix="give a number of experts and sizes of at least 1 (--num-experts, "
+                "--moe-ffn-hidden-size)",
+            )
         if not 1 <= self.topk <= self.number:
             raise UsageError(
                 "a token can't go to so many experts",
                 expected=f"1 to {self.number}",
                 found=self.topk,
+                fix="give a smaller --moe-router-topk, or more --num-experts",
             )
         if self.topk == 1 and self.score == "softmax" and not self.pre_softmax:
             raise UsageError(
                 "the softmax over one chosen expert is always 1: the router would learn nothing",
                 expected="pre_softmax, or sigmoid scores",
                 found="topk 1",
+                fix="give --moe-router-pre-softmax, or --moe-router-score-function sigmoid",
             )
         if self.bias and self.score != "sigmoid":
             raise UsageError(
                 "megatron-core's expert bias needs sigmoid scores",
                 expected="score sigmoid",
                 found=self.score,
+                fix="give --moe-router-score-function sigmoid, or leave "
+                "--moe-router-enable-expert-bias out",
             )
         if self.dispatcher not in ("alltoall", "allgather"):
             raise UsageError(
                 "there is no such dispatcher of tokens",
                 expected="alltoall or allgather",
                 found=self.dispatcher,
+                fix="give --moe-token-dispatcher-type alltoall or allgather",
             )
 
     @property
@@ -127,6 +138,8 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
                 "models.start was called for a model with experts",
                 expected=f"expert-parallel size 1, expert-tensor-parallel size {tp}",
                 found=f"{ep} and {etp}",
+                fix="give models.start the expert-parallel sizes that the model has, or "
+                "leave them out for a model without experts",
             )
         return
     if experts.number % ep:
@@ -134,12 +147,16 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
             "the expert-parallel size does not divide the experts",
             expected=f"a divisor of {experts.number}",
             found=ep,
+            fix="give a divisor (--expert-model-parallel-size)",
+            id="does-not-divide",
         )
     if experts.ffn % etp:
         raise LayoutError(
             "the expert-tensor-parallel size does not divide the width of the experts",
             expected=f"a divisor of {experts.ffn}",
             found=etp,
+            fix="give a divisor (--expert-tensor-parallel-size)",
+            id="does-not-divide",
         )
     if deepspeed_trains():
         check_files(tp, ep, etp)

@@ -105,12 +105,14 @@ def _check_sizes(world: int, tp: int, pp: int, ep: int, etp: int) -> None:
             "the tensor-parallel size does not divide the number of ranks",
             expected=f"a divisor of {world}",
             found=tp,
+            fix="start another number of ranks, or change --tensor-model-parallel-size",
         )
     if pp < 1 or world // tp % pp:
         raise UsageError(
             "the number of pipeline stages does not divide the number of ranks",
             expected=f"a divisor of {world // tp} ({world} ranks, tensor-parallel size {tp})",
             found=pp,
+            fix="start another number of ranks, or change --pipeline-model-parallel-size",
         )
     if min(ep, etp) < 1 or world // pp % (ep * etp):
         raise UsageError(
@@ -118,6 +120,7 @@ def _check_sizes(world: int, tp: int, pp: int, ep: int, etp: int) -> None:
             "stage",
             expected=f"a divisor of {world // pp} ({world} ranks, {pp} stages)",
             found=f"{ep} x {etp}",
+            fix="change --expert-model-parallel-size or --expert-tensor-parallel-size",
         )
 
 

@@ -79,30 +79,43 @@ class ModelConfig:
                 "only a family with experts has, and needs, experts",
                 expected="experts" if self.experts is None else "none",
                 found=f"{self.family} with {self.experts}",
+                fix="give --num-experts for a family with experts, and leave it out for any other",
             )
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(
-                "a model trains in another dtype", expected="fp32, bf16 or fp16", found=self.dtype
+                "a model trains in another dtype",
+                expected="fp32, bf16 or fp16",
+                found=self.dtype,
+                fix="give --bf16 or --fp16, or neither for fp32",
             )
         if self.tanh_gelu and self.builder.gated:
-            raise UsageError("a gated MLP has no gelu", expected="silu", found="its tanh form")
+            raise UsageError(
+                "a gated MLP has no gelu",
+                expected="silu",
+                found="its tanh form",
+                fix="give --swiglu, or leave --openai-gelu out",
+            )
         if self.heads % self.groups:
             raise UsageError(
                 "the attention heads do not divide into the key-value groups",
                 expected=f"a multiple of {self.groups} heads",
                 found=self.heads,
+                fix="change --num-attention-heads or --num-query-groups",
             )
         if self.head_dim is None and self.hidden % self.heads:
             raise UsageError(
                 "the hidden size does not divide into the attention heads",
                 expected=f"a multiple of {self.heads}, or a head size",
                 found=self.hidden,
+                fix="change --hidden-size or --num-attention-heads, or give --kv-channels",
             )
         if self.vocab < self.true_vocab:
             raise UsageError(
                 "the padded vocabulary is smaller than the tokenizer's",
                 expected=f"at least {self.true_vocab}",
                 found=self.vocab,
+                fix="give at least as many padded rows as the tokenizer has "
+                "(--make-vocab-size-divisible-by)",
             )
 
     @property
@@ -138,7 +151,10 @@ def builder_of(family: str) -> Builder:
     built = {name: found.builder for name, found in families().items() if found.builder}
     if family not in built:
         raise UsageError(
-            "there is no builder for this family", expected=", ".join(built), found=family
+            "there is no builder for this family",
+            expected=", ".join(built),
+            found=family,
+            fix="give one of these (--model-family)",
         )
     return built[family]
 
@@ -393,6 +409,7 @@ def check_length(length: int, longest: int, transformer: "TransformerConfig") ->
             "the sequence length does not fit the model",
             found=length,
             expected=f"at most {longest}" + (f", a multiple of {parts}" if parts > 1 else ""),
+            fix="give a --seq-length that fits, or a model with a larger --max-position-embeddings",
         )
 
 

@@ -65,6 +65,7 @@ def build_pipeline(
             "models.start was called with another number of pipeline stages",
             expected=started,
             found=pp,
+            fix="give models.start and the model the same number (--pipeline-model-parallel-size)",
         )
     if "LOCAL_RANK" not in os.environ:
         raise UsageError(
@@ -80,6 +81,7 @@ def build_pipeline(
             expected=f"at most {layers}: {config.layers} transformer "
             "layers, embedding, final norm and head",
             found=pp,
+            fix="give fewer stages (--pipeline-model-parallel-size)",
         )
     import megatron_ucp_patches as patches  # pyright: ignore[reportMissingImports]  (package_dir in setup.py)
 
@@ -94,7 +96,10 @@ def stage_method(partition: str | Sequence[int], layers: int, pp: int) -> str | 
         if partition in ("uniform", "parameters") or re.fullmatch("type:.+", partition):
             return partition
         raise UsageError(
-            "there is no such partition of a pipeline", expected=STAGE_METHODS, found=partition
+            "there is no such partition of a pipeline",
+            expected=STAGE_METHODS,
+            found=partition,
+            fix="give one of these (--pp-partition-method)",
         )
     counts = tuple(
         int(count) for count in (partition.split(",") if isinstance(partition, str) else partition)
@@ -105,6 +110,7 @@ def stage_method(partition: str | Sequence[int], layers: int, pp: int) -> str | 
             found=", ".join(map(str, counts)),
             expected=f"{pp} numbers of at least 1 with the sum {layers}: transformer layers, "
             "embedding, norm and head",
+            fix="give --pp-partition-method one number for each stage, with this sum",
         )
     return counts
 
@@ -395,12 +401,14 @@ def _check_types(method: str, specs: "Sequence[LayerSpec]") -> None:
         raise UsageError(
             "the type of a pipeline's partition is no regular expression",
             found=f"{method}: {error}",
+            fix="correct the pattern (--pp-partition-method type:PATTERN)",
         ) from None
     if not found:
         raise UsageError(
             "no layer of the pipeline has such a type",
             expected=f"a part of {', '.join(names)}",
             found=method,
+            fix="name a part of one of these (--pp-partition-method type:NAME)",
         )
 
 

@@ -53,6 +53,7 @@ def _check_heads(core: Any, size: int) -> None:
             "the ranks of a sequence don't divide the heads",
             expected=f"a divisor of {heads} heads and of {groups} key-value groups",
             found=size,
+            fix="change --ds-sequence-parallel-size, --num-attention-heads or --num-query-groups",
         )
 
 

@@ -93,6 +93,8 @@ def autoep_of(meta: Mapping[str, Any], file: str) -> AutoEP:
             file=file,
             expected="one expert-parallel size for all layers",
             found=", ".join(map(str, sorted(ranks))),
+            fix="load it with DeepSpeed on the mesh that wrote it, and save it with one "
+            "expert-parallel size",
         )
     return AutoEP(ranks.pop(), experts)
 
@@ -129,6 +131,8 @@ def _check_placement(layer: Any, ranks: int, count: int, file: str) -> None:
             parameter=str(layer.get("expert_key_prefix")),
             expected=f"{count} experts in {ranks} runs, rank by rank",
             found=str(found)[:120],
+            fix="load it with DeepSpeed on the mesh that wrote it, and save it with "
+            "experts in equal runs",
         )
 
 

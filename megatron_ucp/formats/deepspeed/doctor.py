@@ -71,8 +71,8 @@ def refuse_lost_moments(manifest: Manifest, file: str) -> None:
             "the files do not hold all states of the optimizer",
             file=file,
             found="; ".join(found),
-            fix="load a tag that was saved without it, or begin with fresh states: "
-            "load_optimizer_states=False",
+            fix="load a tag that was saved without it, or begin with fresh states "
+            "(Python: load_optimizer_states=False)",
         )
 
 
@@ -100,7 +100,7 @@ def refuse_unusable(manifest: Manifest, file: str, allow: Any) -> None:
             file=file,
             found=_ZENFLOW,
             fix="load a tag that was saved without ZenFlow; or the masters as they are, with "
-            'allow={"stale"}',
+            '--allow stale (Python: allow={"stale"})',
         )
     if _QUANTIZED in found:
         raise UnsupportedError(

@@ -253,6 +253,8 @@ def ranks_of(local: Mapping[str, int], whole: Mapping[str, int], file: str) -> i
             file=file,
             expected="one expert-parallel size for all layers",
             found=", ".join(f"{whole[k]} in {local[k]} each of {k}" for k in list(found)[:3]),
+            fix="load it with DeepSpeed on the mesh that wrote it, and save it with one "
+            "ep_size for all layers",
         )
     return next(iter(ranks), 1)
 

@@ -76,7 +76,7 @@ def in_its_order(
                 expected="shapes of a rank that differ, or were the same in the source too",
                 found=f"{shapes[one]}, from {source[one]} and {source[other]}",
                 fix="load it into an engine of the job and save there, or list the groups as its "
-                "optimizer has them (Target(groups=...))",
+                "optimizer has them (--groups; Python: Target(groups=))",
             )
     return tuple(out)
 
@@ -131,7 +131,7 @@ def check_momentum(groups: Sequence[ParamGroup], buffers: Iterable[FlatBuffer], 
                 parameter=first,
                 expected=MOMENTUM,
                 found=" ".join(found),
-                fix="load another tag, or the weights alone: load_optimizer_states=False",
+                fix="load another tag, or the weights alone (Python: load_optimizer_states=False)",
             )
         if any(is_stacked(member.param) for member in buffer.members):
             raise UnsupportedError(

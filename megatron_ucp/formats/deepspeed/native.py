@@ -184,8 +184,9 @@ class NativeCheckpoint(TagFolder):
                 "a tensor-parallel checkpoint without a manifest needs a family or rules",
                 file=self.folder / self.model_name,
                 found=f"mp_world_size {self.counts.tp}",
-                fix="load it into an engine that was attached with family=; or give --rules, which "
-                "`megatron-ucp rules` drafts",
+                fix="give --rules (Python: rules=) a file that `megatron-ucp rules` drafts; or "
+                "load it into an engine that was attached with a family",
+                id="layout-unknown",
             )
         return found
 
@@ -224,8 +225,9 @@ class NativeCheckpoint(TagFolder):
                 "a pipeline checkpoint without a manifest needs a family or rules",
                 file=self.folder / self.model_name,
                 found=f"{self.counts.stages} stages",
-                fix="load it into an engine that was attached with family=; or give --rules with "
-                "[[pipeline]] entries, which `megatron-ucp rules` drafts",
+                fix="give --rules (Python: rules=) a draft of `megatron-ucp rules`, with "
+                "[[pipeline]] entries; or load it into an engine that was attached with a family",
+                id="layout-unknown",
             )
         names, mesh = PipeNames(self.pipe_names), self.mesh
         if self.names.layers or self.meta.get("module") is None:
@@ -320,7 +322,6 @@ class NativeCheckpoint(TagFolder):
                 file=self.folder / expert_optimizer_name(*place),
                 expected=f"expert-parallel rank {place[0]}, model-parallel rank {place[1]}",
                 found="no such file",
-                fix="restore it, or load another tag",
             )
         return self.names.expert_optimizer[place]
 
@@ -375,7 +376,6 @@ class NativeCheckpoint(TagFolder):
                 file=self.folder,
                 found="no file",
                 expected=f"partition {part}, model-parallel rank {mp}",
-                fix="restore it, or load another tag",
             )
         return found
 

@@ -29,6 +29,7 @@ def divide(
             "there are more pipeline stages than layers",
             expected=f"at most {count}",
             found=stages,
+            fix="give fewer stages (pp of --mesh; Python: mesh=)",
         )
     if not isinstance(method, str):
         bounds = [sum(method[:i]) for i in range(len(method) + 1)]
@@ -37,6 +38,8 @@ def divide(
                 "the layers of the stages do not add up",
                 found=", ".join(map(str, method)),
                 expected=f"{stages} numbers of at least 1 with the sum {count}",
+                fix="give one number for each stage, with this sum (--stages; Python: "
+                "Target(stages=))",
             )
     elif method == "uniform":
         bounds = uniform(count, stages)
@@ -49,7 +52,12 @@ def divide(
         common = max(kinds, key=kinds.count)
         bounds = balanced([int(kind == common) for kind in kinds], stages)
     else:
-        raise UsageError("there is no such partition of a pipeline", expected=METHODS, found=method)
+        raise UsageError(
+            "there is no such partition of a pipeline",
+            expected=METHODS,
+            found=method,
+            fix="give one of these (--stages; Python: Target(stages=))",
+        )
     return [range(low, high) for low, high in pairwise(bounds)]
 
 

@@ -122,6 +122,7 @@ def _no_model(folder: Path) -> NotFoundError:
         expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
         found="no such file",
         fix="load another tag",
+        id="no-checkpoint",
     )
 
 

@@ -118,7 +118,7 @@ class _Positions:
                         expected="masters that are its weights when they are rounded",
                         found="other values",
                         fix=f"{_FIX}; if masters were changed on purpose, load with "
-                        'allow={"stale"}',
+                        '--allow stale (Python: allow={"stale"})',
                     )
 
     def _differs(self, number: int, member: Member) -> bool:
@@ -218,7 +218,7 @@ class _Positions:
             expected=f"parameters of {same} in the order of the model file, none of them frozen",
             found=why,
             fix=f"{_FIX}. Where they are those of the run that saved it, load with "
-            'allow={"positions"}',
+            'allow={"positions"} (Python)',
         )
 
 

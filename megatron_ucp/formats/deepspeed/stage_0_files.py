@@ -95,6 +95,7 @@ def _check_shapes(refs: Sequence[TensorRef], names: Sequence[str], one: Ints, fi
                 found=ref.shape,
                 fix="build the optimizer's groups as the run that saved it did, or save with a "
                 "manifest (megatron_ucp.attach)",
+                id="groups-differ",
             )
 
 
@@ -144,6 +145,7 @@ class FusedFlatFile:
                     file=file,
                     expected=used,
                     found=[ref.numel for ref in masters],
+                    id="groups-differ",
                 )
             element, kept = split_states(entry_of(base["state"], index), file, tensor)
             group = group_of(index, base["param_groups"])
@@ -216,6 +218,7 @@ def _stepped(
                 found=f"{[len(g['params']) for g in groups]} in the checkpoint",
                 fix="build the optimizer's groups as the run that saved it did, or save with a "
                 "manifest (megatron_ucp.attach)",
+                id="groups-differ",
             )
         out.append(every if want == len(every) else stepped)
     return out

@@ -179,7 +179,7 @@ def usable(patterns: Any, kind: str, file: str) -> Sequence[str]:
                 file=file,
                 expected=f"a pattern in {kind}",
                 found=f"{problem} ({str(pattern)[:80]})",
-                fix="give a family or --rules instead",
+                fix="give --rules FILE (Python: rules=), or load with a family",
             )
     return _listed(patterns, kind, file)
 
@@ -193,7 +193,7 @@ def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -
             parameter=name,
             expected="one pattern",
             found=" and ".join(kind for kind, _ in found),
-            fix="give a family or --rules instead",
+            fix="give --rules FILE (Python: rules=), or load with a family",
         )
     kind, entry = found[0] if found else ("", None)
     layout = _layout(kind, entry, name, local, info, tp, file)
@@ -204,7 +204,7 @@ def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -
             parameter=name,
             expected=layout,
             found=f"shape {local}",
-            fix="give a family or --rules instead",
+            fix="give --rules FILE (Python: rules=), or load with a family",
         )
     shape = tuple(
         n * tp if any(cut.dim == dim for cut in layout.cuts()) else n for dim, n in enumerate(local)
@@ -244,7 +244,7 @@ def _layout(
                 parameter=name,
                 expected=f"sizes that add up to {local[dim] * tp}, each a multiple of {tp}",
                 found=sizes,
-                fix="give a family or --rules instead",
+                fix="give --rules FILE (Python: rules=), or load with a family",
             )
         return ShardNC("tp", dim, tuple(sizes))
     return Shard("tp", 0)

@@ -112,14 +112,17 @@ class Target:
         self.mesh.require_possible()
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        _check_words(self)
+        size: Any = self.sub_group_size
         if self.dtype not in (None, *TRAINING_DTYPES) or (
-            self.sub_group_size is not None and self.sub_group_size < 1
+            size is not None and (type(size) is not int or size < 1)
         ):
             raise UsageError(
                 "this is no target",
                 expected=f"dtype {' or '.join(TRAINING_DTYPES)}, sub_group_size of at least 1",
-                found=f"{self.dtype}, {self.sub_group_size}",
-                fix="correct the dtype (--dtype) or the size (--sub-group-size)",
+                found=f"{self.dtype}, {size!r}",
+                fix="correct the dtype (--dtype) or the size (--sub-group-size); Python: "
+                "Target(dtype=, sub_group_size=)",
             )
         if self.mesh.pp > 1 and self.mesh.zero > 1:
             raise UsageError(
@@ -157,7 +160,11 @@ class Target:
         size: Any = settings.get("sub_group_size", SUB_GROUP_SIZE)
         if not isinstance(size, int | float) or size < 1:
             raise UsageError(
-                "sub_group_size is a number of elements", expected="at least 1", found=size
+                "sub_group_size is a number of elements",
+                expected="at least 1",
+                found=size,
+                fix="correct sub_group_size in the section zero_optimization of the "
+                "DeepSpeed config",
             )
         offloaded = is_offloaded(config)  # no BF16_Optimizer then
         said: dict[str, Any] = {
@@ -226,6 +233,37 @@ class Target:
         )
 
 
+def _check_words(target: Target) -> None:
+    """Raises UsageError for groups, stages or an optimizer of other types than they have."""
+    groups: Any = target.groups
+    stages: Any = target.stages
+    is_list = isinstance(groups, list | tuple) and all(isinstance(g, list | tuple) for g in groups)
+    if groups is not None and not (
+        is_list and all(isinstance(name, str) for group in groups for name in group)
+    ):
+        raise UsageError(
+            "groups are lists of names of parameters",
+            expected='(("a.weight",), ("a.bias",))',
+            found=repr(groups)[:200],
+            fix="give one list for each group (--groups; Python: Target(groups=))",
+        )
+    numbers = isinstance(stages, list | tuple) and all(type(count) is int for count in stages)
+    if not (stages is None or isinstance(stages, str) or numbers):
+        raise UsageError(
+            "this says no division of a pipeline",
+            expected="uniform, parameters, layers, or a number of layers for each stage",
+            found=repr(stages)[:200],
+            fix="give one of these (--stages; Python: Target(stages=))",
+        )
+    if not isinstance(cast("object", target.optimizer), str | None):
+        raise UsageError(
+            "an optimizer is named by its class",
+            expected='"torch.AdamW", or none to keep the source\'s',
+            found=repr(target.optimizer)[:200],
+            fix="give the name as text (--optimizer; Python: Target(optimizer=))",
+        )
+
+
 def _elems(tensor: Sequence[tuple[str, int]]) -> int:
     return sum(size for _, size in tensor)
 
@@ -264,7 +302,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
                 "the config leaves the training dtype open",
                 expected=f"{key}.enabled: true or false",
                 found=enabled,
-                fix="write the value that the job will have, or give the dtype (--dtype)",
+                fix="write the value that the job will have, or give the dtype (--dtype; Python: "
+                "Target(dtype=))",
             )
         if enabled:
             return dtype

@@ -45,7 +45,7 @@ from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_stat
 from megatron_ucp.formats.optimizers import ELEMENT
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
-_PARAM = "param"
+_RESTORE, _PARAM = "restore it, or convert again", "param"
 
 
 class UniversalCheckpoint(TagFolder):
@@ -134,7 +134,7 @@ class UniversalCheckpoint(TagFolder):
             file=self.folder / ATOMS / name,
             expected=name,
             found="no such file",
-            fix="restore it, or convert again",
+            fix=_RESTORE,
         )
 
     def _name(self, folder: str) -> str:
@@ -149,9 +149,8 @@ class UniversalCheckpoint(TagFolder):
         raise UnsupportedError(
             "a universal folder of a pipeline needs a family or rules",
             file=self.folder / ATOMS / folder,
-            found=folder,
-            fix="load it into an engine that was attached with family=; or give --rules with "
-            "[[pipeline]] entries",
+            fix="give --rules (Python: rules=) a file with [[pipeline]] entries",
+            id="layout-unknown",
         )
 
     # ---------------------------------------------------------------- structure
@@ -294,7 +293,7 @@ class UniversalCheckpoint(TagFolder):
                 file=folder / f"{MASTER}.pt",
                 parameter=name,
                 found=", ".join(sorted(found)) or "nothing",
-                fix="restore it, or convert again",
+                fix=_RESTORE,
             )
         odd = sorted(found - {MASTER, STEP} - ELEMENT)
         if odd:
@@ -304,6 +303,7 @@ class UniversalCheckpoint(TagFolder):
                 parameter=name,
                 expected=" ".join(sorted(ELEMENT)),
                 found=odd[0],
+                fix="register its optimizer (ucp.register_optimizer), or move the file away",
             )
         states = [MASTER, *sorted(found & ELEMENT)]
         if len(states) > 1 and STEP not in found and self._steps_apart:
@@ -312,7 +312,7 @@ class UniversalCheckpoint(TagFolder):
                 file=folder / f"{STEP}.pt",
                 parameter=name,
                 found=", ".join(sorted(found)),
-                fix="restore it, or convert again",
+                fix=_RESTORE,
             )
         kept = self._step(name) if STEP in found else self._common_step() if len(states) > 1 else {}
         return tuple((state, self._atom(name, state).storage.dtype) for state in states), kept
@@ -364,7 +364,7 @@ class UniversalCheckpoint(TagFolder):
                 parameter=name,
                 expected=f"{len(self._atoms)} folders and one of this name",
                 found="none",
-                fix="restore it, or convert again",
+                fix=_RESTORE,
             )
         return self._atoms[name]
 

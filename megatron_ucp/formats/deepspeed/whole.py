@@ -196,7 +196,7 @@ def _check_runs(
             expected=f"{theirs[index].item()} as in {beside}",
             found=f"{ours[index].item()}",
             fix="put the files of one save into the folder; if masters were changed on "
-            'purpose, load with allow={"stale"}',
+            'purpose, load with --allow stale (Python: allow={"stale"})',
         )
 
 

@@ -110,6 +110,7 @@ class HuggingFaceCheckpoint:
                 expected=f"{WEIGHTS_FILE}, or {INDEX_FILE}",
                 found=weights_as_pickles(self.folder) or "neither",
                 fix=AS_SAFETENSORS,
+                id="no-checkpoint",
             )
         listed = self._index()
         out: dict[str, str] = {}
@@ -295,7 +296,12 @@ class HuggingFaceCheckpoint:
 
     def place_of(self, ref: TensorRef) -> Where:
         """There are no tensors but weights."""
-        raise UsageError("a Hugging Face folder has no other tensors", file=self.folder, found=ref)
+        raise UsageError(
+            "a Hugging Face folder has no other tensors",
+            file=self.folder,
+            found=ref,
+            fix="report this with the output of `megatron-ucp inspect` for the folder",
+        )
 
     def check_read(self) -> None:
         """There are none to compare."""

@@ -31,7 +31,12 @@ def parse_size(text: str | int) -> int:
         r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([KMGT]?B)?", str(text).strip().upper()
     )
     if found is None or float(found[1]) <= 0:
-        raise UsageError("this is no size of a file", expected="5GB, 200MB", found=text)
+        raise UsageError(
+            "this is no size of a file",
+            expected="5GB, 200MB",
+            found=text,
+            fix="give such a size (--max-shard-size; Python: max_shard_size=)",
+        )
     return int(float(found[1]) * _UNITS[(found[2] or "").removeprefix("B")])
 
 

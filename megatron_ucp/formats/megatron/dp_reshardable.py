@@ -85,6 +85,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                     parameter=key,
                     expected=str(_values(first))[:200],
                     found=str(_values(own))[:200],
+                    fix="load another tag; the ranks went apart during training",
                 )
         return [group for _, groups in sorted(found.items()) for group in groups]
 
@@ -119,8 +120,8 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 expected="expert_tensor_parallel_size = tensor_model_parallel_size, or experts "
                 "that expert parallelism spreads",
                 found=str(self.saved_on),
-                fix="save it again with --dist-ckpt-optim-fully-reshardable, or load the weights: "
-                'allow={"weights"}, load_optimizer_states=False',
+                fix="save it again with --dist-ckpt-optim-fully-reshardable, or load the weights "
+                'alone (Python: allow={"weights"}, load_optimizer_states=False)',
             )
 
     def _build_of(self, specs: Mapping[str, ParamSpec]) -> Manifest:
@@ -228,6 +229,8 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                     file=self.main_file,
                     expected=", ".join(_STATES),
                     found=key,
+                    fix="train with --optimizer adam, or save again with --ckpt-format "
+                    "torch_dist and --dist-ckpt-optim-fully-reshardable",
                 )
             optimizer, group, buffer, number = (
                 int(found[name] or 0) for name in ("optimizer", "group", "buffer", "bucket")

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate, ShardRuns
-from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
@@ -42,7 +42,6 @@ from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 from megatron_ucp.formats.recorded import Recorded
 
-SAVED_ON = "saved_on"  # the mesh of the run, where the files don't depend on it
 Read = TypeVar("Read")
 
 
@@ -283,7 +282,8 @@ class MegatronFolder:
                 file=self.main_file,
                 parameter=spec.name,
                 expected="a name of megatron-core's GPTModel",
-                fix="give --rules FILE",
+                fix="give --rules FILE (Python: rules=)",
+                id="layout-unknown",
             )
         layout = spec.on_mesh or (_uncut(spec) if spec.shape else Replicate())
         return replace(spec, layout=layout, on_mesh=None)
@@ -395,7 +395,7 @@ def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> Sta
         parameter=wrong[0],
         expected="masters that, rounded, are the weights bit for bit",
         found=some_of(wrong, _NAMED),
-        fix='load another tag, or the weights alone with allow={"weights"} (--allow weights)',
+        fix='load another tag, or the weights alone: --allow weights (Python: allow={"weights"})',
     )
 
 

@@ -122,7 +122,7 @@ class Membership:
                 parameter=spec.name,
                 expected="one group for its kind",
                 found=f"{len(left)} of {len(self.groups)} groups",
-                fix="load with load_optimizer_states=False",
+                fix="load the weights alone (Python: load_optimizer_states=False)",
             )
         return left[0]
 

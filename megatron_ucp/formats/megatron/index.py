@@ -176,6 +176,8 @@ class _Reader:
                 "encrypted)",
                 file=self.path,
                 found=f"{len(said['transform_descriptors'])} of them for {name!r}",
+                fix="load it with the program that wrote it, and save it again without "
+                "compression or encryption",
             )
         good = isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..")
         if not good or "\0" in name or name.startswith("."):

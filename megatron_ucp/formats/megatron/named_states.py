@@ -79,6 +79,7 @@ class NamedStates:
                     parameter=name,
                     expected=f"{len(by_state[MASTER].boxes)} chunks",
                     found=f"{len(param.boxes)} chunks of {state}",
+                    fix="load it with Megatron-LM and save it again with --ckpt-format torch_dist",
                 )
         return HeldStates(by_state, stepped=True)
 

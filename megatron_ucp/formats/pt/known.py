@@ -328,6 +328,7 @@ def _dtype(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
             "a numpy array has a dtype that is no plain number or text",
             file=machine.file,
             found=shown(text),
+            fix="keep it as a plain list or a tensor, and save again",
         )
     return Stand(DTYPE, (), {"dtype": "|" + text})
 
@@ -336,7 +337,11 @@ def _dtype_state(machine: "Machine", target: Stand, state: object) -> None:
     if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
         machine.fail("a numpy dtype is malformed", found=state)
     if any(item is not None for item in state[2:5]):
-        raise UnsupportedError("a numpy array has a structured dtype", file=machine.file)
+        raise UnsupportedError(
+            "a numpy array has a structured dtype",
+            file=machine.file,
+            fix="keep its columns as plain lists or tensors, and save again",
+        )
     target.state["dtype"] = f"{state[1]}{str(target.state['dtype'])[1:]}"
 
 
@@ -378,7 +383,10 @@ def _scalar(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     state = _array(machine, args[0], (), False, args[1])
     if not is_numpy_scalar(str(state["dtype"])):
         raise UnsupportedError(
-            "a numpy scalar has a dtype that is not read", file=machine.file, found=state["dtype"]
+            "a numpy scalar has a dtype that is not read",
+            file=machine.file,
+            found=state["dtype"],
+            fix="keep it as a plain Python number, and save again",
         )
     return numpy_scalar(str(state["dtype"]), bytes(args[1]))  # type: ignore[arg-type]
 

@@ -55,7 +55,10 @@ _Write = Callable[[bytes], object]
 def _write(write: _Write, value: object, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise UnsupportedError(
-            "a value is nested too deeply to be written", expected=f"at most {_MAX_DEPTH} levels"
+            "a value is nested too deeply to be written",
+            expected=f"at most {_MAX_DEPTH} levels",
+            fix="nest it less deeply, or keep it in a file of your own",
+            id="",
         )
     writer = _WRITERS.get(type(value))
     if writer is None:
@@ -63,6 +66,8 @@ def _write(write: _Write, value: object, depth: int) -> None:
             "a value of this type can't be written",
             found=type(value).__qualname__,
             expected=", ".join(sorted(kind.__name__ for kind in _WRITERS)),
+            fix="keep it as one of these, or in a file of your own",
+            id="",
         )
     writer(write, value, depth + 1)
 
@@ -168,6 +173,8 @@ def _dtype_name(write: _Write, value: DtypeName, _: int) -> None:
             "a dtype that can't be written",
             found=ascii(value[:100]),
             expected=", ".join(sorted(ITEMSIZE)),
+            fix="convert it to one of these dtypes",
+            id="",
         )
     _global(write, value)
 
@@ -208,6 +215,8 @@ def _storage(write: _Write, value: StorageRef, depth: int) -> None:
             "tensors of this dtype can't be written",
             found=value.dtype,
             expected=", ".join(sorted(_STORAGE)),
+            fix="convert it to one of these dtypes",
+            id="",
         )
     _global(write, _STORAGE[value.dtype])
     for item in (value.key, "cpu", value.elems):

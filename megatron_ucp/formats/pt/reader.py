@@ -157,6 +157,7 @@ class PtFile(OpenFile):
                     "only contiguous tensors can be read as a run of bytes",
                     file=self.path,
                     found=source,
+                    fix="read it row by row, or as a tensor",
                 )
             first_byte, size_bytes = source.offset_elems * itemsize, source.numel * itemsize
             record = self.record(source.storage)

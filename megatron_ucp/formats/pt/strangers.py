@@ -66,8 +66,8 @@ def not_listed(qualname: str, file: str | None) -> UnsafePickleError:
         file=file,
         found=shown,
         expected="tensors, plain Python values and DeepSpeed's own records",
-        fix=UnsafePickleError.fix + '; a load with allow={"values"} leaves such a value of a '
-        "scheduler, a group or the client state out",
+        fix=UnsafePickleError.fix + '; in Python a load with allow={"values"} leaves such a '
+        "value of a scheduler, a group or the client state out",
     )
 
 

@@ -105,6 +105,8 @@ def tensor_value(
             file=file,
             expected=f"at most {max_elems} elements",
             found=str(ref.shape),
+            fix="keep large tensors as parameters or buffers of the model, or in a file "
+            "of your own",
         )
     size = ITEMSIZE[ref.storage.dtype]
     if not ref.is_contiguous:

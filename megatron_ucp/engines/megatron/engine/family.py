@@ -40,6 +40,7 @@ def _fitting(module: Any, names: Collection[str]) -> Model:
         expected=", ".join(families()),
         found=", ".join(sorted(names)[:3]),
         fix="register a family with megatron_ucp.register_family, and name it: family=",
+        id="layout-unknown",
     )
 
 

@@ -66,6 +66,8 @@ class LiveMegatron:
                 "the ranks of the engine don't make up whole stages",
                 expected=str(own.mesh.holding()),
                 found=str(places),
+                fix="make megatron-core's process groups with "
+                "parallel_state.initialize_model_parallel alone",
             )
         joined, here = join(stages), places.index(own.at)
         self.stack, self.own = stack, own

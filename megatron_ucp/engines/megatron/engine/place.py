@@ -191,6 +191,8 @@ class OwnPlace:
                 parameter=members[0].param,
                 expected="param.allreduce False for experts alone",
                 found=f"a buffer of {len(members)} parameters",
+                fix="set param.allreduce = False on the experts' parameters before "
+                "DistributedDataParallel is made",
             )
         return found.pop()
 

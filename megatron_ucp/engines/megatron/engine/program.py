@@ -153,6 +153,7 @@ def _is_empty(folder: str | None) -> bool:
             file=folder,
             expected="a folder that all of them share",
             found=f"none on {sum(told.values)} of {len(told.values)} ranks",
+            fix="mount the same folder on all machines, or copy the checkpoint to each of them",
         )
     return bool(told.values[0])
 

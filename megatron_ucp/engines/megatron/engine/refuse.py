@@ -46,6 +46,7 @@ def refuse_stack(chunks: Sequence[Any], optimizer: Any) -> None:
             "several instances of the distributed optimizer are not supported",
             expected="num_distributed_optimizer_instances 1",
             found=buffers.num_distributed_optimizer_instances,
+            fix="leave --num-distributed-optimizer-instances out",
         )
     for chunk in chunks:
         _refuse_model(bare_model(chunk))
@@ -55,7 +56,11 @@ def _refuse(config: Any, settings: dict[str, str]) -> None:
     for name, why in settings.items():
         if getattr(config, name, None):
             raise UnsupportedError(
-                f"{name} is not supported: {why}", expected=f"{name} off", found="on"
+                f"{name} is not supported: {why}",
+                expected=f"{name} off",
+                found="on",
+                fix="switch it off, or save and load with Megatron-LM's own functions on "
+                "the same mesh",
             )
 
 
@@ -65,6 +70,8 @@ def _refuse_model(model: Any) -> None:
             "the model is no GPTModel of megatron-core",
             expected="a decoder of transformer layers",
             found=type(model).__name__,
+            fix="build a GPTModel, or save and load with Megatron-LM's own functions on "
+            "the same mesh",
         )
     _refuse(model.config, _MODEL)
     for name, layer in moe_layers(model):

@@ -73,6 +73,7 @@ from megatron_ucp.formats.megatron.writer import (
 from megatron_ucp.formats.of_ranks import PER_RANK
 from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.output_folder import begin_sync
 
@@ -117,9 +118,10 @@ def save(
     """
     with agree.together():
         _refuse_other(stack)
+        folder = Path(plain_path(save_dir))
         how = Saving(durable, keep_latest, rng, loader)
     started = time.perf_counter()
-    folder, tag = Path(save_dir), iteration_name(stack.iteration)
+    tag = iteration_name(stack.iteration)
     sync = Syncs(how.durable)
     job = _Job(stack, *_described(stack))
     notes, written_bytes = _save(job, folder, tag, arguments, how, sync)
@@ -235,6 +237,8 @@ def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
             "the optimizer keeps a state in another dtype than megatron-core's files have",
             expected="float32",
             found=", ".join(odd),
+            fix="keep the optimizer's states in fp32: leave --exp-avg-dtype and "
+            "--exp-avg-sq-dtype out",
         )
     return states, scalars
 
