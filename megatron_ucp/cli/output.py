@@ -22,7 +22,7 @@ def add_rules(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--rules",
         metavar="FILE",
-        help="a TOML file that says how parameters are cut and named (docs/rules.md)",
+        help="a TOML file that says how parameters are cut and named (docs/reference/rules.md)",
     )
 
 

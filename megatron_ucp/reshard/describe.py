@@ -19,8 +19,8 @@ def describe(path: str | Path, tag: str | None = None, rules: str | Path | None 
     Raises a UcpError.
 
     A stage-0 checkpoint without a manifest keeps optimizer states by position only: its manifest
-    has weights alone. `rules`: a file of rules (docs/rules.md) for a checkpoint that does not say
-    how it is cut.
+    has weights alone. `rules`: a file of rules (docs/reference/rules.md) for a checkpoint
+    that does not say how it is cut.
     """
     with open_checkpoint(path, tag, rules) as checkpoint:
         return checkpoint.manifest
