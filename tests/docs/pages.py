@@ -3,8 +3,8 @@
 A block ```console holds `$ command` lines, each followed by exactly what it prints (numbers apart;
 a line `...` stands for any lines). A block ```bash holds commands whose output is not shown. Both
 are run, page by page, in a work folder (`tests/docs/work.py`), unless an HTML comment stands
-directly before the block: `<!-- run by tests/path.py::test_name -->`, a test that runs these scripts, or
-`<!-- not run: reason -->` with a reason of `REASONS`.
+directly before the block: `<!-- run by tests/path.py::test_name -->`, a test that runs these
+scripts, or `<!-- not run: reason -->` with a reason of `REASONS`.
 """
 
 import re

@@ -1,7 +1,8 @@
 """The folders that the pages name, in a work folder of each page.
 
 runs/llama           what `bash examples/quickstart.sh` leaves: tp=2, dp=2, ZeRO-1 of DeepSpeed
-checkpoint-500       (and -400) what transformers' Trainer leaves: DeepSpeed's own ZeRO-3 files, config.json
+checkpoint-500       (and -400) what transformers' Trainer leaves: DeepSpeed's own ZeRO-3 files
+                     and config.json
 lora/checkpoint-500  the same of a LoRA adapter of peft on `base`
 base                 a Hugging Face model
 megatron             Megatron-LM's own folder, `fully_reshardable`; `megatron_default` is
