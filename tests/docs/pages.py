@@ -24,7 +24,7 @@ LANGUAGES = {"console", "bash", "python", "json", "toml", "text", "diff", "bibte
 LINK = re.compile(r"(?<!\!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-LIST_ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
+LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 MOST_WORDS = 30
 INTERNAL = re.compile(r"\b(twins?|doors?|told|on paper|verbs?|asked|missed)\b", re.IGNORECASE)
 

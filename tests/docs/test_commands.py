@@ -1,5 +1,7 @@
 """Every command and every printed output of README and docs, run in a work folder for each page."""
 
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from tests.docs import console, work
 from tests.docs.pages import ROOT, Block, all_pages, blocks_of
 from tests.ranks import RankPool
+from tests.scripts import start
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
@@ -48,6 +51,25 @@ def test_all_pages_with_commands_are_run(folder: Path) -> None:
             faults = [fault for block in runnable(page) for fault in console.faults(block)]
         found += [f"{page}: {fault}" for fault in faults]
     assert not found, "\n\n".join([*found, "to update the pages: python -m tests.docs.update"])
+
+
+def test_the_two_commands_of_pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/reference/pretrain.md: pretrain_gpt.py on four ranks, then on two, on another layout. As
+    the page has them, with a tenth of the iterations."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    blocks = blocks_of((ROOT / "docs" / "reference" / "pretrain.md").read_text())
+    (block,) = [one for one in blocks if any("pretrain_gpt.py" in line for line in one.lines)]
+    commands = [shlex.split(one.text.replace("\\\n", " ")) for one in block.commands]
+    fewer = {"40": "4", "20": "2", "10": "1", "5": "1", "LICENSE": str(ROOT / "LICENSE")}
+    steps = []
+    for number, words in enumerate(words for words in commands if "--nproc_per_node" in words):
+        at = words.index("--nproc_per_node") + 1
+        flags = [word.replace("runs/", f"{tmp_path}/") for word in words[at + 2 :]]
+        script = [str(ROOT / words[at + 1]), *[fewer.get(flag, flag) for flag in flags]]
+        log = tmp_path / f"log_{number}"
+        assert start(int(words[at]), script, log) == 0, log.read_text()
+        steps.append(re.findall(r"iteration +(\d+)/ +4 ", log.read_text()))
+    assert steps == [["1", "2"], ["3", "4"]]
 
 
 @pytest.mark.parametrize(

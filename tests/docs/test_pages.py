@@ -99,6 +99,19 @@ def test_front_pages_are_short() -> None:
     assert len(section_lines("## [0.1.0]\n" + "x\n" * 50, "0.1.0")) == 51  # negative control
 
 
+def test_the_version_is_one() -> None:
+    (in_setup,) = re.findall(r'version="(.*?)"', (ROOT / "setup.py").read_text())
+    newest = re.findall(r"(?m)^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text())[0]
+    assert in_setup == ucp.__version__ == newest
+    assert f"Status: {in_setup}" in (ROOT / "README.md").read_text()
+
+
+def test_every_patch_has_its_row() -> None:
+    page = (ROOT / "docs" / "maintain" / "patches.md").read_text()
+    names = {path.stem for path in (ROOT / "patches").glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"(?m)^\| `(\w+)` \|", page)) == names
+
+
 def test_the_readme_names_the_two_scripts() -> None:
     text = (ROOT / "README.md").read_text()
     assert "bash examples/quickstart.sh" in text and "bash tests/run.sh" in text
