@@ -176,7 +176,7 @@ def sentences(text: str) -> Iterator[str]:
             yield from split(" ".join(paragraph))
             paragraph = []
         if line.strip() and not line.lstrip().startswith(("#", "|")):
-            paragraph.append(LIST_ITEM.sub("", line, count=1).lstrip("> "))
+            paragraph.append(LIST_ITEM.sub("", line, count=1).strip("> "))
 
 
 def split(paragraph: str) -> list[str]:

@@ -84,12 +84,14 @@ def section_lines(changelog: str, version: str) -> list[str]:
 def test_blocks_and_links_of_a_page(page: Path) -> None:
     text = (ROOT / page).read_text()
     found = [fault for block in blocks_of(text) for fault in block_faults(block)]
-    assert not [*found, *link_faults(page, text)]
+    found += link_faults(page, text)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("page", user_pages(), ids=str)
 def test_the_language_of_a_page(page: Path) -> None:
-    assert not list(language_faults(page, (ROOT / page).read_text()))
+    found = list(language_faults(page, (ROOT / page).read_text()))
+    assert not found, "\n".join(found)
 
 
 def test_front_pages_are_short() -> None:
@@ -131,7 +133,7 @@ def test_the_readme_names_the_two_scripts() -> None:
         ("<!-- run by tests/docs/test_pages.py::no_such -->\n```bash\nls\n```", "there is no test"),
         ("<!-- run by tests/nowhere.py::test -->\n```bash\nls\n```", "there is no test"),
         (
-            "<!-- run by tests/test_layers.py::test_layers -->\n```bash\npython other.py\n```",
+            "<!-- run by tests/test_setup.py::test_another_python_is_refused_with_the_versions_that_fit -->\n```bash\npython oth3r.py\n```",
             "has nothing of",
         ),
     ],
@@ -164,4 +166,4 @@ def test_bad_language_is_seen() -> None:
         language_faults(Path("p.md"), f"| {long} |\n\n```text\n{long} door\n```\n`told`")
     )
     listed = "- one two.\n- three\n  four\n\n1. five [six](a/long/link.md). seven"
-    assert list(sentences(listed)) == ["one two.", "three   four", "five six.", "seven"]
+    assert list(sentences(listed)) == ["one two.", "three four", "five six.", "seven"]
