@@ -26,6 +26,7 @@ from tests.docs.pages import (
 )
 
 README_LINES, CHANGELOG_LINES = 150, 40
+OTHER = "tests/test_setup.py::test_another_python_is_refused_with_the_versions_that_fit"
 
 
 def python_faults(block: Block) -> Iterator[str]:
@@ -132,10 +133,7 @@ def test_the_readme_names_the_two_scripts() -> None:
         ("<!-- not run: no time -->\n```bash\nls\n```", "is none of"),
         ("<!-- run by tests/docs/test_pages.py::no_such -->\n```bash\nls\n```", "there is no test"),
         ("<!-- run by tests/nowhere.py::test -->\n```bash\nls\n```", "there is no test"),
-        (
-            "<!-- run by tests/test_setup.py::test_another_python_is_refused_with_the_versions_that_fit -->\n```bash\npython oth3r.py\n```",
-            "has nothing of",
-        ),
+        (f"<!-- run by {OTHER} -->\n```bash\npython oth3r.py\n```", "has nothing of"),
     ],
 )
 def test_a_bad_block_is_seen(text: str, fault: str) -> None:
