@@ -1,8 +1,8 @@
 from setuptools import find_packages, setup
 
-# The versions that the tests run against. DeepSpeed and Megatron-Core change their file formats
-# without notice, so each is named exactly; reading, converting and verifying checkpoints needs
-# neither.
+# The base install leaves the user's torch, DeepSpeed and Megatron-Core as they are: it asks for no
+# version of theirs but torch 2.6. The extras are what the tests run against, for whoever starts
+# from nothing. DeepSpeed and Megatron-Core change their file formats without notice: each is exact.
 TORCH = "torch==2.13.0"
 DEEPSPEED = [TORCH, "deepspeed==0.19.8"]
 MEGATRON = [TORCH, "megatron-core==0.16.1"]
@@ -30,7 +30,15 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["megatron_ucp", "megatron_ucp.*"]), "megatron_ucp_patches"],
     package_dir={"megatron_ucp_patches": "patches"},
-    install_requires=["torch>=2.6", "isal>=1.9", "numpy>=1.26", "safetensors>=0.4", "tqdm>=4.60"],
+    package_data={"megatron_ucp": ["py.typed"]},
+    install_requires=[
+        "torch>=2.6",
+        "isal>=1.9",
+        "numpy>=1.26",
+        "safetensors>=0.4",
+        "shtab>=1.6",
+        "tqdm>=4.60",
+    ],
     extras_require={"deepspeed": DEEPSPEED, "megatron": MEGATRON, "hf": HUGGING_FACE, "dev": DEV},
     entry_points={"console_scripts": ["megatron-ucp = megatron_ucp.cli:main"]},
     zip_safe=False,

@@ -1,31 +1,102 @@
-"""Resume a training run on any mesh, straight from its own checkpoint files, bit for bit."""
+"""Resume a training run on any mesh, straight from its own checkpoint files, bit for bit.
 
-from typing import Any
+An engine:      attach, initialize, install, load, save, report, export_hf
+Megatron-core:  attach_megatron; `megatron_ucp.megatron_lm` for Megatron-LM's own program
+A checkpoint:   inspect, describe, ls, plan, verify, diff, rules, newest_whole
+Another form:   convert, export_hf, import_hf, fp32_state_dict, fp32_tensors
+Your own:       register_family, register_optimizer, ResumableLoader
+
+Every error is a `UcpError`. What starts with an underscore, and modules that are not named here,
+may change at any time; see docs/reference/python.md.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import UcpError
+from megatron_ucp.errors import (
+    DamagedFileError,
+    EngineUnusableError,
+    ForeignFileError,
+    InexactError,
+    LayoutError,
+    ModelMismatchError,
+    NotFoundError,
+    PlanError,
+    RankError,
+    RuleError,
+    SaveError,
+    StateMismatchError,
+    UcpError,
+    UnsafePickleError,
+    UnsupportedError,
+    UsageError,
+)
 from megatron_ucp.formats.deepspeed.target import Target
 
+if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
+    from megatron_ucp.engines.attach import attach, initialize, install
+    from megatron_ucp.engines.load import load
+    from megatron_ucp.engines.loader import ResumableLoader
+    from megatron_ucp.engines.megatron.engine.attach import attach_megatron
+    from megatron_ucp.engines.megatron.engine.save import save
+    from megatron_ucp.engines.reports import report
+    from megatron_ucp.families import register_family
+    from megatron_ucp.formats.optimizers import register_optimizer
+    from megatron_ucp.reshard.convert import convert
+    from megatron_ucp.reshard.describe import describe
+    from megatron_ucp.reshard.diff import diff
+    from megatron_ucp.reshard.export import export_hf
+    from megatron_ucp.reshard.fp32 import fp32_state_dict, fp32_tensors
+    from megatron_ucp.reshard.import_hf import import_hf
+    from megatron_ucp.reshard.inspect import inspect
+    from megatron_ucp.reshard.listing import ls
+    from megatron_ucp.reshard.newest import newest_whole
+    from megatron_ucp.reshard.preview import plan
+    from megatron_ucp.reshard.rules import rules
+    from megatron_ucp.reshard.verify import verify
+
 __all__ = [
+    "DamagedFileError",
+    "EngineUnusableError",
+    "ForeignFileError",
+    "InexactError",
+    "LayoutError",
     "Manifest",
     "Mesh",
+    "ModelMismatchError",
+    "NotFoundError",
+    "PlanError",
+    "RankError",
     "ResumableLoader",
+    "RuleError",
+    "SaveError",
+    "StateMismatchError",
     "Target",
     "UcpError",
+    "UnsafePickleError",
+    "UnsupportedError",
+    "UsageError",
     "attach",
     "attach_megatron",
     "convert",
     "describe",
     "diff",
     "export_hf",
+    "fp32_state_dict",
+    "fp32_tensors",
     "import_hf",
     "initialize",
+    "inspect",
     "install",
     "load",
+    "ls",
     "newest_whole",
+    "plan",
     "register_family",
     "register_optimizer",
+    "report",
+    "rules",
     "save",
     "verify",
 ]
@@ -34,19 +105,26 @@ __version__ = "0.1.0"
 _HOMES = {
     "attach": "engines.attach",
     "attach_megatron": "engines.megatron.engine.attach",
-    "initialize": "engines.attach",
-    "install": "engines.attach",
-    "ResumableLoader": "engines.loader",
-    "newest_whole": "reshard.newest",
-    "load": "engines.load",
-    "register_family": "families",
-    "save": "engines.megatron.engine.save",
-    "register_optimizer": "formats.optimizers",
     "convert": "reshard.convert",
     "describe": "reshard.describe",
     "diff": "reshard.diff",
     "export_hf": "reshard.export",
+    "fp32_state_dict": "reshard.fp32",
+    "fp32_tensors": "reshard.fp32",
     "import_hf": "reshard.import_hf",
+    "initialize": "engines.attach",
+    "inspect": "reshard.inspect",
+    "install": "engines.attach",
+    "load": "engines.load",
+    "ls": "reshard.listing",
+    "newest_whole": "reshard.newest",
+    "plan": "reshard.preview",
+    "register_family": "families",
+    "register_optimizer": "formats.optimizers",
+    "report": "engines.reports",
+    "ResumableLoader": "engines.loader",
+    "rules": "reshard.rules",
+    "save": "engines.megatron.engine.save",
     "verify": "reshard.verify",
 }
 
@@ -59,3 +137,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,24 +1,83 @@
-"""`python -m megatron_ucp.run script.py ...`: the script as it is, with `install` before it."""
+"""`python -m megatron_ucp.run script.py ...`: the script as it is, with every engine that it makes
+attached. `megatron-ucp run` is the same."""
 
+import os
 import runpy
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_ucp.errors import UsageError
+
+USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
+       python -m megatron_ucp.run -m module [its arguments]
+       torchrun --nproc_per_node 6 -m megatron_ucp.run train.py ...
+
+Runs a training script unchanged. Every engine that deepspeed.initialize makes is attached: its
+saves are atomic, and it loads what any mesh saved. The section "universal_checkpoint" of the
+DeepSpeed config may add options; {"enabled": false} there leaves an engine alone."""
+UNUSABLE = 2
 
 
-def main() -> None:
-    """Runs the script that the command line names as `__main__`."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m megatron_ucp.run [-m module | script.py] ...")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script that the words name, as `__main__`; 2 where there is none."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in ([], ["-h"], ["--help"]):
+        (sys.stdout if words else sys.stderr).write(f"{USAGE}\n")
+        return 0 if words else UNUSABLE
+    try:
+        run(words)
+    except UsageError as error:
+        sys.stderr.write(f"megatron_ucp.run: {error}\n")
+        return UNUSABLE
+    return 0
+
+
+def run(words: Sequence[str]) -> None:
+    """Installs, and runs the script. Raises UsageError where there is no such script."""
+    is_module = words[0] == "-m"
+    program = list(words[1:] if is_module else words)
+    _require(program, is_module)
     from megatron_ucp.engines.attach import install
 
-    install()
-    if sys.argv[1] == "-m" and len(sys.argv) > 2:
-        sys.argv = sys.argv[2:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(__import__("pathlib").Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    install(enabled=True)
+    sys.argv = program
+    if is_module:
+        sys.path.insert(0, os.getcwd())  # as python -m does
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        runpy.run_path(program[0], run_name="__main__")
+
+
+def _require(program: Sequence[str], is_module: bool) -> None:
+    """Raises UsageError where there is no such script or module."""
+    if is_module:
+        if not program or not _is_there(program[0]):
+            raise UsageError(
+                "there is no such module",
+                expected="-m and the name of a module",
+                found=program[0] if program else "none",
+                fix="check the name, or give the path of the script without -m",
+            )
+    elif not Path(program[0]).is_file():
+        flag = program[0].startswith("-")
+        raise UsageError(
+            "there is no such script",
+            file=None if flag else program[0],
+            expected="the path of the training script, then its own arguments",
+            found=f"the option {program[0]}" if flag else "no such file",
+            fix="give the script first; options of torchrun stand before -m megatron_ucp.run",
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

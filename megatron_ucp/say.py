@@ -14,17 +14,21 @@ handler or a level of its own keeps them.
         ...
 """
 
+import functools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 LOGGER = logging.getLogger("megatron_ucp")
 # A logger of its own, so that a command that prints its own last line still shows progress.
 PROGRESS = LOGGER.getChild("progress")
 VARIABLE = "MEGATRON_UCP_LOG"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _OFF = logging.CRITICAL + 1
 _LEVELS = {
     "quiet": _OFF,
@@ -66,6 +70,29 @@ def with_count(text: str, notes: Sequence[str]) -> str:
     """The line that `ended` shows."""
     count = f"{len(notes) or 'no'} note{'' if len(notes) == 1 else 's'}"
     return f"{text}; {count}"
+
+
+def shown(
+    what: str, unit: str = "B", ends: bool = False
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator of an operation with an argument `progress`: where nobody gives one, it is
+    `progress` of here. With `ends` its result, which has `notes`, is shown as the last line."""
+
+    def decorate(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(operation)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if kwargs.get("progress") is not None:
+                done = operation(*args, **kwargs)
+            else:
+                with progress(what, unit) as kwargs["progress"]:
+                    done = operation(*args, **kwargs)
+            if ends:
+                ended(str(done), getattr(done, "notes", ()))
+            return done
+
+        return run
+
+    return decorate
 
 
 @contextmanager

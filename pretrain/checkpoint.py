@@ -365,10 +365,6 @@ def load(engine: Any, saved: Saved, args: argparse.Namespace) -> tuple[Position,
     )
     for line in saved.passed_over:
         say(f"  passed over {line}")
-    say(f"loaded {saved.path} ({report.source}) into {report.target} in {report.seconds:.2f} s")
-    for note in report.notes:
-        if saved.has_schedule and keep or not note.startswith("the scheduler was not restored"):
-            say(f"  {note}")
     if saved.weights_only:
         return Position(), report
     if not keep:
@@ -433,8 +429,6 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
         },
     )
     say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
-    for note in agree.gather(engine.ucp_save_report.notes)[0]:
-        say(f"  {note}")
 
 
 def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> None:
@@ -449,8 +443,6 @@ def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> No
         rng=not args.no_save_rng,
     )
     say(f"saved {report.path} at iteration {position.iteration}")
-    for note in report.notes:
-        say(f"  {note}")
 
 
 def export(engine: Any, args: argparse.Namespace) -> None:

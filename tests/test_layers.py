@@ -40,7 +40,8 @@ LAYERS = {
     "protocol": Layer(frozenset({"errors", "core", "formats"}), frozenset({"torch"})),
     "reshard": Layer(frozenset({"errors", "say", "core", "families", "formats", "protocol"})),
     "engines": Layer(BELOW_ENGINES | {"patches", "protocol"}),
-    "cli": Layer(BELOW_ENGINES),
+    # of the top the version, and the runner of scripts, which is not imported for anything else
+    "cli": Layer(BELOW_ENGINES | {"top"}),
     "patches": Layer(frozenset({"errors"})),
     "top": Layer(
         BELOW_ENGINES | {"engines", "cli", "top"}
@@ -161,11 +162,19 @@ def syntax_nodes(tree: ast.AST, found: dict[ast.AST, int]) -> int:
     return count
 
 
+def docstring_lines(function: Any) -> int:
+    """How many lines a function's docstring takes: a public one says what each argument is."""
+    if ast.get_docstring(function) is None:
+        return 0
+    first: Any = function.body[0]
+    return first.end_lineno - first.lineno + 1
+
+
 def function_faults(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
     counts: dict[Any, int] = {}
     syntax_nodes(tree, counts)
     for function, nodes in counts.items():
-        lines = function.end_lineno - function.lineno + 1
+        lines = function.end_lineno - function.lineno + 1 - docstring_lines(function)
         if lines > MAX_FUNCTION_LINES:
             yield function.lineno, f"function {function.name} has {lines} lines"
         if nodes > MAX_FUNCTION_NODES:
@@ -240,7 +249,7 @@ def test_no_name_has_two_meanings() -> None:
     assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
-SAID_BY_EACH = {"FAMILY", "HELP", "PATCHES"}  # what each file of a kind says of itself
+SAID_BY_EACH = {"FAMILY", "HELP", "EXAMPLE", "PATCHES"}  # what each file of a kind says of itself
 
 
 DENSE = '    """Docstrings and annotations do not count."""\n    x: list[int] = ['

@@ -1,32 +1,46 @@
-"""The command line: verbs that parse, print and map errors to exit codes. No logic. One module per
-verb."""
+"""The command line: commands that parse, print and map errors to exit codes. No logic. One module
+per command."""
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_ucp.cli.output import UNUSABLE
+from megatron_ucp import __version__, say
+from megatron_ucp.cli.output import EXIT_CODES, UNUSABLE, Parser, print_json
 from megatron_ucp.errors import DamagedFileError, UcpError, UsageError
 
-VERBS = ("inspect", "plan", "convert", "export-hf", "import-hf", "verify", "diff", "rules")
-INTERRUPTED, NOBODY_READS = (
-    130,
-    141,
-)  # what a shell says of a program that ended by SIGINT, by SIGPIPE
+COMMANDS = (
+    *("inspect", "ls", "plan", "verify", "diff"),
+    *("convert", "export-hf", "import-hf", "rules", "run", "doctor"),
+)
+INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of a program that SIGINT, SIGPIPE ended
+COMPLETION = "--print-completion"
 # Names come from foreign files: nothing that a terminal obeys, nothing that turns text around, no
 # half of a surrogate pair.
 _UNPLAIN = re.compile(r"[^\n\t\x20-\x7e\xa0-\u2029\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+_DESCRIPTION = """\
+Looks into checkpoints of DeepSpeed, Megatron-LM and Hugging Face, checks and compares them, and
+writes them for another mesh or another program, bit for bit. Not needed to resume: a job that is
+started by `megatron-ucp run` loads any checkpoint as it is. Neither DeepSpeed nor a GPU is needed,
+but for `run`."""
+_EXAMPLES = f"""\
+examples:
+  megatron-ucp inspect runs/llama                       what is it, and is it whole?
+  megatron-ucp plan runs/llama --mesh dp=3,zero=1       the dry run of a resume on 3 ranks
+  megatron-ucp export-hf runs/llama hf                  weights for transformers
+  torchrun --nproc_per_node 6 -m megatron_ucp.run train.py   resume on 6 ranks, unedited
+
+{EXIT_CODES}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `megatron-ucp`. Exit 0: done; 1: a difference or damage was found; 2: wrong
-    usage or unusable input."""
+    """Entry point of `megatron-ucp`; returns the exit code (see EXIT_CODES)."""
     words = _dashed(sys.argv[1:] if argv is None else argv)
     with contextlib.ExitStack() as left:
         if sys.stderr is None:  # closed by the shell
@@ -40,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NOBODY_READS
         except _OutputError as error:
             _forget_output()
-            _say(error.told, words, sys.stderr)
+            with contextlib.redirect_stdout(sys.stderr):
+                _tell(error.told, words)
             return UNUSABLE
         except KeyboardInterrupt:
             print("megatron-ucp: interrupted", file=sys.stderr)
@@ -63,9 +78,20 @@ def _forget_output() -> None:
 
 
 def _run(words: list[str]) -> int:
+    """The exit code of the command. Everything that can go wrong is told as an error of ours."""
+    if words[:1] == ["run"]:  # all that follows is the script's
+        from megatron_ucp.run import main as run
+
+        return run(words[1:])
     try:
-        args = _parser().parse_args(words)
-        return int(args.run(args))
+        if words and not words[0].startswith("-"):
+            _require_command(words[0])
+        args = _parser(COMPLETION in words).parse_args(words)
+        if args.run is None:
+            _parser().print_help()
+            return 0
+        with say.by_command_line(args.quiet):
+            return int(args.run(args))
     except UcpError as error:
         told = error
     except BrokenPipeError:
@@ -82,30 +108,41 @@ def _run(words: list[str]) -> int:
             "there is not enough memory for what the checkpoint asks for",
             fix="use a larger machine; if the checkpoint is small, distrust it",
         )
-    _say(told, words, sys.stdout if "--json" in words else sys.stderr)
+    _tell(told, words)
     return UNUSABLE
 
 
-def _say(told: UcpError, words: list[str], stream: Any) -> None:
-    """An error, with --json as JSON."""
+def _tell(told: UcpError, words: list[str]) -> None:
+    """An error, with --json as JSON on standard output."""
     if "--json" in words:
         facts = {key: value for key, value in told.__dict__.items() if value is not None}
-        print(json.dumps({"error": type(told).__name__, **facts}), file=stream)
+        print_json({"error": type(told).__name__, **facts}, UNUSABLE)
     else:
-        print(f"megatron-ucp: {told}", file=_Plain(stream))
+        print(f"megatron-ucp: {told}", file=_Plain(sys.stderr))
 
 
 def _dashed(words: Sequence[str]) -> list[str]:
-    """`--foo_bar=a_b` as `--foo-bar=a_b`: underscores are dashes in the names of options."""
+    """`--foo_bar=a_b` as `--foo-bar=a_b`: underscores are dashes in the names of options. What
+    `run` starts has options of its own."""
     out: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        out.append(
-            name.replace("_", "-") + equals + value
-            if word.startswith("--") and "--" not in out
-            else word
-        )
+        is_ours = word.startswith("--") and "--" not in out and out[:1] != ["run"]
+        out.append(name.replace("_", "-") + equals + value if is_ours else word)
     return out
+
+
+def _require_command(word: str) -> None:
+    """Raises UsageError for what is no command, with the nearest one."""
+    if word in COMMANDS:
+        return
+    near = get_close_matches(word.replace("_", "-"), COMMANDS, n=1)
+    raise UsageError(
+        f"there is no command {word[:80]!r}",
+        expected=", ".join(COMMANDS),
+        found=word[:200],
+        fix=f"did you mean {near[0]}?" if near else "see `megatron-ucp --help`",
+    )
 
 
 class _Plain:
@@ -160,24 +197,40 @@ class _Output(_Plain):
             raise _OutputError(f"{type(error).__name__}: {error.strerror}") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, fix=f"see `{self.prog} --help`")
+def _parser(completion: bool = False) -> Parser:
+    """The parser of all commands; with `completion` also of the option that prints a script for a
+    shell."""
+    parser = Parser(prog="megatron-ucp", description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser.add_argument("--version", "-V", action="version", version=f"megatron-ucp {__version__}")
+    _add_common(parser, json=False, quiet=False)
+    parser.set_defaults(run=None)
+    if completion:
+        import shtab
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="megatron-ucp",
-        allow_abbrev=False,
-        description="Look into DeepSpeed checkpoints, check and compare them.",
-    )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for name in VERBS:
-        module = import_module(f"megatron_ucp.cli.{name.replace('-', '_')}")
-        verb = verbs.add_parser(
-            name, help=module.HELP, description=module.__doc__, allow_abbrev=False
+        shtab.add_argument_to(parser, [COMPLETION])
+    else:
+        parser.add_argument(
+            COMPLETION, metavar="SHELL", help="print the completions for bash, zsh or tcsh"
         )
-        module.add_arguments(verb)
-        verb.add_argument("--json", action="store_true", help="print JSON")
-        verb.set_defaults(run=module.run)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    for name in COMMANDS:
+        module = import_module(f"megatron_ucp.cli.{name.replace('-', '_')}")
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            epilog=f"example:\n  megatron-ucp {module.EXAMPLE}\n\n{EXIT_CODES}",
+        )
+        module.add_arguments(command)
+        _add_common(command)
+        command.set_defaults(run=module.run)
     return parser
+
+
+def _add_common(parser: Parser, **defaults: bool) -> None:
+    """Options that stand before or after the command: the one after it has no default, which would
+    undo the one before."""
+    shown = {"json": "print one JSON object", "quiet": "show no progress"}
+    for name, text in shown.items():
+        default: Any = defaults.get(name, argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", action="store_true", default=default, help=text)

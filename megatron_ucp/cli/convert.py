@@ -1,116 +1,68 @@
-"""One checkpoint as another one on disk: native files for another mesh, DeepSpeed's universal
-folder, or a folder for Megatron.
+"""One checkpoint as another one on disk: DeepSpeed's files for another mesh, its universal folder,
+or a folder for Megatron-LM. Not needed to resume: a job loads any checkpoint as it is.
 
-OUTPUT is the new tag folder; it must not exist, appears whole or not at all, and the source is
-never touched. Not needed to resume: an attached engine loads any checkpoint as it is.
-"""
+OUTPUT is the new tag folder: it must not exist, and appears as a whole or not at all. The source is
+never touched. `plan` is the dry run. Weights for transformers are written by `export-hf`."""
 
 import argparse
-import json
-import re
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, allowed, progress_bar
+from megatron_ucp.cli.output import (
+    DONE,
+    add_allow,
+    add_checkpoint,
+    allowed,
+    print_json,
+    print_notes,
+)
+from megatron_ucp.cli.target import add_target, target_of
 from megatron_ucp.errors import UsageError
 
-_MOST_CHARS = 2000  # of the numbers of layers
-HELP = "write native files for another mesh, a universal folder, or one for Megatron"
+HELP = "write files for another mesh, a universal folder, or one for Megatron-LM"
+EXAMPLE = "convert runs/llama converted/global_step80 --mesh dp=3,zero=1"
+_FORMATS = ("native", "universal", "torch_dist")
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_checkpoint(verb, optional=True)
-    verb.add_argument("--input-folder", help=argparse.SUPPRESS)
-    verb.add_argument(
-        "output", nargs="?", help="the new tag folder, such as converted/global_step100"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, optional=True)
+    parser.add_argument("--input-folder", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "output",
+        nargs="?",
+        metavar="OUTPUT",
+        help="the new tag folder, such as converted/global_step80",
     )
-    verb.add_argument("--output-folder", help=argparse.SUPPRESS)
-    verb.add_argument(
+    parser.add_argument("--output-folder", help=argparse.SUPPRESS)
+    parser.add_argument(
         "--to",
-        choices=("native", "universal", "torch_dist"),
-        help="what to write (default: native with --mesh, else universal)",
+        choices=_FORMATS,
+        metavar="FORMAT",
+        help="native (DeepSpeed's own files for one mesh; the default with --mesh), universal (the "
+        "default without), torch_dist (for Megatron-LM)",
     )
-    add_target(verb)
-    verb.add_argument(
-        "--allow",
-        default="",
-        help="what may happen besides exact copies: narrow, mean, stale (comma-separated)",
+    add_target(parser)
+    parser.add_argument(
+        "--latest",
+        action="store_true",
+        help="let the pointer (`latest`) of the folder above name OUTPUT; it does anyway where "
+        "that folder is a run of the same format without one",
     )
-    verb.epilog = (
-        "Stock DeepSpeed's --input_folder and --output_folder may take the place of the two paths."
+    add_allow(
+        parser,
+        {
+            "narrow": "values are rounded to fewer bits",
+            "mean": "copies that differ are averaged",
+            "stale": "master weights may differ from the weights beside them",
+            "per_rank": "rank 0's of values that differ from rank to rank",
+        },
     )
-
-
-def add_target(verb: argparse.ArgumentParser) -> None:
-    """The arguments that describe a mesh and what it alone does not say."""
-    verb.add_argument(
-        "--mesh", help="such as tp=2,pp=1,dp=4,zero=1; axes that are left out are 1, zero is 0"
-    )
-    verb.add_argument(
-        "--config",
-        help="the DeepSpeed config of the job that will load it (default: the source's own)",
-    )
-    verb.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the training copies"
-    )
-    verb.add_argument(
-        "--optimizer",
-        help="class, such as torch.AdamW or deepspeed.FusedAdam (default: the source's)",
-    )
-    verb.add_argument(
-        "--stages",
-        help="how the layers of a pipeline are divided: uniform, parameters, layers (as many each "
-        "of the "
-        "most frequent kind), or their numbers, such as 3,3",
-    )
-    verb.add_argument("--sub-group-size", type=int, help="of ZeRO-3, in elements")
-    verb.add_argument(
-        "--groups",
-        help="a JSON file with the list of names of each parameter group, in the optimizer's order",
-    )
-
-
-def target_of(args: Any) -> Any:
-    """The Target that the arguments describe. Raises UsageError."""
-    from megatron_ucp.core.mesh import Mesh
-    from megatron_ucp.formats.deepspeed.target import Target
-
-    stages = args.stages
-    if stages and re.fullmatch("[0-9,]*[0-9][0-9,]*", stages) and len(stages) < _MOST_CHARS:
-        stages = tuple(int(count) for count in stages.split(",") if count)
-    groups = None
-    if args.groups:
-        groups = read_json(args.groups)
-        lists = isinstance(groups, list) and all(isinstance(names, list) for names in groups)
-        if not lists or not all(isinstance(name, str) for names in groups for name in names):
-            raise UsageError(
-                "the file of groups holds no lists of names",
-                file=args.groups,
-                expected='[["a.weight"], ["a.bias"]]',
-            )
-        groups = tuple(tuple(names) for names in groups)
-    return Target(
-        Mesh.parse(args.mesh or ""), args.dtype, args.optimizer, groups, stages, args.sub_group_size
-    )
-
-
-def read_json(path: str) -> Any:
-    """The value in a JSON file. Raises UsageError."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            "the file can't be read as JSON", file=path, found=f"{type(error).__name__}: {error}"
-        ) from None
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.convert import convert
 
-    paths = [
-        path for path in (args.input_folder, args.path, args.output_folder, args.output) if path
-    ]
+    given = (args.input_folder, args.path, args.output_folder, args.output)
+    paths = [path for path in given if path]
     if len(paths) != 2:
         raise UsageError(
             "convert needs a source and an output",
@@ -120,29 +72,39 @@ def run(args: Any) -> int:
         )
     to = args.to or ("native" if args.mesh else "universal")
     if to == "native" and not args.mesh:
-        raise UsageError("a native checkpoint is for one mesh", expected="--mesh", found="none")
-    allow = allowed(args)
-    config = read_json(args.config) if args.config else None
-    bar = progress_bar(args, "B")
+        raise UsageError(
+            "DeepSpeed's own files are for one mesh",
+            expected="--mesh, such as tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh",
+        )
+    target = target_of(args)
+    _refuse_unused(args, to, target)
     found = convert(
         paths[0],
         paths[1],
         to=to,
-        target=target_of(args),
+        target=target,
+        latest=args.latest,
         tag=args.tag,
         rules=args.rules,
-        config=config,
-        allow=allow,
-        progress=bar,
+        ds_config=args.ds_config,
+        allow=allowed(args),
     )
     if args.json:
-        print(json.dumps(asdict(found)))
-        return DONE
-    for note in found.notes:
-        print(f"note: {note}")
-    print(
-        f"{found.path}: {found.source_mesh} became {found.mesh}, {found.files} files, "
-        f"{found.written_bytes:,} bytes of tensors "
-        f"in {found.seconds:.1f} s"
-    )
+        return print_json(vars(found), DONE)
+    print_notes(found.notes)
+    print(found)
     return DONE
+
+
+def _refuse_unused(args: Any, to: str, target: Any) -> None:
+    """Raises UsageError for a size that the format, or the ZeRO stage, has no use for."""
+    other_stage = target is not None and target.mesh.says_zero and target.mesh.zero != 3
+    if args.sub_group_size is not None and (to == "universal" or other_stage):
+        raise UsageError(
+            "--sub-group-size is of ZeRO stage 3 alone",
+            expected="--mesh with zero=3",
+            found=args.mesh or to,
+            fix="leave --sub-group-size out",
+        )

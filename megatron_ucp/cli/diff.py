@@ -1,40 +1,49 @@
-"""Two checkpoints of any formats and meshes, compared bit by bit in their canonical state."""
+"""Two checkpoints of any formats and meshes, compared bit by bit: fp32 master weights, optimizer
+states, steps, hyper-parameters, schedules."""
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_rules, progress_bar
+from megatron_ucp.cli.output import DONE, FOUND, add_rules, print_json, print_notes
 
 HELP = "compare two checkpoints of any meshes bit by bit"
+EXAMPLE = "diff runs/llama converted/global_step80"
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("a", help="a tag folder, or the folder with `latest`")
-    verb.add_argument("b", help="the other one")
-    add_rules(verb)
-    verb.add_argument("--rules-b", metavar="FILE", help="other rules for B")
-    verb.add_argument(
-        "--limit", type=int, default=20, help="print at most so many differences (default 20)"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a tag folder, or the folder above it")
+    parser.add_argument("b", metavar="B", help="the other one")
+    add_rules(parser)
+    parser.add_argument("--rules-b", metavar="FILE", help="other rules for B")
+    parser.add_argument(
+        "--limit",
+        type=_count,
+        default=20,
+        metavar="COUNT",
+        help="print at most so many differences (default 20)",
     )
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError("a number of at least 0 is needed")
+    return count
 
 
 def run(args: Any) -> int:
     from megatron_ucp.formats.registry import find_checkpoint
     from megatron_ucp.reshard.diff import diff
 
-    found = diff(
-        args.a, args.b, progress=progress_bar(args, "B"), rules=args.rules, rules_b=args.rules_b
-    )
+    found = diff(args.a, args.b, rules=args.rules, rules_b=args.rules_b)
+    code = FOUND if found else DONE
     if args.json:
-        print(json.dumps([asdict(d) for d in found]))
-    else:
-        for note in (*find_checkpoint(args.a).notes, *find_checkpoint(args.b).notes):
-            print(f"note: {note}")
-        for d in found[: args.limit]:
-            print(f"{d.parameter or 'run'}: {d.what}: {d.a} and {d.b}")
-        if len(found) > args.limit:
-            print(f"and {len(found) - args.limit} more")
-        print("equal" if not found else f"{len(found)} differences")
-    return FOUND if found else DONE
+        return print_json({"equal": not found, "differences": found}, code)
+    print_notes((*find_checkpoint(args.a).notes, *find_checkpoint(args.b).notes))
+    for one in found[: args.limit]:
+        print(f"{one.parameter or 'run'}: {one.what}: {one.a} and {one.b}")
+    if len(found) > args.limit:
+        print(f"and {len(found) - args.limit} more")
+    count = f"{len(found)} difference{'s' if len(found) != 1 else ''}"
+    print(count if found else "equal")
+    return code

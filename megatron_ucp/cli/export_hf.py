@@ -1,58 +1,78 @@
-"""The weights of a checkpoint as a folder of a Hugging Face model, straight from native files of
-any mesh.
+"""The weights of a checkpoint as a folder that transformers loads, straight from the files of any
+mesh. Replaces zero_to_fp32.py; --dtype float32 gives its dtype.
 
-OUTPUT is the new folder; it must not exist, and appears whole or not at all. Neither a GPU nor
-DeepSpeed nor Megatron is needed.
-"""
+OUTPUT is the new folder: it must not exist, and appears as a whole or not at all. Neither a GPU nor
+DeepSpeed nor Megatron is needed."""
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, allowed, progress_bar
+from megatron_ucp.cli.output import (
+    DONE,
+    FOUND,
+    add_allow,
+    add_checkpoint,
+    add_dtype,
+    allowed,
+    print_json,
+    print_notes,
+)
 
-HELP = "write the weights as a folder of a Hugging Face model"
+HELP = "write the weights as a folder that transformers loads"
+EXAMPLE = "export-hf runs/llama hf --dtype bf16 --verify"
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_checkpoint(verb)
-    verb.add_argument("output", help="the new folder")
-    verb.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="of the weights, which are rounded from the masters (default: that of training)",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("output", metavar="OUTPUT", help="the new folder")
+    add_dtype(
+        parser,
+        _DTYPES,
+        "of the weights, to which the fp32 master weights are rounded: float32, bfloat16, float16 "
+        "(default: that of training)",
     )
-    verb.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="of a file: 5GB (the default), 200MB",
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)"
     )
-    verb.add_argument(
+    parser.add_argument(
         "--config",
-        metavar="DIR",
-        help="a folder with the model's config.json, where the checkpoint does not say what its "
-        "model is; tokenizer files are copied from there",
+        metavar="FILE_OR_FOLDER",
+        help="the model's config.json, or its folder (an adapter's adapter_config.json); tokenizer "
+        "files are copied from there. Default: what the checkpoint says, else the file beside it",
     )
-    verb.add_argument("--family", default="", help="of a checkpoint that does not say its own")
-    verb.add_argument("--tokenizer", metavar="DIR", help="copy the tokenizer files of this folder")
-    verb.add_argument(
+    parser.add_argument(
+        "--family",
+        default="",
+        metavar="NAME",
+        help="where neither the checkpoint nor its config says one",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="copy the tokenizer files of this folder"
+    )
+    parser.add_argument(
         "--merge",
         metavar="BASE",
-        help="the folder of the base model of a LoRA run: write that model with the adapter added "
-        "(--config DIR then has adapter_config.json); without it the adapter alone is written",
+        help="the folder of the base model of a LoRA run: write that model with the adapter added. "
+        "Without it the adapter alone is written",
     )
-    verb.add_argument(
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="read the files back and compare them with the checkpoint, bit by bit",
     )
-    verb.add_argument(
-        "--allow",
-        default="",
-        help="what may happen besides exact copies and rounding: mean, stale, weights "
-        "(comma-separated)",
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace OUTPUT, if this command wrote it and nobody changed it since",
+    )
+    add_allow(
+        parser,
+        {
+            "mean": "copies that differ are averaged",
+            "stale": "master weights may differ from the weights beside them",
+            "weights": "a damaged optimizer of a Megatron folder does not matter",
+        },
     )
 
 
@@ -71,17 +91,12 @@ def run(args: Any) -> int:
         tokenizer=args.tokenizer,
         merge=args.merge,
         verify=args.verify,
+        force=args.force,
         allow=allowed(args),
-        progress=progress_bar(args, "B"),
     )
+    code = DONE if found.loadable else FOUND
     if args.json:
-        print(json.dumps(asdict(found)))
-        return DONE
-    for note in found.notes:
-        print(f"note: {note}")
-    read_back = ", read back and equal" if found.verified else ""
-    print(
-        f"{found.path}: {found.source_mesh} became {found.tensors} tensors of {found.dtype} in "
-        f"{found.files} files, {found.written_bytes:,} bytes in {found.seconds:.1f} s{read_back}"
-    )
-    return DONE
+        return print_json(vars(found), code)
+    print_notes(found.notes)
+    print(found)
+    return code

@@ -1,57 +1,68 @@
-"""A folder of a Hugging Face model as native files for any mesh, before the first step of training.
+"""A folder of a Hugging Face model as DeepSpeed's files for any mesh, before the first step of
+training. Not needed to train: an engine loads the Hugging Face folder itself.
 
-OUTPUT is the new tag folder; it must not exist, and appears whole or not at all. Not needed to
-train: an engine loads the Hugging Face folder itself.
-"""
+OUTPUT is the new tag folder: it must not exist, and appears as a whole or not at all."""
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.convert import add_target, read_json, target_of
-from megatron_ucp.cli.output import DONE, allowed, progress_bar
+from megatron_ucp.cli.output import DONE, add_allow, allowed, print_json, print_notes
+from megatron_ucp.cli.target import add_target, target_of
+from megatron_ucp.errors import UsageError
 
-HELP = "write native files from a folder of a Hugging Face model"
+HELP = "write DeepSpeed's files from a folder of a Hugging Face model"
+EXAMPLE = "import-hf hf start/global_step0 --mesh tp=2,dp=2,zero=1"
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", help="the folder with config.json and the safetensors files")
-    verb.add_argument("output", help="the new tag folder, such as llama/global_step0")
-    add_target(verb)
-    verb.add_argument(
-        "--family", default="", help="of megatron-core's modules (default: as config.json says)"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FOLDER", help="with config.json and the safetensors files")
+    parser.add_argument(
+        "output", metavar="OUTPUT", help="the new tag folder, such as llama/global_step0"
     )
-    verb.add_argument(
+    add_target(parser)
+    parser.add_argument(
+        "--latest",
+        action="store_true",
+        help="let `latest` of the folder above name OUTPUT; it does anyway where that folder is a "
+        "run without one",
+    )
+    parser.add_argument(
+        "--family",
+        default="",
+        metavar="NAME",
+        help="of megatron-core's modules (default: as config.json says)",
+    )
+    parser.add_argument(
         "--padded-vocab-size",
         type=int,
-        help="rows of the vocabulary with padding, which is zeros (default: as many as there are)",
+        metavar="ROWS",
+        help="of the vocabulary with padding, which is zeros (default: as many as there are)",
     )
-    verb.add_argument(
-        "--allow", default="", help="narrow: round a folder in fp64 to the fp32 masters"
-    )
+    add_allow(parser, {"narrow": "a folder in fp64 is rounded to fp32 master weights"})
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard.import_hf import import_hf
 
+    if not args.mesh:
+        raise UsageError(
+            "DeepSpeed's own files are for one mesh",
+            expected="--mesh, such as tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh of the job that will train",
+        )
     found = import_hf(
         args.path,
         args.output,
         target=target_of(args),
+        latest=args.latest,
         family=args.family,
         padded_vocab=args.padded_vocab_size,
-        config=read_json(args.config) if args.config else None,
+        ds_config=args.ds_config,
         allow=allowed(args),
-        progress=progress_bar(args, "B"),
     )
     if args.json:
-        print(json.dumps(asdict(found)))
-        return DONE
-    for note in found.notes:
-        print(f"note: {note}")
-    print(
-        f"{found.path}: {found.source_mesh} became {found.mesh}, {found.files} files, "
-        f"{found.written_bytes:,} bytes of tensors in {found.seconds:.1f} s"
-    )
+        return print_json(vars(found), DONE)
+    print_notes(found.notes)
+    print(found)
     return DONE

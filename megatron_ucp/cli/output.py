@@ -1,34 +1,109 @@
-"""Exit codes, arguments and output that several verbs share."""
+"""Exit codes, arguments and output that several commands share."""
 
 import argparse
-import sys
-from typing import Any
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from megatron_ucp.core.dtypes import dtype_name
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import UcpError, UsageError
 
 DONE, FOUND, UNUSABLE = 0, 1, 2
+SCHEMA_VERSION = 1  # of what --json prints; a field may come without a new number, none may go
+EXIT_CODES = (
+    "exit code: 0 done; 1 a difference, damage, or a folder that no library loads; "
+    "2 wrong usage or unusable input"
+)
 
 
-def add_checkpoint(verb: argparse.ArgumentParser, optional: bool = False) -> None:
+class Parser(argparse.ArgumentParser):
+    """Errors are ours, and name what is nearest to a wrong word."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, fix=self._fix(message))
+
+    def _fix(self, message: str) -> str:
+        wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
+        if wrong != message and wrong.startswith("-"):
+            known = [name for action in self.every_action() for name in action.option_strings]
+            if near := get_close_matches(wrong, known, n=1):
+                return f"did you mean {near[0]}? `{self.prog} --help` lists all"
+        return f"see `{self.prog} --help`"
+
+    def every_action(self) -> list[argparse.Action]:
+        """The options of this parser, and of all commands below it."""
+        out: list[argparse.Action] = []
+        for action in self._actions:
+            out.append(action)
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    out += parser._actions
+        return out
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = get_close_matches(str(value), choices, n=1)
+        name = "/".join(action.option_strings) or action.metavar
+        raise UsageError(
+            f"{name} has no value {value!r}"[:200],
+            expected=", ".join(choices),
+            found=str(value)[:200],
+            fix=f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`",
+        )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """The arguments that say which checkpoint is meant; with `optional` the path may be left
     out."""
-    verb.add_argument(
-        "path", nargs="?" if optional else None, help="a tag folder, or the folder with `latest`"
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?" if optional else None,
+        help="a tag folder, or the folder above it, whose newest tag is taken",
     )
-    verb.add_argument("--tag", help="a tag in that folder instead of the one that `latest` names")
-    add_rules(verb)
+    parser.add_argument("--tag", metavar="TAG", help="another tag in that folder")
+    add_rules(parser)
 
 
-def add_rules(verb: argparse.ArgumentParser) -> None:
-    """The argument that says how the checkpoint is cut, where it does not say so itself."""
-    verb.add_argument(
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """The argument that says how the checkpoint is sharded, where it does not say so itself."""
+    parser.add_argument(
         "--rules",
         metavar="FILE",
-        help="a TOML file that says how parameters are cut and named (docs/reference/rules.md)",
+        help="a TOML file that says how parameters are sharded and named, where neither the "
+        "checkpoint nor a family does (docs/reference/rules.md)",
+    )
+
+
+def add_allow(parser: argparse.ArgumentParser, words: Mapping[str, str]) -> None:
+    """--allow, whose words each say what may happen."""
+    listed = "; ".join(f"{word}: {what}" for word, what in words.items())
+    parser.add_argument(
+        "--allow",
+        metavar="WORDS",
+        default="",
+        help=f"what may happen besides exact copies, between commas. {listed}",
     )
 
 
 def allowed(args: Any) -> frozenset[str]:
     """The words of --allow, between commas."""
     return frozenset(filter(None, args.allow.replace(" ", "").split(",")))
+
+
+def add_dtype(parser: argparse.ArgumentParser, choices: tuple[str, ...], help: str) -> None:
+    """--dtype, which takes the short names too."""
+    parser.add_argument("--dtype", type=dtype_name, choices=choices, metavar="DTYPE", help=help)
 
 
 def print_findings(found: Any) -> None:
@@ -38,20 +113,46 @@ def print_findings(found: Any) -> None:
         for key in ("file", "expected", "found"):
             if getattr(one, key):
                 print(f"  {key}: {getattr(one, key)}")
-    for note in found.notes:
+    print_notes(found.notes)
+
+
+def print_notes(notes: Any) -> None:
+    """What is not as in the source, or could not be looked at."""
+    for note in notes:
         print(f"note: {note}")
 
 
-def progress_bar(args: Any, unit: str = "parameter") -> Any:
-    """A progress bar on a terminal, else nothing."""
-    if args.json or not sys.stderr.isatty():
-        return None
-    from tqdm import tqdm
+def print_json(tree: Mapping[str, Any], exit_code: int) -> int:
+    """One JSON object; returns the exit code, which is in it."""
+    head = {"schema_version": SCHEMA_VERSION, "exit_code": exit_code}
+    print(json.dumps({**head, **plain(tree)}, allow_nan=False))
+    return exit_code
 
-    bar = tqdm(unit=unit, unit_scale=unit == "B", leave=False)
 
-    def show(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
+def plain(value: Any) -> Any:
+    """A value as JSON has it: meshes as objects, NaN and infinity as text."""
+    if isinstance(value, Mesh):
+        return asdict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {key: _mesh_or(key, plain(one)) for key, one in _fields(value).items()}
+    if isinstance(value, Mapping):
+        return {str(key): _mesh_or(str(key), plain(one)) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
-    return show
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _mesh_or(key: str, value: Any) -> Any:
+    """The mesh that a text says, as an object."""
+    if key not in ("mesh", "source_mesh") or not isinstance(value, str):
+        return value
+    try:
+        return asdict(Mesh.parse(value))
+    except UcpError:  # "universal", "Hugging Face llama"
+        return value

@@ -1,94 +1,103 @@
-"""What a resume on another mesh would read, rank by rank: files, bytes, copies, memory. Nothing is
-loaded.
+"""What a resume on another mesh would read, rank by rank: files, bytes, memory. Nothing is loaded:
+it is the dry run of a resume, and of `convert`.
 
 With --simulate neither the checkpoint nor the model needs to exist: a family, its sizes and two
-meshes are enough.
-"""
+meshes are enough."""
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.convert import add_target, read_json, target_of
-from megatron_ucp.cli.output import DONE, add_checkpoint, progress_bar
+from megatron_ucp.cli.output import DONE, add_checkpoint, print_json, print_notes
+from megatron_ucp.cli.target import add_target, target_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families
 
-HELP = "what a resume on another mesh would read, and a picture of it"
+HELP = "the dry run of a resume on another mesh, and a picture of it"
+EXAMPLE = "plan runs/llama --mesh dp=3,zero=1 --picture plan.png"
 _SHOWN = 32  # ranks in the table
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_checkpoint(verb, optional=True)
-    add_target(verb)
-    verb.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, optional=True)
+    add_target(parser)
+    parser.add_argument(
         "--picture",
         metavar="FILE",
         help="draw who reads what from whom into a PNG, PDF or SVG file",
     )
-    verb.add_argument(
+    parser.add_argument(
         "--simulate",
         metavar="FAMILY",
-        help=f"no checkpoint: a model of this family ({', '.join(families())}) on paper",
+        help=f"no checkpoint: a model of this family ({', '.join(families())})",
     )
-    verb.add_argument(
+    parser.add_argument(
         "--sizes",
+        metavar="SIZES",
         help="of that model: layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
     )
-    verb.add_argument("--source-mesh", help="the mesh that would have written it, as --mesh")
+    parser.add_argument("--source-mesh", metavar="MESH", help="the mesh that would have written it")
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard import preview
 
     if not args.mesh:
-        raise UsageError("a plan is for one mesh", expected="--mesh tp=1,dp=4,zero=1", found="none")
-    target, bar = target_of(args), progress_bar(args, "rank")
-    config = read_json(args.config) if args.config else None
-    if args.simulate:
-        of_files = args.path or args.tag or args.rules
-        if of_files or not args.sizes or not args.source_mesh:
-            raise UsageError(
-                "a simulation needs sizes and a source mesh, and no checkpoint",
-                expected="--sizes and --source-mesh",
-                found=of_files or "not both of them",
-            )
-        from megatron_ucp.core.mesh import Mesh
-
-        found = preview.simulate(
-            args.simulate,
-            preview.paper_sizes(args.simulate, args.sizes),
-            Mesh.parse(args.source_mesh),
-            target,
-            config,
-            bar,
+        raise UsageError(
+            "a plan is for one mesh",
+            expected="--mesh tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh of the job that would resume",
         )
+    target = target_of(args)
+    if args.simulate:
+        found = _simulated(args, target)
     elif not args.path:
         raise UsageError(
-            "plan needs a checkpoint", expected="a path, or --simulate", found="neither"
+            "plan needs a checkpoint",
+            expected="a path, or --simulate",
+            found="neither",
+            fix="give the folder of the checkpoint",
         )
     else:
-        found = preview.preview(args.path, target, args.tag, args.rules, config, bar)
+        found = preview.plan(
+            args.path, target, tag=args.tag, rules=args.rules, ds_config=args.ds_config
+        )
     if args.picture:
         preview.draw(found, args.picture)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    **asdict(found),
-                    "ranks": [{**asdict(one), "read_bytes": one.read_bytes} for one in found.ranks],
-                }
-            )
-        )
-        return DONE
+        ranks = [{**vars(one), "read_bytes": one.read_bytes} for one in found.ranks]
+        return print_json({**vars(found), "ranks": ranks}, DONE)
     _print(found)
     return DONE
 
 
+def _simulated(args: Any, target: Any) -> Any:
+    """The plan of a model and meshes that need not exist. Raises UsageError."""
+    from megatron_ucp.core.mesh import Mesh
+    from megatron_ucp.reshard import preview
+    from megatron_ucp.reshard.arguments import parsed_config
+
+    preview.find_family(args.simulate)
+    of_files = args.path or args.tag or args.rules
+    if of_files or not args.sizes or not args.source_mesh:
+        raise UsageError(
+            "a simulation needs sizes and a source mesh, and no checkpoint",
+            expected="--sizes and --source-mesh",
+            found=of_files or "not both of them",
+            fix=f"megatron-ucp plan --simulate {args.simulate} "
+            "--sizes layers=32,hidden=4096,heads=32,vocab=32000 --source-mesh dp=8,zero=1 "
+            "--mesh dp=6,zero=1",
+        )
+    sizes = preview.paper_sizes(args.simulate, args.sizes)
+    source = Mesh.parse(args.source_mesh)
+    return preview.simulate(
+        args.simulate, sizes, source, target.with_zero_of(source), parsed_config(args.ds_config)
+    )
+
+
 def _print(found: Any) -> None:
     print(f"{found.source_mesh}  to  {found.mesh}")
-    heads = ("files", "MB read", "copies", "MB of states", "MB at most")
+    heads = ("files", "MB read", "segments", "MB of states", "MB at most")
     rows: list[tuple[str, ...]] = [("rank", *found.ranks[0].coord.shown, *heads)]
     for one in found.ranks[:_SHOWN]:
         place = map(str, (one.rank, *one.coord.shown.values(), len(one.files)))
@@ -105,5 +114,4 @@ def _print(found: Any) -> None:
         f"all ranks read {total / 1e6:,.1f} MB, {total / found.stored_bytes:.3f} times the states "
         "of the checkpoint"
     )
-    for note in found.notes:
-        print(f"note: {note}")
+    print_notes(found.notes)

@@ -1,35 +1,35 @@
-"""Drafts a file of rules from what a checkpoint says by itself; with --rules checks such a file
-against the checkpoint."""
+"""Drafts a file of rules from what a checkpoint says by itself; with --check compares such a file
+with the checkpoint."""
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, print_findings, progress_bar
+from megatron_ucp.cli.output import DONE, FOUND, print_findings, print_json
 from megatron_ucp.errors import UsageError
 
 HELP = "draft the rules of a model that no family covers, or check them"
+EXAMPLE = "rules runs/llama --out rules.toml"
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    add_checkpoint(verb)
-    verb.add_argument("--out", metavar="FILE", help="write the draft there instead of printing it")
-    verb.add_argument("--force", action="store_true", help="replace an --out that exists")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a tag folder, or the folder above it")
+    parser.add_argument("--tag", metavar="TAG", help="another tag in that folder")
+    parser.add_argument("--check", metavar="FILE", help="compare this file with the checkpoint")
+    parser.add_argument("--out", metavar="FILE", help="write the draft there, not to the terminal")
+    parser.add_argument("--force", action="store_true", help="replace an --out that exists")
 
 
 def run(args: Any) -> int:
-    if args.rules:
+    if args.check:
         return _check(args)
     from megatron_ucp.reshard.rule_draft import draft_rules, write_draft
 
-    text = draft_rules(args.path, args.tag, progress_bar(args))
+    text = draft_rules(args.path, args.tag)
     if args.out:
         write_draft(text, args.out, args.force)
     if args.json:
-        print(json.dumps({"out": args.out} if args.out else {"draft": text}))
-    else:
-        print(f"written to {args.out}" if args.out else text, end="\n" if args.out else "")
+        return print_json({"out": args.out} if args.out else {"draft": text}, DONE)
+    print(f"written to {args.out}" if args.out else text, end="\n" if args.out else "")
     return DONE
 
 
@@ -38,15 +38,12 @@ def _check(args: Any) -> int:
 
     if args.out:
         raise UsageError(
-            "--out is for a draft, which is made without --rules", fix="leave one of the two out"
+            "--out is for a draft, and --check writes none", fix="leave one of the two out"
         )
-    found = check_rules(args.path, args.rules, args.tag, progress_bar(args))
+    found = check_rules(args.path, args.check, args.tag)
+    code = DONE if found else FOUND
     if args.json:
-        print(json.dumps(asdict(found)))
-        return FOUND if found.findings else DONE
+        return print_json(vars(found), code)
     print_findings(found)
-    print(
-        f"{found.rules}: {len(found.findings) or 'no'} findings for {found.parameters} parameters "
-        f"and buffers of {found.path}"
-    )
-    return FOUND if found.findings else DONE
+    print(found)
+    return code

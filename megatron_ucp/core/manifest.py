@@ -100,9 +100,11 @@ class ParamGroup:
         return self.settings[key]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Manifest:
-    """`engine` says how its states lie in files or in memory; `names` are those of a pipeline's
+    """Everything that a checkpoint holds, without its bytes.
+
+    `engine` says how its states lie in files or in memory; `names` are those of a pipeline's
     parameters, with their canonical ones; `run` is what identifies the save (steps, versions)."""
 
     engine: str
@@ -116,6 +118,18 @@ class Manifest:
     save_id: str = ""
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __repr__(self) -> str:
+        return (
+            f"Manifest({self.engine}, {self.mesh}, {self.family or 'no family'}, "
+            f"{len(self.params)} parameters and buffers, {len(self.groups)} groups, "
+            f"{len(self.files)} files)"
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size_bytes for entry in self.files)
 
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):

@@ -78,6 +78,9 @@ class Coord:
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
 
 
+_UNSAID = -1  # a ZeRO stage that nobody named
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The parallel layout of a job: how many ranks there are along each axis.
@@ -91,7 +94,8 @@ class Mesh:
         cp: Context-parallel ranks.
         sp: Ranks that share a sequence (Ulysses).
         dp: Data-parallel replicas, without `sp` and `cp`.
-        zero: The ZeRO stage, 0 to 3.
+        zero: The ZeRO stage, 0 to 3. Left out it is 0, and that of the source where a conversion
+            or a plan is for the mesh (`says_zero` is false then).
         order: The order of the ranks, see `ORDERS`.
 
     Raises:
@@ -113,10 +117,14 @@ class Mesh:
     cp: int = 1
     sp: int = 1
     dp: int = 1
-    zero: int = 0
+    zero: int = _UNSAID
     order: str = "dp-pp"
 
     def __post_init__(self) -> None:
+        # no field: two meshes are equal, whoever named their stage
+        self.__dict__["_says_zero"] = self.zero != _UNSAID
+        if self.zero == _UNSAID:
+            object.__setattr__(self, "zero", 0)
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
         sizes = {
@@ -137,6 +145,11 @@ class Mesh:
                 expected=f"etp x ep x pp to divide {self.world} ranks",
                 fix="change ep or etp; they divide the ranks of a pipeline stage",
             )
+
+    @property
+    def says_zero(self) -> bool:
+        """Whether somebody named the ZeRO stage."""
+        return bool(self.__dict__["_says_zero"])
 
     def __str__(self) -> str:
         usual = {**type(self).__dict__, "etp": self.tp}

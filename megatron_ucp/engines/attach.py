@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of
@@ -18,15 +19,15 @@ from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import asked_of, fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.read_back import refuse_strange
-from megatron_ucp.engines.saves import Saving
+from megatron_ucp.engines.saves import Saving, ended
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families.base import Model
+from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.resume import How, Report, check_options
+from megatron_ucp.reshard.doctor import SECTION
+from megatron_ucp.reshard.resume import How, check_options
 
-SECTION = "universal_checkpoint"
 _KEYS = {
     "enabled": bool,
     "hyper": str,
@@ -37,6 +38,7 @@ _KEYS = {
     "durable": bool,
     "keep_latest": int,
 }
+_OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank")
 _OF_SAVES = ("durable", "keep_latest", "rng")
 _ATTACHED = "_ucp_attached"
 # DeepSpeed writes this attribute of the module into its model files
@@ -44,21 +46,60 @@ INFO = "universal_checkpoint_info"
 
 
 def attach(
-    engine: Any, family: Any = None, loader: ResumableLoader | None = None, **options: Any
+    engine: Any,
+    family: str | Family | None = None,
+    loader: ResumableLoader | None = None,
+    *,
+    durable: bool | None = None,
+    keep_latest: int | None = None,
+    rng: bool | None = None,
+    hyper: str | None = None,
+    checksums: bool | None = None,
+    allow: Collection[str] | None = None,
+    per_rank: Callable[[str, list[Any]], Any] | None = None,
+    **unknown: Any,
 ) -> Any:
-    """Makes an engine's `save_checkpoint` whole or nothing and its `load_checkpoint` take any mesh;
-    returns the engine.
+    """Makes a DeepSpeed engine's `save_checkpoint` atomic, and lets its `load_checkpoint` take what
+    any mesh saved. Collective: on every rank, once, after `deepspeed.initialize`. Twice is once.
 
-    `family` (the name of a registered one, or a Family) declares the layouts of the model, which
-    tensor parallelism of megatron-core needs; what AutoTP cut says so itself. The position of
-    `loader` is kept in saves and restored by loads.
-    `options` are `durable` and `keep_latest` of `Saving`, `hyper`, `checksums` and `allow` of
-    `load`, and `rng` of both. Raises UnsupportedError for an engine that can't be loaded exactly,
-    on every rank. Twice is once.
+    Args:
+        engine: What `deepspeed.initialize` returned.
+        family: The model family (a registered name, or a `Family`), which declares how tensor
+            parallelism of megatron-core shards the model. What AutoTP shards says so itself.
+        loader: A data loader whose position is kept in saves and restored by loads.
+        durable: Whether a save's files are on disk before they count. Default: true.
+        keep_latest: How many whole tags are left after a save. Default: all.
+        rng: Whether random states are kept and restored. Default: true.
+        hyper: As of `load`, for every `load_checkpoint`.
+        checksums: As of `load`.
+        allow: As of `load`.
+        per_rank: As of `load`.
+        unknown: None: other options are refused, on every rank.
+
+    Returns:
+        The engine.
+
+    Raises:
+        UsageError: For options that are not known, or differ between ranks.
+        UnsupportedError: For an engine that can't be saved and loaded exactly.
+
+    Example:
+        >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        >>> ucp.attach(engine, keep_latest=2)
+        >>> engine.load_checkpoint("checkpoints")
     """
     if _ATTACHED in engine.__dict__:
         return engine
     check_versions()
+    named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank)
+    options: dict[str, Any] = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
+    _attach(engine, family, loader, options)
+    return engine
+
+
+def _attach(
+    engine: Any, family: Any, loader: ResumableLoader | None, options: dict[str, Any]
+) -> None:
     given = {**options, "family": family, "loader": loader}
     asked = {key: agree.plain_option(value) for key, value in given.items()}
     agree.require_same(agree.gather(asked))
@@ -72,7 +113,7 @@ def attach(
         taken_as = carried_as(engine)
         refuse_strange(kept.of_engine(engine), left=how.values_left)
     if taken_as:
-        _say(taken_as)
+        say.note(taken_as)
     if model is not None and not hasattr(engine.module, INFO):
         pipe = model.pipe if is_pipeline(engine) else None
         if info := info_of(model, parallel_of(engine)[0][0], pipe):
@@ -84,7 +125,6 @@ def attach(
     engine.load_checkpoint = _load_method(engine, family, loader, loading)
     described = functools.partial(describe, engine, model)
     engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
-    return engine
 
 
 def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]:
@@ -102,7 +142,7 @@ def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         client_state = client_state or {}
         asked = Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        engine.ucp_save_report = save(engine, model, how, stock_save, asked)
+        ended(engine, save(engine, model, how, stock_save, asked))
         return True
 
     return save_checkpoint
@@ -156,13 +196,10 @@ def _load_method(
                 custom_load_fn,
             )
         if nothing:
-            _warn(
-                f"megatron_ucp: no checkpoint in {load_dir}, starting from the beginning"
-            )  # as DeepSpeed does
+            # as DeepSpeed does
+            say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
             return None, None
         report = fill(engine, load_dir, tag, family, how)
-        _log(report)
-        engine.ucp_report = report
         return report.path, report.client_state
 
     return load_checkpoint
@@ -177,32 +214,12 @@ def _leaves_values(allow: Any) -> bool:
     return isinstance(allow, Collection) and not isinstance(allow, str) and "values" in allow
 
 
-def _warn(text: str) -> None:
-    from deepspeed.utils import logger
-
-    logger.warning(text)
-
-
-def _log(report: Report) -> None:
-    _say(
-        f"loaded {report.path} ({report.source}) into {report.target} in {report.seconds:.2f} s",
-        *report.notes,
-    )
-
-
-def _say(*notes: str) -> None:
-    from deepspeed.utils import log_dist
-
-    for note in notes:
-        log_dist(f"megatron_ucp: {note}", ranks=[0])
-
-
-def options_of(config: Any) -> dict[str, Any] | None:
+def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
     """Options of the section "universal_checkpoint" of a parsed DeepSpeed config; None where it is
-    not enabled.
+    not enabled: neither by the section, nor by the stock key `"checkpoint": {"load_universal":
+    true}`, nor by whoever asks (`enabled`), whom the section may contradict.
 
-    The stock key `"checkpoint": {"load_universal": true}` enables it too. Raises UsageError for an
-    unknown key or value.
+    Raises UsageError for an unknown key or value.
     """
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
@@ -210,6 +227,7 @@ def options_of(config: Any) -> dict[str, Any] | None:
             f'"{SECTION}" of the DeepSpeed config is a section',
             expected='{"enabled": true}',
             found=repr(section),
+            fix='write it as {"enabled": true}, or leave it out',
         )
     unknown = sorted(
         key
@@ -221,6 +239,7 @@ def options_of(config: Any) -> dict[str, Any] | None:
             f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
             expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
             found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
+            fix="correct the key or its value (docs/reference/config.md)",
         )
     options = {key: value for key, value in section.items() if key != "enabled"}
     _saving(options, None)
@@ -228,14 +247,31 @@ def options_of(config: Any) -> dict[str, Any] | None:
         **{key: value for key, value in options.items() if key != "family" and key not in _OF_SAVES}
     )
     stock = bool((config.get("checkpoint") or {}).get("load_universal"))
-    return options if section.get("enabled", stock) else None
+    return options if section.get("enabled", stock or enabled) else None
 
 
 def initialize(
     *args: Any, family: Any = None, loader: ResumableLoader | None = None, **kwargs: Any
 ) -> Any:
-    """`deepspeed.initialize`, with the engine attached. Takes and returns what that does; `family`
-    and `loader` as `attach`."""
+    """`deepspeed.initialize`, with the engine attached.
+
+    Args:
+        args: Those of `deepspeed.initialize`.
+        family: As of `attach`.
+        loader: As of `attach`.
+        kwargs: Those of `deepspeed.initialize`. Options of `attach` come from the section
+            "universal_checkpoint" of its config.
+
+    Returns:
+        What `deepspeed.initialize` does: engine, optimizer, data loader, scheduler.
+
+    Raises:
+        UsageError: For an unknown key of the config's section.
+        UnsupportedError: As `attach`.
+
+    Example:
+        >>> engine, optimizer, _, scheduler = ucp.initialize(model=model, config=ds_config)
+    """
     import deepspeed
 
     stock = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
@@ -245,23 +281,57 @@ def initialize(
     return made
 
 
-def install() -> None:
-    """Wraps `deepspeed.initialize` so that the config section alone attaches the engine. Twice is
-    once."""
+def install(*, enabled: bool = False) -> None:
+    """Wraps `deepspeed.initialize`, so that engines that a trainer makes are attached. For HF
+    Trainer, Accelerate and Lightning; before the trainer is built. Twice is once.
+
+    Args:
+        enabled: Attach every engine, unless the section "universal_checkpoint" of its DeepSpeed
+            config says `"enabled": false`. Without it only engines whose config enables it are
+            attached; a note says so once, where the first one does not.
+
+    Raises:
+        UsageError: When an engine is made, for an unknown key of its config's section.
+        UnsupportedError: When an engine is made, as `attach`.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> ucp.install(enabled=True)
+    """
     import deepspeed
 
     check_versions()
     stock = deepspeed.initialize
-    if getattr(stock, _ATTACHED, False):
+    if getattr(stock, _ATTACHED, None) is not None:
+        getattr(stock, _ATTACHED).enabled |= enabled
         return
+    installed = _Installed(enabled)
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made: Any = stock(*args, **kwargs)
-        options = options_of(made[0]._config._param_dict)
-        if options is not None:
-            attach(made[0], **options)
+        installed.attach(made[0])
         return made
 
-    setattr(wrapped, _ATTACHED, True)
+    setattr(wrapped, _ATTACHED, installed)
     deepspeed.initialize = wrapped
+
+
+class _Installed:
+    """What a wrapped `deepspeed.initialize` does with the engines that it makes."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled, self._has_attached, self._has_warned = enabled, False, False
+
+    def attach(self, engine: Any) -> None:
+        options = options_of(engine._config._param_dict, self.enabled)
+        if options is not None:
+            attach(engine, **options)
+            self._has_attached = True
+        elif not self.enabled and not self._has_attached and not self._has_warned:
+            self._has_warned = True
+            say.note(
+                "ucp.install() was called, and the DeepSpeed config does not enable it, so that "
+                f'this engine is not attached: add "{SECTION}": {{"enabled": true}} to the config, '
+                "or call ucp.install(enabled=True)"
+            )

@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.manifest import RECORDED
 from megatron_ucp.engines.base import Engine
@@ -54,7 +55,9 @@ def export(
         twin = twin_of(manifest, given, "", chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer, found and found.folder)
-    return export_live(live, out, folder, beside)
+    done = export_live(live, out, folder, beside)
+    say.ended(str(done), done.notes)
+    return done
 
 
 def _config(module: Any, model: Model | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp import say
 from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import describe
@@ -16,7 +17,7 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
-from megatron_ucp.engines.saves import go_on_with
+from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How, Report, check_options, resume
 
@@ -114,4 +115,6 @@ def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) 
             report = resume(describe(engine, model), path, tag, how)
     if not how.module_only:
         go_on_with(engine, report.run_id)
+    engine.__dict__[LOADED] = report
+    say.ended(str(report), report.notes)
     return report

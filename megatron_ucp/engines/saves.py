@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.errors import DamagedFileError, SaveError, UcpError, UsageError
@@ -42,6 +43,40 @@ class Saving:
         """What all ranks must have been asked for alike."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
+
+
+LOADED, SAVED = "ucp_report", "ucp_save_report"  # of an engine: what its last load, and save, did
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did. `written_bytes` are of all ranks' files; `sync_seconds` are in fsync, and
+    `stock_seconds` in DeepSpeed's own call, on this rank; `notes` say which older tags went, and
+    what no load gets from the files."""
+
+    path: str
+    mesh: str
+    global_steps: int
+    written_bytes: int
+    seconds: float
+    sync_seconds: float
+    stock_seconds: float = 0.0
+    durable: bool = True
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = "on disk on every rank" if self.durable else "not synced to disk, as asked"
+        return (
+            f"saved step {self.global_steps:,} ({self.path}): {self.mesh}; "
+            f"{say.amount(self.written_bytes)} in {say.duration(self.seconds)}, {where}"
+        )
+
+
+def ended(engine: Any, report: SaveReport) -> SaveReport:
+    """Shows the line of a save, and keeps its report for `report_of`."""
+    engine.__dict__[SAVED] = report
+    say.ended(str(report), report.notes)
+    return report
 
 
 def where_to(folder: Path, tag: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Arguments that several functions take, checked before anything else happens."""
 
+import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,35 @@ def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:
         )
     given = target if mesh is None else mesh
     return None if given is None else Target.of(given, **more)
+
+
+def parsed_config(ds_config: Any) -> Mapping[str, Any] | None:
+    """A DeepSpeed config that a caller gave, as a mapping or by its file; None for None. Raises
+    UsageError."""
+    if ds_config is None or isinstance(ds_config, Mapping):
+        return ds_config
+    found = read_json(plain_path(ds_config))
+    if not isinstance(found, dict):
+        raise UsageError(
+            "this file is no DeepSpeed config",
+            file=ds_config,
+            expected="a JSON object",
+            found=type(found).__name__,
+            fix="give the config that the job passes to DeepSpeed",
+        )
+    return found
+
+
+def read_json(path: str) -> Any:
+    """The value in a JSON file. Raises UsageError."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise UsageError(
+            "there is no such file" if missing else "the file can't be read as JSON",
+            file=path,
+            expected="a JSON file",
+            found="nothing" if missing else f"{type(error).__name__}: {error}",
+            fix="check the path and what is in the file",
+        ) from None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError, UsageError
@@ -25,7 +26,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress
@@ -66,11 +67,13 @@ class Converted:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.source_mesh} became {self.mesh}, {self.files} files, "
-            f"{self.written_bytes:,} bytes of tensors in {self.seconds:.1f} s; {self.pointer}"
+            f"wrote {self.path}: {self.source_mesh} -> {self.mesh}; "
+            f"{say.amount(self.written_bytes)} of tensors in {self.files} files, "
+            f"{say.duration(self.seconds)}, every byte read was checked; {self.pointer}"
         )
 
 
+@say.shown("convert", ends=True)
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -81,7 +84,7 @@ def convert(
     latest: bool = False,
     tag: str | None = None,
     rules: str | Path | None = None,
-    config: Mapping[str, Any] | None = None,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
@@ -102,8 +105,8 @@ def convert(
             folder above is a run of that format without one.
         tag: The tag in `src`, where it is not the newest.
         rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
-        config: The DeepSpeed config of the job that will load the folder; what it does not say is
-            as in the source.
+        ds_config: The DeepSpeed config of the job that will load the folder, or its file; what it
+            does not say is as in the source.
         allow: What may happen besides exact copies: "mean", "narrow", "per_rank", "stale".
         progress: `progress(done, total)` counts bytes.
 
@@ -119,30 +122,52 @@ def convert(
         >>> import megatron_ucp as ucp
         >>> done = ucp.convert("runs/llama", "dp3/global_step80", mesh="dp=3,zero=1")
     """
-    started = time.perf_counter()
-    folder = Path(plain_path(dst))
+    started, folder = time.perf_counter(), Path(plain_path(dst))
     asked, to = _check_arguments(folder, to, mesh, target, latest, allow)
+    config = parsed_config(ds_config)
     with open_checkpoint(src, tag, rules) as source:
         require_outside(folder, source.folder)
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
-        asked = (asked or _as_source(origin, to)).with_zero_of(source.manifest.mesh)
-        refuse_unused(asked, to)
-        wanted = origin.wanted(asked, config)
+        wanted = _wanted(origin, asked, to, config)
         origin.take_values(wanted.target.mesh if to == NATIVE else None, allow)
+        how = folder, frozenset(allow), progress
         if to == TORCH_DIST:
-            job, files = _to_torch_dist(origin, wanted, folder, frozenset(allow), progress)
+            job, files = _to_torch_dist(origin, wanted, *how)
         else:
-            manifest, outputs = _WRITERS[to](origin, wanted, config)
-            job = ConversionJob(source, manifest, frozenset(allow), progress)
-            job.prove(outputs)
-            write_tag(job, outputs, folder, origin.apart)
-            files = len(outputs)
-        pointer = point_at(folder, to, latest, int(source.extras.counters.get("global_steps", 0)))
-    notes = (*source.notes, *origin.notes)
+            job, files = _to_tag(origin, _WRITERS[to](origin, wanted, config), *how)
+        pointer = point_at(folder, to, latest, _steps(source))
     meshes = str(source.manifest.mesh), str(wanted.target.mesh) if to == NATIVE else to
-    moved = files, job.reader.read_bytes, job.done
-    return Converted(str(folder), *meshes, *moved, time.perf_counter() - started, pointer, notes)
+    moved = files, job.reader.read_bytes, job.done, time.perf_counter() - started
+    return Converted(str(folder), *meshes, *moved, pointer, (*source.notes, *origin.notes))
+
+
+def _wanted(
+    origin: Origin, asked: Target | None, to: str, config: Mapping[str, Any] | None
+) -> Wanted:
+    """What is written, with all that nobody said. Raises UsageError for what the format lacks."""
+    asked = (asked or _as_source(origin, to)).with_zero_of(origin.manifest.mesh)
+    refuse_unused(asked, to)
+    return origin.wanted(asked, config)
+
+
+def _steps(source: Checkpoint) -> int:
+    return int(source.extras.counters.get("global_steps", 0))
+
+
+def _to_tag(
+    origin: Origin,
+    made: tuple[Manifest, list[Output]],
+    folder: Path,
+    allow: frozenset[str],
+    progress: Progress | None,
+) -> tuple[ConversionJob, int]:
+    """Writes the files of DeepSpeed's formats; the job that did, and the number of files."""
+    manifest, outputs = made
+    job = ConversionJob(origin.source, manifest, allow, progress)
+    job.prove(outputs)
+    write_tag(job, outputs, folder, origin.apart)
+    return job, len(outputs)
 
 
 def _to_torch_dist(
@@ -253,7 +278,7 @@ _KNOWN = (*_WRITERS, TORCH_DIST)
 # what a format has no place for, of a target
 _UNUSED = {
     NATIVE: (),
-    UNIVERSAL: ("stages", "sub_group_size", "alignment", "round_robin"),
+    UNIVERSAL: ("stages",),
     TORCH_DIST: (
         "optimizer",
         "groups",
@@ -315,8 +340,6 @@ def refuse_unused(target: Target, to: str = NATIVE) -> None:
     where = f"a folder in the format {to}"
     if to == NATIVE and target.stages is not None and target.mesh.pp == 1:
         found, where = ["stages"], "a mesh without pipeline stages (pp=1)"
-    if to == NATIVE and target.sub_group_size is not None and target.mesh.zero != 3:
-        found, where = ["sub_group_size"], f"ZeRO stage {target.mesh.zero}"
     if found:
         raise UsageError(
             f"{where} has no place for {', '.join(found)}",

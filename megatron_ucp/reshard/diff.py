@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp import say
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
@@ -42,6 +43,7 @@ class Difference:
     b: str
 
 
+@say.shown("diff")
 def diff(
     a: str | Path,
     b: str | Path,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp import say
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import state_in, weights_manifest
@@ -70,6 +71,7 @@ from megatron_ucp.reshard.windows import (
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _ALLOWED = frozenset({"mean", "stale", "weights"})
+LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,18 @@ class Exported:
     loadable: bool = True
 
     def __str__(self) -> str:
-        read_back = ", read back and equal" if self.verified else ""
-        lacks = "" if self.loadable else "; NOT LOADABLE YET: it has no config"
+        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
+        proved = "read back and equal" if self.verified else "every byte read was checked"
         return (
-            f"{self.path}: {self.source_mesh} became {self.tensors} tensors of {self.dtype} in "
-            f"{self.files} files, {self.written_bytes:,} bytes in {self.seconds:.1f} s{read_back}"
-            f"{lacks}"
+            f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
+            f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
+            f"file{'s' if self.files != 1 else ''}, {say.duration(self.seconds)}, {proved}{lacks}"
         )
 
 
+@say.shown("export-hf", ends=True)
 def export_hf(
-    src: str | Path,
+    src: Any,
     dst: str | Path,
     *,
     dtype: Any = None,
@@ -122,7 +125,9 @@ def export_hf(
     peft's format.
 
     Args:
-        src: The checkpoint: a tag folder, or the folder above it.
+        src: The checkpoint: a tag folder, or the folder above it. Or an attached engine, whose
+            weights in memory are written; collective, and only with `dtype`, `max_shard_size`,
+            `config` and `tokenizer`.
         dst: The new folder. It appears whole or not at all.
         dtype: That of the weights, such as "bf16" or `torch.float32`, to which the fp32 master
             weights are rounded. Default: the training dtype.
@@ -153,33 +158,82 @@ def export_hf(
         >>> import megatron_ucp as ucp
         >>> assert ucp.export_hf("runs/llama", "hf", dtype="bf16", verify=True).loadable
     """
+    if hasattr(src, LIVE_EXPORT):
+        of_files = tag, rules, family, merge, verify, force, allow
+        return _of_engine(src, dst, (dtype, max_shard_size, config, tokenizer), of_files)
     started, folder = time.perf_counter(), Path(plain_path(dst))
-    dtype = check_output(folder, dtype, allow, force)
-    max_bytes = parse_size(max_shard_size)
+    asked = _Asked(check_output(folder, dtype, allow, force), parse_size(max_shard_size))
+    asked = replace(asked, config=config, family=family, tokenizer=tokenizer, merge=merge)
     names = pipe_names(family or family_of(config), config)
     told = Told(names=names, weights="weights" in allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         _check_source(source, folder, allow)
-        found = config_for(source.manifest, config, source.folder)
-        given = None if found is None else found.tree
-        mesh, notes, merged = str(source.manifest.mesh), _notes(source, given is None), None
-        if found is not None and config is None:
-            notes.append(f"the model's config was found in {found.folder}")
-        if merge is not None:
-            source, merged = open_merge(opened, merge, source, given)
-            given, family = read_json(source.folder / CONFIG_FILE), ""
-        elif found is not None and needs_family(source.manifest):
-            family = family or found.family
-        chosen = dtype or training_dtype(source.manifest)
-        twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
-        of_model = merge if found is None or merge is not None else found.folder
-        beside = beside_weights(twin, tokenizer, of_model)
-        out = Outgoing(source.manifest, twin, chosen, max_bytes)
-        job = _Job(source, out, frozenset(allow), progress, merged)
+        mesh = str(source.manifest.mesh)
+        prepared = _prepared(source, asked, opened)
+        job = _Job(prepared, frozenset(allow), progress)
         job.prove()
-        job.write(folder, beside, verify, force)
-    return job.result(folder, mesh, time.perf_counter() - started, verify, notes)
+        job.write(folder, prepared.beside, verify, force)
+    return job.result(folder, mesh, time.perf_counter() - started, verify, prepared.notes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What an export is asked for, of what decides which tensors are written."""
+
+    dtype: str | None
+    max_bytes: int
+    config: str | Path | None = None
+    family: str = ""
+    tokenizer: str | Path | None = None
+    merge: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is read, and what is written: `merged` where an adapter is added to its base."""
+
+    source: Checkpoint
+    out: Outgoing
+    beside: Beside
+    notes: Sequence[str]
+    merged: Merge | None
+
+
+def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared:
+    """Finds the config, and decides under which names and in which files tensors are written."""
+    found = config_for(source.manifest, asked.config, source.folder)
+    given = None if found is None else found.tree
+    notes, merged, family = _notes(source, given is None), None, asked.family
+    if found is not None and asked.config is None:
+        notes.append(f"the model's config was found in {found.folder}")
+    if asked.merge is not None:
+        source, merged = open_merge(opened, asked.merge, source, given)
+        given, family = read_json(source.folder / CONFIG_FILE), ""
+    elif found is not None and needs_family(source.manifest):
+        family = family or found.family
+    chosen = asked.dtype or training_dtype(source.manifest)
+    twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
+    of_model = asked.merge if found is None or asked.merge is not None else found.folder
+    beside = beside_weights(twin, asked.tokenizer, of_model)
+    out = Outgoing(source.manifest, twin, chosen, asked.max_bytes)
+    return _Prepared(source, out, beside, notes, merged)
+
+
+def _of_engine(
+    engine: Any, dst: str | Path, asked: tuple[Any, ...], of_files: tuple[Any, ...]
+) -> Exported:
+    """The export of a live engine. Raises UsageError for what only files have."""
+    if any(of_files):
+        names = ("tag", "rules", "family", "merge", "verify", "force", "allow")
+        given = [name for name, value in zip(names, of_files, strict=True) if value]
+        raise UsageError(
+            "the export of a live engine does not take this",
+            expected="dtype, max_shard_size, config, tokenizer",
+            found=", ".join(given),
+            fix="leave it out, or save and export the checkpoint",
+        )
+    return getattr(engine, LIVE_EXPORT)(plain_path(dst), *asked)
 
 
 def check_output(
@@ -225,13 +279,9 @@ class _Job:
     """One export: plans, windows and counts. Tensors are written by several threads."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        out: Outgoing,
-        allow: frozenset[str],
-        progress: Progress | None,
-        merged: Merge | None = None,
+        self, prepared: _Prepared, allow: frozenset[str], progress: Progress | None
     ) -> None:
+        source, out, merged = prepared.source, prepared.out, prepared.merged
         self.source, self.out, self.progress, self.merged = source, out, progress, merged
         self.reader = WindowReader(_readable(source, out, allow), allow | {"narrow"})
         self.memories = [Memory() for _ in range(THREADS)]  # a job takes one, and gives it back

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
@@ -21,7 +22,8 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, plain_path
+from megatron_ucp.formats.pt.output import Output
+from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted, refuse_unused
 from megatron_ucp.reshard.findings import Progress
@@ -35,6 +37,7 @@ from megatron_ucp.reshard.twin import read_twin
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 
 
+@say.shown("import-hf", ends=True)
 def import_hf(
     src: str | Path,
     dst: str | Path,
@@ -44,7 +47,7 @@ def import_hf(
     latest: bool = False,
     family: str = "",
     padded_vocab: int | None = None,
-    config: Mapping[str, Any] | None = None,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Converted:
@@ -61,7 +64,8 @@ def import_hf(
         latest: Whether `latest` in the folder above names the new one.
         family: The model family, where config.json does not decide it.
         padded_vocab: Rows of the vocabulary with padding, which is zeros. Default: no padding.
-        config: The DeepSpeed config of the job; the training dtype is else that of the tensors.
+        ds_config: The DeepSpeed config of the job, or its file; the training dtype is else that of
+            the tensors.
         allow: What may happen besides exact copies: "narrow" rounds a folder in fp64.
         progress: `progress(done, total)` counts bytes.
 
@@ -78,37 +82,50 @@ def import_hf(
         >>> done = ucp.import_hf("hf", "start/global_step0", mesh="tp=2,dp=2,zero=1")
     """
     started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked = _checked(folder, mesh, target, allow)
+    asked, config = _checked(folder, mesh, target, allow), parsed_config(ds_config)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
-    model = Model(find_family(twin.family), _padded(sizes, padded_vocab))
-    _check_vocabulary(model.sizes.vocab, asked.mesh.tp, str(src))
-    model.check_cut(asked.mesh.tp)
+    padded = _padded(sizes, padded_vocab)
+    model = _model(twin.family, padded, asked.mesh.tp, str(src))
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
         require_outside(folder, source.folder)
-        refuse_unused(asked)
-        asked = _completed(asked, source.manifest, config)
-        whole = _before_training(model, architecture, str(asked.dtype))
-        layers = _layers(model) if asked.mesh.pp > 1 else None
-        wanted, staged = with_stages(Wanted(whole, asked, str(source.folder), layers))
-        manifest = target_manifest(wanted)
-        settings = _settings(asked, config)
-        outputs = list(NativeWriter(manifest, settings, layers).outputs())
+        wanted, staged = _wanted(model, architecture, asked, source, config)
+        manifest, outputs = _files(wanted, config)
         job = ConversionJob(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
         write_tag(job, outputs, folder)
     pointer = point_at(folder, NATIVE, latest, 0)
-    notes = [*source.notes, *staged, *_notes(sizes, padded_vocab)]
-    return Converted(
-        str(folder),
-        f"Hugging Face {twin.family}",
-        str(asked.mesh),
-        len(outputs),
-        job.reader.read_bytes,
-        job.done,
-        time.perf_counter() - started,
-        pointer,
-        tuple(notes),
-    )
+    notes = (*source.notes, *staged, *_notes(sizes, padded_vocab))
+    meshes = f"Hugging Face {twin.family}", str(asked.mesh)
+    moved = len(outputs), job.reader.read_bytes, job.done, time.perf_counter() - started
+    return Converted(str(folder), *meshes, *moved, pointer, notes)
+
+
+def _files(wanted: Wanted, config: Mapping[str, Any] | None) -> tuple[Manifest, list[Output]]:
+    manifest, settings = target_manifest(wanted), _settings(wanted.target, config)
+    return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
+
+
+def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:
+    """The model of a folder. Raises LayoutError where tensor parallelism does not divide it."""
+    model = Model(find_family(family), sizes)
+    _check_vocabulary(sizes.vocab, tp, file)
+    model.check_cut(tp)
+    return model
+
+
+def _wanted(
+    model: Model,
+    architecture: Architecture,
+    asked: Target,
+    source: HuggingFaceCheckpoint,
+    config: Mapping[str, Any] | None,
+) -> tuple[Wanted, list[str]]:
+    """What is written: the model before its first step, on the mesh that was asked for; notes."""
+    refuse_unused(asked)
+    asked = _completed(asked, source.manifest, config)
+    whole = _before_training(model, architecture, str(asked.dtype))
+    layers = _layers(model) if asked.mesh.pp > 1 else None
+    return with_stages(Wanted(whole, asked, str(source.folder), layers))
 
 
 def _checked(

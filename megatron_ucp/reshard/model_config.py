@@ -9,17 +9,20 @@ from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families import families
 from megatron_ucp.families.arguments import with_model
-from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
+from megatron_ucp.formats.hugging_face.checkpoint import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    read_json,
+)
 from megatron_ucp.reshard.adapter import adapter_of
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 # A key that the file has where it is of transformers, or of peft: other programs write a
 # config.json, too.
 _KEYS = {CONFIG_FILE: "model_type", ADAPTER_CONFIG_FILE: "peft_type"}
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class FoundConfig:
     """A config, and the folder that it lies in, where the tokenizer's files may lie too."""
 
     tree: Mapping[str, Any]
@@ -34,7 +37,7 @@ class ModelConfig:
         return next((name for name, twin in twins if twin and twin.model_type == kind), "")
 
 
-def config_at(given: str | Path, name: str = CONFIG_FILE) -> ModelConfig:
+def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:
     """The config that a user named, by the file or by its folder. Raises UsageError for a path that
     is none, NotFoundError, DamagedFileError."""
     if not isinstance(given, str | Path):
@@ -54,12 +57,12 @@ def config_at(given: str | Path, name: str = CONFIG_FILE) -> ModelConfig:
             found="a folder without it" if path.is_dir() else "no such file or folder",
             fix="give --config the folder of the model, as save_pretrained wrote it",
         )
-    return ModelConfig(read_json(file), file.parent)
+    return FoundConfig(read_json(file), file.parent)
 
 
 def config_for(
     manifest: Manifest, given: str | Path | None, folder: Path | None
-) -> ModelConfig | None:
+) -> FoundConfig | None:
     """The config of a checkpoint's model: the one that was given; else, where the checkpoint does
     not say its model, what lies in its `folder` or in the one above, where trainers write it; None
     where there is none. Raises as `config_at`."""

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.box import span
 from megatron_ucp.core.flat import FlatBuffer, States, alone
 from megatron_ucp.core.manifest import Manifest, ParamGroup
@@ -23,6 +24,7 @@ from megatron_ucp.formats.deepspeed.native_writer import state_file
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.arguments import one_target, parsed_config
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.target import Wanted, target_manifest
 
@@ -51,7 +53,7 @@ class RankReads:
 
 @dataclass(frozen=True)
 class Preview:
-    """A resume on paper. `stored_bytes` is what the source holds of states, every one once."""
+    """A resume that was planned. `stored_bytes` is what the source holds of states, each once."""
 
     source_mesh: str
     mesh: str
@@ -60,19 +62,55 @@ class Preview:
     notes: tuple[str, ...] = ()
 
 
-def preview(
+@say.shown("plan", "ranks")
+def plan(
     path: str | Path,
-    target: Target,
+    mesh: Mesh | str | None = None,
+    *,
+    target: Target | Mesh | str | None = None,
     tag: str | None = None,
     rules: str | Path | None = None,
-    config: Mapping[str, object] | None = None,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Preview:
-    """What a job on the target's mesh would read of a checkpoint. `progress(done, total)` counts
-    ranks. Raises a UcpError."""
+    """What each rank of a job on another mesh would read of a checkpoint: the dry run of a resume.
+    No tensor is read.
+
+    Args:
+        path: A tag folder, or the folder above it.
+        mesh: The mesh of the job, such as "tp=2,dp=4". An axis that is left out is 1, a ZeRO stage
+            the source's.
+        target: In place of `mesh`: a `Target`, which says more than a mesh.
+        tag: The tag in `path`, where it is not the newest.
+        rules: A file of rules (docs/reference/rules.md), where no family knows the layouts.
+        ds_config: The DeepSpeed config of the job, or its file.
+        progress: `progress(done, total)` counts ranks.
+
+    Returns:
+        Meshes, and for each rank the files and bytes that it reads.
+
+    Raises:
+        UsageError: For a mesh that can't be.
+        UcpError: For a checkpoint that can't be carried over to that mesh.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> [rank.read_bytes for rank in ucp.plan("runs/llama", "dp=3,zero=1").ranks]
+        [3543680, 3543552, 3543552]
+    """
+    asked = one_target(mesh, target)
+    if asked is None:
+        raise UsageError(
+            "a plan is for one mesh",
+            expected="a mesh, such as tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh (Python: mesh)",
+        )
+    config = parsed_config(ds_config)
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
-        manifest = target_manifest(origin.wanted(target, config))
+        asked = asked.with_zero_of(source.manifest.mesh)
+        manifest = target_manifest(origin.wanted(asked, config))
 
         def file_of(slot: Slot) -> str:
             return Path(source.where(slot).file.path).relative_to(source.folder).as_posix()
@@ -81,6 +119,7 @@ def preview(
         return of_manifests(source.manifest, manifest, file_of, progress, notes)
 
 
+@say.shown("plan", "ranks")
 def simulate(
     family: str,
     sizes: Sizes,
@@ -89,7 +128,7 @@ def simulate(
     config: Mapping[str, object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Preview:
-    """The same for a model and meshes that exist on paper only: bf16 with fp32 masters and Adam's
+    """The same for a model and meshes that need not exist: bf16 with fp32 masters and Adam's
     two moments. Raises a UcpError."""
     found = find_family(family)
     whole = paper_manifest(found, sizes)

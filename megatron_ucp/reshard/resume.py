@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import RUN, Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
@@ -57,7 +58,9 @@ _NAMED = 5  # parameters that a note lists by name
 @dataclass(frozen=True)
 class Report:
     """What a load did, on this rank. `notes` name everything that was not carried over bit for bit,
-    or not at all. `run_id` is that of the run which saved it, where the manifest says one."""
+    or not at all. `run_id` is that of the run which saved it, where the manifest says one.
+    `all_read_bytes` is `read_bytes` of all ranks; `left_out` what of the state was not asked for.
+    """
 
     path: str
     source: str
@@ -70,6 +73,21 @@ class Report:
     notes: tuple[str, ...] = ()
     global_steps: int = 0
     run_id: str = ""
+    all_read_bytes: int = 0
+    left_out: str = ""
+
+    def __str__(self) -> str:
+        summed = "checksums not compared"
+        if self.checked_bytes:
+            both = self.checked_bytes, self.checked_bytes + self.unchecked_bytes
+            whole = say.amount(both[0]) if not self.unchecked_bytes else say.of(*both)
+            summed = f"checksums of {whole} compared"
+        left_out = f", without {self.left_out}" if self.left_out else ""
+        return (
+            f"loaded step {self.global_steps:,} ({self.path}){left_out}: {self.source} -> "
+            f"{self.target}; {say.amount(self.all_read_bytes)} in {say.duration(self.seconds)}, "
+            f"{summed}"
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +159,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
             planned.value = _inexact(job.plan, engine.manifest)
         job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
         filled = agree.collect(job.fill)
-        sums = _checksums(filled, source)
+        sums, read_bytes = _checksums(filled, source)
         job.check_overflows()
         engine.refresh()
         with agree.together():
@@ -159,7 +177,16 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         tuple(notes),
         steps,
         str(said.get(RUN, "")),
+        read_bytes,
+        _left_out(how, engine),
     )
+
+
+def _left_out(how: How, engine: Engine) -> str:
+    """What of a training state was not asked for, in words."""
+    if how.module_only:
+        return "optimizer, scheduler and counters"
+    return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
 
 
 @dataclass
@@ -452,20 +479,22 @@ def _named(found: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]
 
 
-def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[int, int, int]:
+def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[tuple[int, int, int], int]:
     """Compares the sums of all ranks' runs, each rank a share of the records. Collective.
 
-    Returns bytes: read by this rank; checked and not checked, summed over all ranks.
+    Returns bytes: read by this rank, checked and not checked by all ranks; and read by all ranks.
     """
     rank, world = agree.world()
     runs = [run for counts in filled for run in counts.runs]
     records = {key: record for counts in filled for key, record in counts.records.items()}
     unsummed = sum(counts.unsummed_bytes for counts in filled)
+    read_bytes = sum(counts.read_bytes for counts in filled)
     if not runs:
-        return filled[rank].read_bytes, 0, unsummed
+        return (filled[rank].read_bytes, 0, unsummed), read_bytes
     sums = agree.collect(lambda: check_runs(runs, records, source.opened, rank=rank, world=world))
-    return (
+    own = (
         filled[rank].read_bytes + sums[rank][2],
         sum(checked for checked, _, _ in sums),
         unsummed + sum(unchecked for _, unchecked, _ in sums),
     )
+    return own, read_bytes + sum(more for _, _, more in sums)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ucp import say
 from megatron_ucp.core.layout import (
     Extent,
     Layout,
@@ -36,6 +37,7 @@ class _Known:
     extent: Extent | None = None
 
 
+@say.shown("rules", "parameters")
 def draft_rules(path: str | Path, tag: str | None = None, progress: Progress | None = None) -> str:
     """The text of a TOML file. `progress(done, total)` counts parameters. Raises a UcpError for a
     checkpoint that can't be read."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ucp import say
 from megatron_ucp.core.layout import Partial, Replicate, same_layout
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.rules import RuleSet, nearest
@@ -13,7 +14,7 @@ from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
 from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.rule_file import read_rules
-from megatron_ucp.reshard.findings import Finding, Progress, finding_of
+from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
 
@@ -27,7 +28,49 @@ class Checked:
     notes: tuple[str, ...]
     parameters: int
 
+    def __bool__(self) -> bool:
+        return not self.findings
 
+    def __str__(self) -> str:
+        found = some(len(self.findings), "finding")
+        return f"{self.rules}: {found} for {self.parameters} parameters and buffers of {self.path}"
+
+
+def rules(
+    path: str | Path,
+    *,
+    check: str | Path | None = None,
+    tag: str | None = None,
+    progress: Progress | None = None,
+) -> "str | Checked":
+    """Drafts a file of rules for a model that no family covers, or checks such a file.
+
+    Args:
+        path: A tag folder, or the folder above it.
+        check: A file of rules (docs/reference/rules.md) to compare with the checkpoint.
+        tag: The tag in `path`, where it is not the newest.
+        progress: `progress(done, total)` counts parameters.
+
+    Returns:
+        The text of a draft in TOML; with `check` what is wrong with the file, which is true where
+        nothing is.
+
+    Raises:
+        RuleError: For a file that can't be used.
+        NotFoundError: Where there is no checkpoint.
+
+    Example:
+        >>> import megatron_ucp as ucp
+        >>> print(ucp.rules("runs/llama"))
+    """
+    from megatron_ucp.reshard.rule_draft import draft_rules
+
+    if check is None:
+        return draft_rules(path, tag, progress=progress)
+    return check_rules(path, check, tag, progress=progress)
+
+
+@say.shown("rules", "parameters")
 def check_rules(
     path: str | Path, rules: str | Path, tag: str | None = None, progress: Progress | None = None
 ) -> Checked:

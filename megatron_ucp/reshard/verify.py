@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
@@ -62,7 +63,7 @@ class Verified:
     def __str__(self) -> str:
         read = "tensors were not read: --deep does that"
         if self.deep:
-            read = f"{self.read_bytes:,} bytes read"
+            read = f"{say.amount(self.read_bytes)} read"
         files = f"{self.files} file{'s' if self.files != 1 else ''}"
         if self.ok:
             return f"{self.path}: no damage found in {files}, {read}"
@@ -82,6 +83,7 @@ class Verified:
         )
 
 
+@say.shown("verify")
 def verify(
     path: str | Path,
     *,
@@ -118,34 +120,44 @@ def verify(
     """
     known = read_rules(rules) if rules is not None else None
     found = find_checkpoint(path, tag)
-    folder = found.folder
     findings: list[Finding] = []
     try:
-        with open_checkpoint(folder, rules=known) as checkpoint:
-            names = checkpoint.file_names
-            for name in names:
-                _note(findings, lambda name=name: checkpoint.check(name))
-            _note(findings, checkpoint.check_beside)
-            bare = [name for name in names if not checkpoint.file(name).has_checksums]
-            notes = [*found.notes, *checkpoint.notes]
-            notes += [f"{name} has no checksums" for name in bare]
-            read = 0
-            if deep:
-                read, more = _check_records(checkpoint, names, allow_nan, findings, progress)
-                notes += more
-                findings += _copies(checkpoint)
-                _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
-            else:
-                _note(findings, lambda: _check_cover(checkpoint.manifest))
+        with open_checkpoint(found.folder, rules=known) as checkpoint:
+            notes, read_bytes = _look(checkpoint, deep, allow_nan, findings, progress)
             listed = checkpoint.recorded.files if checkpoint.recorded is not None else ()
-            files = len({*names, *(entry.name for entry in listed)})
-            once = tuple(dict.fromkeys(findings))
-            return Verified(str(folder), once, tuple(notes), files, read, deep)
+            files = len({*checkpoint.file_names, *(entry.name for entry in listed)})
+        notes = [*found.notes, *notes]
     except (DamagedFileError, ForeignFileError, UnsafePickleError, NotFoundError) as error:
-        more, files = damaged_files(folder)
+        more, files = damaged_files(found.folder)
         first = [] if any(one.file == error.file for one in more) else [finding_of(error)]
-        once = tuple(dict.fromkeys([*findings, *first, *more]))
-        return Verified(str(folder), once, found.notes, files, 0)
+        findings += [*first, *more]
+        notes, read_bytes, deep = [*found.notes], 0, False
+    once = tuple(dict.fromkeys(findings))
+    return Verified(str(found.folder), once, tuple(notes), files, read_bytes, deep)
+
+
+def _look(
+    checkpoint: Checkpoint,
+    deep: bool,
+    allow_nan: bool,
+    findings: list[Finding],
+    progress: Progress | None,
+) -> tuple[list[str], int]:
+    """Adds what is wrong with a checkpoint that could be opened; returns notes, and the bytes that
+    were read."""
+    names = checkpoint.file_names
+    for name in names:
+        _note(findings, lambda name=name: checkpoint.check(name))
+    _note(findings, checkpoint.check_beside)
+    bare = [name for name in names if not checkpoint.file(name).has_checksums]
+    notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in bare)]
+    if not deep:
+        _note(findings, lambda: _check_cover(checkpoint.manifest))
+        return notes, 0
+    read_bytes, more = _check_records(checkpoint, names, allow_nan, findings, progress)
+    findings += _copies(checkpoint)
+    _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
+    return notes + more, read_bytes
 
 
 def _note(findings: list[Finding], check: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.muon import in_its_order
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.reshard.preview import preview
+from megatron_ucp.reshard.preview import plan
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import Sources, without_manifest
@@ -215,7 +215,7 @@ def test_the_tools_on_files(sources: Sources, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world", "setup"), [(4, muon(1)), (1, muon(0)), (2, muon(3))])
 def test_a_plan_is_what_a_load_reads(sources: Sources, world: int, setup: Setup) -> None:
     folder = f"{source(sources, 'dp2z1')}/filled"
-    found = preview(folder, Target(ucp.Mesh(dp=world, zero=setup.zero)))
+    found = plan(folder, Target(ucp.Mesh(dp=world, zero=setup.zero)))
     compare(found, sources.ranks.run(world, READS, setup, folder))
 
 

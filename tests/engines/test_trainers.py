@@ -96,6 +96,10 @@ def test_the_trainers_own_counters(
         assert [f"after sample {first:,}, which {said} samples" in note for note in notes] == (
             [True] if said else []
         )
+        # 4 samples in a step before; 2 and 6 are as many for each of the ranks and steps between
+        changed = [note for note in rank["report"].notes if "another batch" in note]
+        assert [f"4 samples before, {batch} now" in note for note in changed] == [True] * bool(said)
+        assert all("the learning rate and the schedule" in note for note in changed)
 
 
 def autotp(size: int) -> dict[str, Any]:
@@ -298,9 +302,9 @@ def test_an_unknown_key_or_value_in_the_section_is_a_named_error(
 def test_an_unknown_option_of_attach_is_a_named_error() -> None:
     with pytest.raises(UsageError, match="hypr"):
         ucp.attach(SimpleNamespace(), hypr="config")
-    for allow in ("new", None, 3):
+    for allow in ("new", 3):
         with pytest.raises(UsageError, match=f"found: {allow!r}"):
-            ucp.attach(SimpleNamespace(), allow=allow)
+            ucp.attach(SimpleNamespace(module=None), allow=allow)
 
 
 def test_a_folder_without_any_checkpoint_is_a_fresh_start(ranks: RankPool, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_cause_is_named(
 ) -> None:
     for stepped in ranks.run(2, JOBS + "save", run, str(tmp_path)):
         assert stepped.startswith(STEPPED.get(run, "DeepSpeedZeroOptimizer_Stage3"))
-    assert main(["inspect", str(tmp_path), "--no-table"]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     (line,) = [row for row in capsys.readouterr().out.splitlines() if "not saved" in row]
     assert run in line
     assert any(run in note for note in ucp.verify(tmp_path).notes)
@@ -56,7 +56,7 @@ def test_a_healthy_run_is_not_accused(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.run(2, JOBS + "save", "zero_quantized_weights", str(tmp_path))
-    assert main(["inspect", str(tmp_path), "--no-table"]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     assert "not saved" not in capsys.readouterr().out
     assert ucp.verify(tmp_path, deep=True).findings == ()
     for rank in ranks.run(2, JOBS + "load", str(tmp_path)):

@@ -112,7 +112,7 @@ def test_rules(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     draft = tmp_path / "rules.toml"
     assert main(["rules", str(folder), "--out", str(draft)]) == 0
     assert "12, 8, 4" in draft.read_text()
-    assert main(["rules", str(folder), "--rules", str(draft)]) == 0
+    assert main(["rules", str(folder), "--check", str(draft)]) == 0
 
 
 TARGETS = {

@@ -72,5 +72,6 @@ def test_a_step_that_the_manifest_has_otherwise_is_seen(tmp_path: Path) -> None:
     data = json.loads((folder / FILE_NAME).read_text())
     data["scalars"][0]["step"] += 1
     (folder / FILE_NAME).write_text(json.dumps(data))
+    assert any("disagree in the scalars" in one.what for one in ucp.verify(folder).findings)
     with pytest.raises(ForeignFileError, match="disagree in the scalars"):
-        ucp.verify(folder)
+        ucp.diff(folder, folder)

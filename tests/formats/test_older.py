@@ -75,7 +75,7 @@ def test_every_state_is_read_bit_for_bit(version: str, case: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("version", "case"), EVERY)
 def test_inspect_and_verify(capsys: pytest.CaptureFixture[str], version: str, case: str) -> None:
-    assert main(["inspect", str(FOLDER / version / case), "--no-table"]) == 0
+    assert main(["inspect", str(FOLDER / version / case)]) == 0
     said = capsys.readouterr().out
     assert version in said and ("not saved" in said) == ((version, case) in LOST)
     assert ucp.verify(FOLDER / version / case, deep=True).findings == ()

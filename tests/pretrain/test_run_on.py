@@ -166,7 +166,7 @@ def test_program_ends_with_zero_after_sigterm(tmp_path: Path) -> None:
     saved = re.search(r"saved \S+ at iteration (\d+)", rest)
     assert saved and (tmp_path / "out" / "latest").read_text() == f"global_step{saved[1]}"
     shown = subprocess.run(
-        [sys.executable, "-m", "megatron_ucp.cli", "inspect", str(tmp_path / "out"), "--no-table"],
+        [sys.executable, "-m", "megatron_ucp.cli", "inspect", str(tmp_path / "out")],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -84,7 +84,7 @@ def test_every_verb_reads_it(
 ) -> None:
     for source, count, said in ((shards, 36, "6, 3 on each"), (files, 24, "4, 2 on each")):
         folder = copy_of(source, tmp_path / f"{count}", manifest)
-        assert main(["inspect", "--no-table", str(folder)]) == 0
+        assert main(["inspect", str(folder)]) == 0
         assert f"{said} of 2 ranks: 2 layers" in capsys.readouterr().out
         assert main(["verify", "--deep", str(folder)]) == 0
         assert main(["plan", str(folder), "--mesh", "dp=4,ep=1,zero=3"]) == 0

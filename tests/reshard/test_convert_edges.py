@@ -57,7 +57,7 @@ def test_the_config_of_the_job_is_in_the_files(
         "gradient_clipping": 0.25,
         "mine": 1,
     }
-    ucp.convert(source, tmp_path / "out", target=ucp.Mesh(dp=3, zero=2), config=config)
+    ucp.convert(source, tmp_path / "out", target=ucp.Mesh(dp=3, zero=2), ds_config=config)
     files = paper.read(tmp_path / "out")
     assert files["mp_rank_00_model_states.pt"]["ds_config"] == {
         **config,
@@ -89,9 +89,9 @@ def test_a_dtype_that_a_config_leaves_open(source: Path, tmp_path: Path) -> None
     """A file for the Trainer of Hugging Face, which fills it in later: both sections say "auto"."""
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     with pytest.raises(UsageError, match="leaves the training dtype open"):
-        ucp.convert(source, tmp_path / "out", target=ucp.Mesh(zero=1), config=config)
+        ucp.convert(source, tmp_path / "out", target=ucp.Mesh(zero=1), ds_config=config)
     ucp.convert(
-        source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), "bfloat16"), config=config
+        source, tmp_path / "out", target=Target(ucp.Mesh(zero=1), "bfloat16"), ds_config=config
     )
     assert list((tmp_path / "out").glob("bf16_*"))
 

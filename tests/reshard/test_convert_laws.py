@@ -105,7 +105,7 @@ def shaped(dice: random.Random) -> tuple[paper.Model, Target]:
             and "frozen" not in model.kinds.values()
         ):
             return model, Target(
-                ucp.Mesh(), "bfloat16", None, None, None, 10**9, False, False, False
+                ucp.Mesh(zero=0), "bfloat16", None, None, None, 10**9, False, False, False
             )
 
 

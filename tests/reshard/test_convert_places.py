@@ -132,9 +132,7 @@ def test_relative_paths(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ucp.convert("source/step7/", "link/out/", target=target())
     ucp.convert("source/step7", "link/../other", target=target())
     assert paper.differences(tmp_path / "real" / "out", tmp_path / "other") == []
-    assert (tmp_path / "real" / "latest").read_text() == "out" and (
-        tmp_path / "latest"
-    ).read_text() == "other"
+    assert not (tmp_path / "real" / "latest").exists() and not (tmp_path / "latest").exists()
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(UsageError, match="exists"):
         ucp.convert("source/step7", "dangling", target=target())
@@ -199,17 +197,29 @@ def test_the_folder_is_removed_meanwhile(
 WRITE = module.write_pt
 
 
-def test_pointers(source: Path, tmp_path: Path) -> None:
+def test_no_pointer_moves_unasked(source: Path, tmp_path: Path) -> None:
+    """One that is there stays; in a folder that is no run none is written; `latest=True` moves and
+    writes; a run that has none gets its own."""
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
-    (note,) = ucp.convert(source, tmp_path / "v1.2-rc.3", target=target()).notes
-    assert (
-        note.endswith("load with tag=v1.2-rc.3")
-        and (tmp_path / "latest").read_bytes() == b"\xff\xfe"
-    )
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "latest_universal").mkdir()  # can't be replaced by a file
-    (note,) = ucp.convert(source, tmp_path / "other" / "out", to="universal").notes
-    assert "could not be written" in note and ucp.diff(source, tmp_path / "other" / "out") == []
+    said = ucp.convert(source, tmp_path / "v1.2-rc.3", target=target()).pointer
+    assert "`latest` still names" in said and "with the tag v1.2-rc.3" in said
+    assert (tmp_path / "latest").read_bytes() == b"\xff\xfe"
+    new = tmp_path / "new"
+    assert "no `latest` was written" in ucp.convert(source, new / "a", target=target()).pointer
+    assert not (new / "latest").exists()
+    assert "now names b" in ucp.convert(source, new / "b", target=target()).pointer
+    assert (new / "latest").read_text() == "b"
+    ucp.convert(source, new / "c", target=target())
+    assert (new / "latest").read_text() == "b"
+    assert "now names d" in ucp.convert(source, new / "d", target=target(), latest=True).pointer
+    assert (new / "latest").read_text() == "d"
+
+
+def test_a_pointer_that_can_not_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "other" / "latest_universal").mkdir(parents=True)  # can't be replaced by a file
+    found = ucp.convert(source, tmp_path / "other" / "out", to="universal", latest=True)
+    assert "could not be written" in found.pointer
+    assert ucp.diff(source, tmp_path / "other" / "out") == []
 
 
 def test_the_kept_tags_of_a_run_do_not_count_a_conversion(source: Path, tmp_path: Path) -> None:

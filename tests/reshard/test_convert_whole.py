@@ -231,7 +231,7 @@ def test_the_verb(sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixtur
     config = tmp_path / "config.json"
     wanted = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": 50}}
     config.write_text(json.dumps(wanted))
-    job = ["--mesh", "dp=2,zero=3", "--config", str(config), "--tag", "filled"]
+    job = ["--mesh", "dp=2,zero=3", "--ds-config", str(config), "--tag", "filled"]
     assert main(["convert", folder, c, *job]) == 0
     assert len(ucp.describe(c).buffers) > len(ucp.describe(a).buffers)
     assert "still names a: load with tag=c" in capsys.readouterr().out
@@ -249,7 +249,7 @@ def test_the_verb_refuses(
         [folder, out, "--mesh", "dp=x"],
         [folder, out, "--to", "native"],
         [nothing, out, "--mesh", "dp=2"],
-        [folder, out, "--mesh", "dp=2", "--config", f"{nothing}.json"],
+        [folder, out, "--mesh", "dp=2", "--ds-config", f"{nothing}.json"],
     ):
         assert main(["convert", *arguments]) == 2
         assert "megatron-ucp: " in capsys.readouterr().err

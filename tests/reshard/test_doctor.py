@@ -72,7 +72,7 @@ def test_the_cause_is_named(
 ) -> None:
     change, word, kind = CASES[case]
     edited(source, change)
-    assert main(["inspect", str(source), "--no-table"]) == 0
+    assert main(["inspect", str(source)]) == 0
     (line,) = [row for row in capsys.readouterr().out.splitlines() if "not saved" in row]
     assert word in line
     with pytest.raises(kind, match=word) as caught:

@@ -196,7 +196,7 @@ def test_stock_loads_where_no_rank_has_experts_of_its_own(
 
 
 def test_inspect_counts_experts(mixed: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--no-table", str(mixed / "trained")]) == 0
+    assert main(["inspect", str(mixed / "trained")]) == 0
     assert "4, 2 on each of 2 ranks: 3 layers" in capsys.readouterr().out
     assert main(["inspect", "--json", str(own / "trained")]) == 0
     found = json.loads(capsys.readouterr().out)

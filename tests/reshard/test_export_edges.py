@@ -114,7 +114,7 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 def test_a_checkpoint_that_does_not_say_its_model(tmp_path: Path) -> None:
     """An earlier save: the config of the model helps, that of another one does not."""
     source = first(replace(twins.model("llama"), run={}), tmp_path)
-    assert "--config DIR" in refused(UsageError, source, tmp_path / "out")
+    assert "--config" in refused(UsageError, source, tmp_path / "out")
     ucp.export_hf(first(twins.model("llama"), tmp_path / "b"), tmp_path / "whole")
     ucp.export_hf(source, tmp_path / "out", config=tmp_path / "whole")
     for name in ("config.json", "model.safetensors"):
@@ -242,6 +242,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
         "config.json",
         "model.safetensors",
         "tokenizer.json",
+        "ucp_export.json",
     ]
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said == {"model_type": "own", "torch_dtype": "bfloat16", "dtype": "bfloat16"}
@@ -341,8 +342,8 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", out]) == 0 and "weights" in capsys.readouterr().out
     native = str(tmp_path / "native" / "tag")
     assert main(["import-hf", out, native, "--mesh", "dp=2,zero=3"]) == 0
-    assert "begin afresh" in capsys.readouterr().out
-    assert main(["inspect", native]) == 0
+    assert "begin from scratch" in capsys.readouterr().out
+    assert main(["inspect", native, "--all"]) == 0
     assert "rotary_base=500000.0" in capsys.readouterr().out
     assert main(["diff", native, out]) == 0
     capsys.readouterr()

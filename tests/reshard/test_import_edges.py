@@ -41,7 +41,8 @@ def not_imported(error: type[ucp.UcpError], source: Path, **options: Any) -> str
 
 def test_imports_that_can_not_be(folder: Path) -> None:
     """A vocabulary that tp does not divide, another family, another model, missing tensors."""
-    assert "divisor of 45" in not_imported(LayoutError, folder, mesh=ucp.Mesh(tp=2, zero=1))
+    said = not_imported(LayoutError, folder, mesh=ucp.Mesh(tp=2, zero=1))
+    assert "--padded-vocab-size 46" in said
     assert "at least 45" in not_imported(UsageError, folder, padded_vocab=44)
     said = not_imported(UnsupportedError, folder, family="gpt")
     assert "gpt2" in said and "use a model of the family that config.json says" in said
@@ -100,14 +101,16 @@ def test_values_that_the_training_dtype_can_not_hold(folder: Path) -> None:
     save_file({name: one.float() for name, one in held.items()}, path)
     listed = "decoder.final_layernorm.weight: 1; decoder.layers.1.mlp.linear_fc1.weight: 1"
     assert listed in not_imported(InexactError, folder, mesh=fp16)
-    ucp.import_hf(folder, folder.parent / "bf16" / "tag", target=ucp.Mesh(zero=1))
+    ucp.import_hf(folder, folder.parent / "bf16" / "tag", target=ucp.Mesh(zero=1), latest=True)
     with pytest.raises(InexactError, match=listed):
         ucp.convert(folder.parent / "bf16", folder.parent / "fp16" / "tag", target=fp16)
     assert [*(folder.parent / "fp16").iterdir()] == []
     held["model.norm.weight"][3] = held["model.layers.1.mlp.up_proj.weight"][2, 3] = float("inf")
     save_file({name: one.float() for name, one in held.items()}, path)
-    ucp.import_hf(folder, folder.parent / "inf" / "tag", target=fp16)
-    ucp.convert(folder.parent / "inf", folder.parent / "fp16" / "b", target=ucp.Mesh(zero=1))
+    ucp.import_hf(folder, folder.parent / "inf" / "tag", target=fp16, latest=True)
+    ucp.convert(
+        folder.parent / "inf", folder.parent / "fp16" / "b", target=ucp.Mesh(zero=1), latest=True
+    )
     assert ucp.diff(folder.parent / "inf", folder.parent / "fp16") == []
 
 
@@ -116,7 +119,21 @@ def test_a_folder_in_fp64_is_rounded_where_that_is_allowed(folder: Path) -> None
     held = {name: one.double() + 1e-9 for name, one in load_file(path).items()}
     save_file(held, path)
     assert 'allow={"narrow"}' in not_imported(InexactError, folder)
-    assert main(["import-hf", str(folder), str(out), "--mesh", "zero=1", "--allow", "narrow"]) == 0
+    assert (
+        main(
+            [
+                "import-hf",
+                str(folder),
+                str(out),
+                "--mesh",
+                "zero=1",
+                "--allow",
+                "narrow",
+                "--latest",
+            ]
+        )
+        == 0
+    )
     ucp.export_hf(out.parent, folder.parent / "again", dtype="float32")
     wanted = {name: one.float() for name, one in held.items()}
     assert twins.same(twins.read(folder.parent / "again"), wanted) == []
@@ -126,7 +143,7 @@ def test_a_folder_in_fp64_is_rounded_where_that_is_allowed(folder: Path) -> None
 def test_weights_that_are_no_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Pickles beside safetensors are not looked at; alone they are named, with a way out."""
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
-    ucp.import_hf(folder, folder.parent / "b" / "tag", target=ucp.Mesh(zero=1))
+    ucp.import_hf(folder, folder.parent / "b" / "tag", target=ucp.Mesh(zero=1), latest=True)
     assert ucp.diff(folder.parent / "b", folder) == []
     (folder / "model.safetensors").unlink()
     said = not_imported(NotFoundError, folder)
@@ -142,7 +159,7 @@ def test_a_folder_of_the_hub(folder: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted(folder.iterdir())):
         path.rename(tmp_path / "blobs" / str(number))
         path.symlink_to(f"../blobs/{number}")
-    ucp.import_hf(folder, tmp_path / "native" / "tag", target=ucp.Mesh(dp=2, zero=3))
+    ucp.import_hf(folder, tmp_path / "native" / "tag", target=ucp.Mesh(dp=2, zero=3), latest=True)
     assert ucp.diff(tmp_path / "native", folder) == []
 
 
@@ -168,7 +185,9 @@ def test_names_of_earlier_files(tmp_path: Path) -> None:
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
     save_file({**held, **masks}, path)
     assert ucp.diff(source, tmp_path / "hf") == []
-    ucp.import_hf(tmp_path / "hf", tmp_path / "native" / "tag", target=ucp.Mesh(zero=1))
+    ucp.import_hf(
+        tmp_path / "hf", tmp_path / "native" / "tag", target=ucp.Mesh(zero=1), latest=True
+    )
     ucp.export_hf(tmp_path / "native", tmp_path / "again")
     wanted = {f"transformer.{name}": one for name, one in held.items()}
     assert twins.same(twins.read(tmp_path / "again"), wanted) == []

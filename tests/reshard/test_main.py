@@ -59,10 +59,10 @@ def run(*words: str, code: str = "") -> "subprocess.Popen[str]":
 def test_underscores_are_dashes_in_names_of_options(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", str(small), "--no-table"]) == 0
+    assert main(["verify", str(small), "--allow-nan"]) == 0
     dashes = capsys.readouterr().out
-    assert main(["inspect", str(small), "--no_table"]) == 0
-    assert capsys.readouterr().out == dashes and "bias" not in dashes
+    assert main(["verify", str(small), "--allow_nan"]) == 0
+    assert capsys.readouterr().out == dashes
     assert cli._dashed(["a_b", "--c_d", "--e_f=g_h", "-i_j", "--", "--k_l"]) == [
         "a_b",
         "--c-d",
@@ -76,7 +76,7 @@ def test_underscores_are_dashes_in_names_of_options(
 WRITING = ("convert", "export-hf", "import-hf")
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.COMMANDS)
 def test_every_option_has_dashes_and_every_verb_json(verb: str) -> None:
     """What only has underscores could not be given at all."""
     choices = next(
@@ -97,7 +97,6 @@ def test_every_option_has_dashes_and_every_verb_json(verb: str) -> None:
     [
         ["inspect"],
         ["frobnicate"],
-        [],
         ["inspect", "a", "b"],
         ["diff", "a"],
         ["verify", "a", "--no-such"],
@@ -109,11 +108,7 @@ def test_wrong_usage_is_an_error_like_any_other(
 ) -> None:
     assert main(words) == 2
     told = capsys.readouterr()
-    assert (
-        told.out == ""
-        and told.err.startswith("megatron-ucp: ")
-        and "what to do: see `megatron-ucp" in told.err
-    )
+    assert told.out == "" and told.err.startswith("megatron-ucp: ") and "what to do: " in told.err
     assert main([*words, "--json"]) == 2
     told = capsys.readouterr()
     assert told.err == "" and json.loads(told.out)["error"] == "UsageError"
@@ -122,10 +117,10 @@ def test_wrong_usage_is_an_error_like_any_other(
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["inspect", "--help"])
-    assert ended.value.code == 0 and "--no-table" in capsys.readouterr().out
+    assert ended.value.code == 0 and "--all" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "diff"])
+@pytest.mark.parametrize("verb", set(cli.COMMANDS) - {"diff", "run", "doctor"})
 def test_a_path_that_is_not_there(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +137,7 @@ def test_a_path_that_is_not_there(
 def test_names_of_files_can_not_command_a_terminal(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", str(small)]) == 0
+    assert main(["inspect", str(small), "--all"]) == 0
     told = capsys.readouterr().out
     assert (
         not set("\x1b\x07\u202e\ud800") & set(told)
@@ -216,8 +211,8 @@ def check_that_files_are_only_counted(
     assert "missing" in capsys.readouterr().err
 
 
-def _elems(shape: str) -> int:
-    return math.prod(int(n) for n in shape.split("x")) if shape != "scalar" else 1
+def _elems(shape: list[int]) -> int:
+    return math.prod(shape)
 
 
 def test_inspect_of_a_checkpoint_without_a_manifest_says_sizes_too(

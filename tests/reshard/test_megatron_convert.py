@@ -56,9 +56,9 @@ def mesh_of(case: str) -> ucp.Mesh | None:
 @pytest.mark.parametrize("case", CASES)
 def test_to_torch_dist_and_through_deepspeed_back(case: str, tmp_path: Path) -> None:
     one, native, two = tmp_path / TAG, tmp_path / "native" / "tag", tmp_path / "back" / TAG
-    found = convert(GOLDEN / case, one, to="torch_dist", target=mesh_of(case))
+    found = convert(GOLDEN / case, one, to="torch_dist", target=mesh_of(case), latest=True)
     assert found.notes == () and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
-    convert(one, native, target=ucp.Mesh(tp=2, dp=2, zero=1))
+    convert(one, native, target=ucp.Mesh(tp=2, dp=2, zero=1), latest=True)
     convert(native.parent, two, to="torch_dist", target=mesh_of(case))
     for other in (one, native, two):
         assert diff(GOLDEN / case, other) == [], other
@@ -77,7 +77,7 @@ def test_extra_states_and_client_state_have_no_place_there(
         "read_extras",
         lambda own: replace(read(own), modules=kept, client_state=mine),
     )
-    modules, client = convert(tmp_path / "native", tmp_path / TAG, to="torch_dist").notes
+    modules, client = convert(tmp_path / "native" / "tag", tmp_path / TAG, to="torch_dist").notes
     assert modules == "left out: extra states of modules: decoder._extra_state"
     assert client == "left out: client state: 'mine'"
 
@@ -166,13 +166,12 @@ def test_the_written_folder_is_the_same_from_every_source(tmp_path: Path) -> Non
 def test_experts_optimizer_follows_the_mesh(tmp_path: Path) -> None:
     """With and without expert parallelism `common.pt` has another form; either becomes the
     other."""
-    convert(GOLDEN / MIXTURE, tmp_path / "one" / TAG, to="torch_dist")
-    convert(tmp_path / "one", tmp_path / "two" / TAG, to="torch_dist", target=mesh_of(MIXTURE))
+    one, two = (tmp_path / name / TAG for name in ("one", "two"))
+    convert(GOLDEN / MIXTURE, one, to="torch_dist")
+    convert(one, two, to="torch_dist", target=mesh_of(MIXTURE))
     forms = [_common(tmp_path / name / TAG)["optimizer"].keys() for name in ("one", "two")]
     assert 0 not in forms[0] and {*forms[1]} == {0, 1}
-    assert (
-        diff(GOLDEN / MIXTURE, tmp_path / "one") == diff(GOLDEN / MIXTURE, tmp_path / "two") == []
-    )
+    assert diff(GOLDEN / MIXTURE, one) == diff(GOLDEN / MIXTURE, two) == []
 
 
 def test_a_folder_written_here_gives_deepspeed_the_same_keys(tmp_path: Path) -> None:
@@ -279,7 +278,9 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="does not divide the experts"):
         convert(GOLDEN / MIXTURE, tmp_path / TAG, to="torch_dist", target=ucp.Mesh(ep=3, dp=3))
     found = convert(case, tmp_path / "odd_name", to="torch_dist")
-    assert "Megatron looks for folders such as" in found.notes[0]
+    assert "Megatron-LM looks for folders such as iter_0000003" in found.pointer
+    with pytest.raises(UsageError, match="can't name this folder"):
+        convert(case, tmp_path / "odd", to="torch_dist", latest=True)
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 

@@ -75,8 +75,11 @@ def test_a_load_and_the_newest_whole_tag(run: Path) -> None:
 
 def test_a_conversion_does_not_take_the_run_over(run: Path) -> None:
     (run / "latest").unlink()
-    notes = ucp.convert(run / "iter_0000009", run / "again", target=target()).notes
-    assert (run / "latest").read_text() == "again"
-    assert any("is still followed" in note and "tag=again" in note for note in notes)
+    said = ucp.convert(run / "iter_0000009", run / "again", target=target()).pointer
+    assert not (run / "latest").exists()
+    assert "still names 9" in said and "with the tag again" in said
+    said = ucp.convert(run / "iter_0000009", run / "anew", target=target(), latest=True).pointer
+    assert (run / "latest").read_text() == "anew" and "`latest`" in said
+    assert "is followed" in said
     with open_checkpoint(run) as checkpoint:
         assert checkpoint.folder.name == "iter_0000009"

@@ -82,7 +82,7 @@ def test_a_plan_is_what_a_load_reads(
     if universal:
         ucp.convert(folder, tmp_path / "universal", to="universal")
         folder = tmp_path / "universal"
-    found = preview.preview(folder, Target(Mesh(dp=after, zero=target.zero)), config=config)
+    found = preview.plan(folder, Target(Mesh(dp=after, zero=target.zero)), ds_config=config)
     compare(found, sources.ranks.run(after, READS, replace(target, seed=9), str(folder)))
     assert {file for one in found.ranks for file in one.files} <= {
         p.relative_to(folder).as_posix() for p in folder.rglob("*.pt")
@@ -93,7 +93,7 @@ def test_a_plan_is_what_a_load_reads(
 def test_a_plan_of_other_axes_is_what_a_load_reads(sources: Sources, name: str) -> None:
     source, ranks, (tp, pp, dp, zero) = STAGES[name]
     folder = Path(sources.get(ranks, source, PIPE, more=0)) / "filled"
-    found = preview.preview(
+    found = preview.plan(
         folder, Target(Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform" if pp else None)
     )
     setup = replace(source, tp=tp, pp=pp, zero=zero, seed=9)
@@ -106,14 +106,14 @@ def test_the_plan_of_another_stage_is_another_plan(sources: Sources) -> None:
     loads = sources.ranks.run(2, READS, Setup(1, "bf16", seed=9), folder)
     for target in (Mesh(dp=2, zero=3), Mesh(dp=2, zero=0)):
         with pytest.raises(AssertionError):
-            compare(preview.preview(folder, Target(target)), loads)
-    compare(preview.preview(folder, Target(Mesh(dp=2, zero=2))), loads)  # cut alike
+            compare(preview.plan(folder, Target(target)), loads)
+    compare(preview.plan(folder, Target(Mesh(dp=2, zero=2))), loads)  # cut alike
 
 
 def test_checksums_read_gaps_besides(sources: Sources) -> None:
     """What nobody needs of a record is padding; the plan does not count it."""
     folder = str(Path(sources.get(2, Setup(1, "bf16"))) / "filled")
-    found = preview.preview(folder, Target(Mesh(dp=4, zero=3)))
+    found = preview.plan(folder, Target(Mesh(dp=4, zero=3)))
     read = sum(
         load["read_bytes"]
         for load in sources.ranks.run(4, READS, Setup(3, "bf16", seed=9), folder, checksums=True)
@@ -163,7 +163,7 @@ NET_ELEMS, NET_FROZEN_BYTES, NET_BUFFER_BYTES = (
 def test_the_ranks_read_every_state_once(sources: Sources, dp: int, zero: int) -> None:
     """Masters and two moments; each rank needs the buffers, and the frozen parameter that only
     ZeRO-3 cuts."""
-    found = preview.preview(
+    found = preview.plan(
         sources.get(2, Setup(1, "fp32")), Target(Mesh(dp=dp, zero=zero)), tag="filled"
     )
     assert found.stored_bytes == 12 * NET_ELEMS + NET_FROZEN_BYTES + NET_BUFFER_BYTES
@@ -372,7 +372,7 @@ REFUSALS: list[tuple[str, list[str]]] = [
         [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/none/plan.png"],
     ),
     ("the picture can't be written", [*PAPER, "--mesh", "dp=2", "--picture", "{tmp}/plan.docx"]),
-    ("can't be read as JSON", [*PAPER, "--mesh", "dp=2", "--config", "{tmp}/none.json"]),
+    ("there is no such file", [*PAPER, "--mesh", "dp=2", "--ds-config", "{tmp}/none.json"]),
 ]
 
 

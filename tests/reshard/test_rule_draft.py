@@ -111,7 +111,7 @@ def test_a_draft_of_values_marks_what_it_can_not_know(
     rules = write(tmp_path, text)
     with pytest.raises(RuleError, match=r"left open \(rule .*weight"):
         ucp.describe(folder, rules=rules)
-    assert main(["rules", str(folder), "--rules", rules]) == 2
+    assert main(["rules", str(folder), "--check", rules]) == 2
     row = re.compile(r"(pattern = '[^']*(?:linear_proj|fc2)\S*weight'\n)layout = \"\?\"")
     shard = 'layout = "Shard"\naxis = "tp"\ndim = '
     done = row.sub(rf"\1{shard}1", text).replace('layout = "?"', f"{shard}0")
@@ -234,7 +234,7 @@ def test_out_is_never_overwritten_unasked(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["draft"] == out.read_text()
     with pytest.raises(UsageError, match="can't be written"):
         write_draft("text", tmp_path / "nowhere" / "rules.toml")
-    assert main(["rules", folder, "--out", str(out), "--rules", str(out)]) == 2
+    assert main(["rules", folder, "--out", str(out), "--check", str(out)]) == 2
 
 
 def test_rules_for_another_model(sources: Sources, tmp_path: Path) -> None:

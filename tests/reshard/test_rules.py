@@ -158,9 +158,9 @@ def test_unmatched_doubly_matched_and_unused(
     unused = [line for line in found if "a rule matches no parameter" in line]
     assert len(unused) == 1 and "linear_fc1.weight" in unused[0].partition("nearest")[2]
     assert len(found) == 4
-    assert main(["rules", str(folder), "--rules", rules, "--json"]) == 1
+    assert main(["rules", str(folder), "--check", rules, "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["findings"]) == 4
-    assert main(["rules", str(folder), "--rules", rules]) == 1
+    assert main(["rules", str(folder), "--check", rules]) == 1
     assert "4 findings" in capsys.readouterr().out
     with pytest.raises(RuleError, match="rule"):
         ucp.describe(folder, rules=rules)

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.deepspeed.batch import notes_of_batch
 from megatron_ucp.engines.deepspeed.extra_state import states_for
 from megatron_ucp.engines.deepspeed.schedulers import check_class
-from megatron_ucp.engines.deepspeed.trainer_state import counted_anew
 from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
@@ -58,7 +58,7 @@ class DeepSpeedExtras:
         apart, own = how.apart, how.own
         client = saved.client_state if own is None else own.over(saved.client_state, apart)
         found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
-        notes += _of_the_position(source, engine, how.module_only)
+        notes += _of_the_position(source, engine, how)
         position = None if how.module_only else saved.data_position
         if how.loader is not None and position is not None:
             how.loader.check(position, str(source.folder))
@@ -132,7 +132,7 @@ def _schedule(
     return values.built(found, "lr_scheduler", here), notes
 
 
-def _of_the_position(source: Checkpoint, engine: Any, module_only: bool) -> list[str]:
+def _of_the_position(source: Checkpoint, engine: Any, how: How) -> list[str]:
     """Notes where the run does not go on with the next sample."""
     notes: list[str] = []
     if taken := source.manifest.run.get(MIDDLE):
@@ -140,10 +140,13 @@ def _of_the_position(source: Checkpoint, engine: Any, module_only: bool) -> list
             f"the save came after {taken} micro-batches of a step: they are not in it, and "
             "their step begins again"
         )
-    if module_only:
+    if how.module_only:
         return notes
-    tp, counters = source.manifest.mesh.tp, source.extras.counters
-    return notes + counted_anew(Path(source.folder), counters, engine, tp)
+    manifest, counters = source.manifest, source.extras.counters
+    counts_samples = how.loader is not None and source.extras.data_position is not None
+    return notes + notes_of_batch(
+        Path(source.folder), manifest.run, counters, engine, manifest.mesh.tp, counts_samples
+    )
 
 
 def _check_scheduler(found: Any, engine: Any, source: Checkpoint) -> None:

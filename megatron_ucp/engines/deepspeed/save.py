@@ -31,6 +31,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
+from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
@@ -41,6 +42,7 @@ from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.read_back import names_of, refuse_strange
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import (
+    SaveReport,
     Saving,
     as_save_error,
     prune,
@@ -64,18 +66,6 @@ from megatron_ucp.reshard import agree
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save did, on this rank. `stock_seconds` are in DeepSpeed's own call, `sync_seconds` in
-    fsync; `notes` say which older tags went, and what no load gets from the files."""
-
-    path: str
-    seconds: float
-    stock_seconds: float
-    sync_seconds: float
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,12 +124,18 @@ def _save(
         said = _said(live, asked, waiting if middle else None, apart)
         whole = _complete(live, _flat(each for each, _ in block.values), how, asked, said)
         notes = _named(engine, asked, whole, how, sync)
-    lost = _lost(_flat(keys for _, keys in block.values), middle, waiting)
-    if apart:
-        lost.append(f"differs from rank to rank, and is kept for each: {apart}")
-    seconds = time.perf_counter() - started
-    path = str(asked.folder / asked.tag)
-    return SaveReport(path, seconds, stock_seconds, sync.seconds, (*lost, *notes))
+    lost = _lost(_flat(keys for _, keys in block.values), middle, waiting, apart)
+    return SaveReport(
+        str(asked.folder / asked.tag),
+        str(whole.mesh),
+        engine.global_steps,
+        whole.size_bytes,
+        time.perf_counter() - started,
+        sync.seconds,
+        stock_seconds,
+        how.durable,
+        (*lost, *notes),
+    )
 
 
 def _named(
@@ -219,7 +215,7 @@ def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
     require_one_save(block.values)
 
 
-def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
+def _lost(states: list[str], middle: bool, waiting: int, apart: PerRank) -> list[str]:
     """Notes about what no load on another mesh gets from this save."""
     notes: list[str] = []
     if states:
@@ -234,6 +230,8 @@ def _lost(states: list[str], middle: bool, waiting: int) -> list[str]:
             "the save came in the middle of an accumulation: the gradients of "
             f"{waiting or 'some'} micro-batches since the last step are not in it"
         )
+    if apart:
+        notes.append(f"differs from rank to rank, and is kept for each: {apart}")
     return notes
 
 
@@ -346,6 +344,7 @@ def _complete(
     run = {
         random_states.STEPS: engine.global_steps,
         "skipped_steps": engine.skipped_steps,
+        BATCH: batch_of(engine),
         random_states.SEED: torch.initial_seed(),
         "ds_version": deepspeed.__version__,
         "saved_at": time.time(),

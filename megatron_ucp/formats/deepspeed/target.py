@@ -4,7 +4,6 @@ Formulas of the buffers: see `core/zero`. Which optimizer wrapper DeepSpeed choo
 `_do_optimizer_sanity_check` and `_configure_zero_optimizer` of DeepSpeed 0.19.8's engine.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -28,7 +27,6 @@ _ZERO = {
     "alignment": "parameter_alignment",
     "round_robin": "round_robin_gradients",
 }
-_ZERO_IN_MESH = re.compile(r"(^|,)\s*zero\s*=")
 _SECTIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -82,7 +80,6 @@ class Target:
         grad_accum_fp32: DeepSpeed's `data_types.grad_accum_dtype: fp32`.
         offloaded: DeepSpeed's `offload_optimizer.device: cpu`, which moves nothing but Muon's
             momentum.
-        zero_as_source: The ZeRO stage is the source's, and not that of `mesh`.
 
     Raises:
         UsageError: For a job that DeepSpeed does not run, or that nothing is converted for.
@@ -103,7 +100,6 @@ class Target:
     round_robin: bool | None = None
     grad_accum_fp32: bool | None = None
     offloaded: bool | None = None
-    zero_as_source: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.mesh), Mesh):
@@ -142,21 +138,17 @@ class Target:
 
     @classmethod
     def of(cls, mesh: "Target | Mesh | str", **more: Any) -> "Target":
-        """A target from what people write: a string such as "tp=2,dp=4", which leaves the ZeRO
-        stage to the source where it does not name it; a Mesh, which says all. `more` are other
-        fields. Raises UsageError."""
+        """A target from what people write: a mesh, or a string such as "tp=2,dp=4". `more` are
+        other fields. Raises UsageError."""
         if isinstance(mesh, Target):
             return mesh
-        if not isinstance(cast("object", mesh), str):
-            return cls(cast("Mesh", mesh), **more)
-        text = cast("str", mesh)
-        return cls(Mesh.parse(text), zero_as_source=not _ZERO_IN_MESH.search(text), **more)
+        return cls(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, **more)
 
     def with_zero_of(self, source: Mesh) -> "Target":
         """With a ZeRO stage: the source's, where nobody named one. Raises UsageError."""
-        if not self.zero_as_source:
+        if self.mesh.says_zero:
             return self
-        return replace(self, mesh=replace(self.mesh, zero=source.zero), zero_as_source=False)
+        return replace(self, mesh=replace(self.mesh, zero=source.zero))
 
     def completed(self, config: Mapping[str, Any]) -> "Target":
         """What is None, as a DeepSpeed config says it; its ZeRO stage does not count. Raises

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
 from megatron_ucp.engines.megatron.engine.save import save
@@ -45,7 +46,7 @@ def load_checkpoint(
         folder, finetune = pretrained, True
         args.finetune = True
     elif not args.exit_on_missing_checkpoint and _is_empty(folder):
-        _say([f"{folder} holds no checkpoint: the run begins with its own weights"])
+        say.note(f"{folder} holds no checkpoint: the run begins with its own weights")
         return 0, 0
     step = getattr(args, "ckpt_step", None)
     report = load(
@@ -57,7 +58,6 @@ def load_checkpoint(
         load_module_only=finetune,
         rng=not args.no_load_rng,
     )
-    _say([f"loaded {report.path} ({report.source}) into {report.target}", *report.notes])
     operations = report.client_state.get(OPERATIONS, 0)
     if finetune:
         return 0, operations
@@ -96,9 +96,9 @@ def save_checkpoint(
     stack.floating_point_operations = num_floating_point_operations_so_far
     rng = not args.no_save_rng
     before = _newest(Path(folder))
-    saved = save(stack, folder, arguments=args, keep_latest=keep_latest, rng=rng)
-    more = [] if non_persistent_ckpt else _retired(Path(folder), before, stack, args)
-    _say([f"saved {saved.path} in {saved.seconds:.1f} s", *saved.notes, *more])
+    save(stack, folder, arguments=args, keep_latest=keep_latest, rng=rng)
+    for removed in [] if non_persistent_ckpt else _retired(Path(folder), before, stack, args):
+        say.note(removed)
 
 
 def _newest(folder: Path) -> int | None:
@@ -180,10 +180,3 @@ def _ramp_up(samples: int) -> None:
     from megatron.core.num_microbatches_calculator import update_num_microbatches
 
     update_num_microbatches(consumed_samples=samples, verbose=True)
-
-
-def _say(notes: Sequence[str]) -> None:
-    from megatron.training import print_rank_0  # pyright: ignore[reportMissingImports]
-
-    for note in notes:
-        print_rank_0(f"megatron_ucp: {note}")

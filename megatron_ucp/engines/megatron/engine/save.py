@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.read_back import KeptValue, refuse_strange
 from megatron_ucp.engines.saves import (
+    SaveReport,
     Saving,
     as_save_error,
+    ended,
     prune,
     publish,
     require_one_save,
@@ -79,16 +81,6 @@ _BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the
 _DATA = ".distcp"
 
 
-@dataclass(frozen=True)
-class StackSaved:
-    """What a save did, on this rank. `notes` say what does not cross."""
-
-    path: str
-    seconds: float
-    sync_seconds: float
-    notes: tuple[str, ...] = ()
-
-
 def save(
     stack: MegatronStack,
     save_dir: str | Path,
@@ -98,7 +90,7 @@ def save(
     keep_latest: int | None = None,
     rng: bool = True,
     loader: ResumableLoader | None = None,
-) -> StackSaved:
+) -> SaveReport:
     """Saves the stack's `iteration` as a tag of `save_dir` (`iter_0000100`), and makes it the
     newest one. Collective.
 
@@ -113,16 +105,27 @@ def save(
     started = time.perf_counter()
     folder, tag = Path(save_dir), iteration_name(stack.iteration)
     sync = Syncs(how.durable)
-    notes = _save(_Job(stack, *_described(stack)), folder, tag, arguments, how, sync)
-    seconds = time.perf_counter() - started
-    return StackSaved(str(folder / tag), seconds, sync.seconds, tuple(notes))
+    job = _Job(stack, *_described(stack))
+    notes, written_bytes = _save(job, folder, tag, arguments, how, sync)
+    report = SaveReport(
+        str(folder / tag),
+        str(stack.mesh),
+        stack.iteration,
+        written_bytes,
+        time.perf_counter() - started,
+        sync.seconds,
+        durable=how.durable,
+        notes=tuple(notes),
+    )
+    return ended(stack, report)
 
 
 def _save(
     job: "_Job", folder: Path, tag: str, arguments: Any, how: Saving, sync: Syncs
-) -> list[str]:
-    """Writes the tag; returns the notes. Collective. Raises as `save`."""
-    aside, rank = aside_of(folder, tag), agree.world()[0]
+) -> tuple[list[str], int]:
+    """Writes the tag; returns the notes, and the bytes of all files. Collective. Raises as
+    `save`."""
+    aside, rank, written_bytes = aside_of(folder, tag), agree.world()[0], 0
     with ExitStack() as left:
         with as_save_error(), agree.together() as block:
             block.value = where_to(folder, tag), how.asked()
@@ -143,7 +146,8 @@ def _save(
                 whole = _recorded(job.manifest, _entries(aside), how.loader, said)
                 job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
                 job.notes += prune(folder, how.keep_latest, job.stack)
-    return agree.gather(job.notes)[0]
+                written_bytes = whole.size_bytes
+    return agree.gather((job.notes, written_bytes))[0]
 
 
 def _refuse_other(stack: Any) -> None:

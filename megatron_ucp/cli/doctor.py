@@ -1,0 +1,25 @@
+"""What this machine has: versions of torch, DeepSpeed, megatron-core and transformers beside those
+that were tested, compiler, GPU; with --ds-config whether that config attaches engines."""
+
+import argparse
+from typing import Any
+
+from megatron_ucp.cli.output import DONE, FOUND, print_json
+
+HELP = "versions beside those that were tested, compiler, GPU"
+EXAMPLE = "doctor --ds-config ds_config.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ds-config", metavar="FILE", help="a DeepSpeed config to look into")
+
+
+def run(args: Any) -> int:
+    from megatron_ucp.reshard.doctor import doctor
+
+    found = doctor(args.ds_config)
+    code = DONE if found else FOUND
+    if args.json:
+        return print_json({"ok": bool(found), "rows": found.rows}, code)
+    print(found)
+    return code

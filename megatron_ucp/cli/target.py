@@ -1,0 +1,79 @@
+"""The arguments that say which job a checkpoint is for."""
+
+import argparse
+import re
+from typing import Any
+
+from megatron_ucp.cli.output import add_dtype
+from megatron_ucp.errors import UsageError
+
+_MOST_CHARS = 2000  # of the numbers of layers
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The arguments that describe a mesh and what it alone does not say."""
+    parser.add_argument(
+        "--mesh",
+        metavar="MESH",
+        help="such as tp=2,pp=1,dp=4,zero=1; an axis that is left out is 1, a ZeRO stage is the "
+        "source's",
+    )
+    parser.add_argument(
+        "--ds-config",
+        metavar="FILE",
+        help="the DeepSpeed config of the job (default: as the source)",
+    )
+    add_dtype(parser, _DTYPES, "of the training weights: float32, bfloat16 or float16")
+    parser.add_argument(
+        "--optimizer",
+        metavar="CLASS",
+        help="such as torch.AdamW or deepspeed.FusedAdam (default: the source's)",
+    )
+    parser.add_argument(
+        "--stages",
+        metavar="HOW",
+        help="how the layers of a pipeline are divided: uniform, parameters, layers (as many of "
+        "the most frequent kind each), or their numbers, such as 3,3",
+    )
+    parser.add_argument(
+        "--sub-group-size", type=int, metavar="ELEMENTS", help="of ZeRO stage 3, for one rank"
+    )
+    parser.add_argument(
+        "--groups",
+        metavar="FILE",
+        help="JSON: the names of each parameter group, in the optimizer's order",
+    )
+
+
+def target_of(args: Any) -> Any:
+    """The Target that the arguments describe; None where there is no mesh, and nothing that needs
+    one. Raises UsageError."""
+    from megatron_ucp.formats.deepspeed.target import Target
+    from megatron_ucp.reshard.arguments import read_json
+
+    stages = args.stages
+    if stages and re.fullmatch("[0-9,]*[0-9][0-9,]*", stages) and len(stages) < _MOST_CHARS:
+        stages = tuple(int(count) for count in stages.split(",") if count)
+    said = {
+        "dtype": args.dtype,
+        "optimizer": args.optimizer,
+        "groups": _groups(args.groups, read_json(args.groups)) if args.groups else None,
+        "stages": stages,
+        "sub_group_size": args.sub_group_size,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    return Target.of(args.mesh or "", **given) if args.mesh or given else None
+
+
+def _groups(file: str, found: Any) -> tuple[tuple[str, ...], ...]:
+    """Names of each group, from a file. Raises UsageError."""
+    lists = isinstance(found, list) and all(isinstance(names, list) for names in found)
+    if not lists or not all(isinstance(name, str) for names in found for name in names):
+        raise UsageError(
+            "the file of groups holds no lists of names",
+            file=file,
+            expected='[["a.weight"], ["a.bias"]]',
+            fix="write one list of names for each group of the optimizer",
+        )
+    return tuple(tuple(names) for names in found)

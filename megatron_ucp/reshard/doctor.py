@@ -1,0 +1,113 @@
+"""What this machine has of all that is needed, beside what was tested."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.reshard.arguments import parsed_config
+
+SECTION = "universal_checkpoint"  # of a DeepSpeed config
+# What the tests run against; of the first two another version is warned of.
+CHECKED = {"deepspeed": ("0.19.8",), "megatron-core": ("0.16.1",)}
+TESTED = {**CHECKED, "torch": ("2.13.0",), "transformers": ("5",)}
+_NEEDED = ("torch", "numpy", "safetensors", "isal")
+_FOR = {
+    "deepspeed": "to train with DeepSpeed",
+    "megatron-core": "to train with Megatron-core",
+    "transformers": "to load what export-hf writes",
+    "accelerate": "for its trainer",
+    "lightning": "for its trainer",
+    "peft": "for LoRA",
+}
+
+
+@dataclass(frozen=True)
+class MachinePart:
+    """One thing: what was found of it, what was tested, and whether that is all right."""
+
+    name: str
+    found: str
+    says: str
+    ok: bool = True
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was looked at. True where nothing that is needed is missing."""
+
+    rows: tuple[MachinePart, ...]
+
+    def __bool__(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        widths = [max(len(row.name) for row in self.rows), max(len(r.found) for r in self.rows)]
+        lines = (
+            f"{row.name:{widths[0]}}  {row.found:{widths[1]}}  {row.says}".rstrip()
+            for row in self.rows
+        )
+        return "\n".join([*lines, "all right" if self else "something that is needed is missing"])
+
+
+def doctor(ds_config: Mapping[str, Any] | str | Path | None = None) -> Diagnosis:
+    """Versions of the libraries beside those that were tested, compiler, GPU, and whether a
+    DeepSpeed config, or its file, attaches engines. Raises UsageError for a config that is none."""
+    config = parsed_config(ds_config)
+    rows = [*_libraries(), _compiler(), _gpu()]
+    return Diagnosis((*rows, *([] if config is None else [_config(config)])))
+
+
+def _libraries() -> Iterator[MachinePart]:
+    yield MachinePart("python", platform.python_version(), "3.11 to 3.13 are tested")
+    for name in (*_NEEDED, *_FOR):
+        tested = ", ".join(TESTED.get(name, ()))
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            needed = name in _NEEDED
+            yield MachinePart(
+                name, "none", "needed" if needed else f"only {_FOR[name]}", not needed
+            )
+            continue
+        same = not tested or found.split("+")[0].startswith(tested)
+        says = f"tested with {tested}" if tested else ""
+        yield MachinePart(name, found, says if same else f"{says}; another version may differ")
+
+
+def _compiler() -> MachinePart:
+    found = next((name for name in (os.environ.get("CXX"), "g++", "c++") if _is_there(name)), None)
+    return MachinePart(
+        "compiler", found or "none", "DeepSpeed compiles an operator at its first start"
+    )
+
+
+def _is_there(name: str | None) -> bool:
+    return bool(name) and shutil.which(str(name)) is not None
+
+
+def _gpu() -> MachinePart:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return MachinePart(
+        "GPU", f"{count}" if count else "none", "tested on CPU ranks over gloo, not on GPUs"
+    )
+
+
+def _config(config: Mapping[str, Any]) -> MachinePart:
+    section = config.get(SECTION)
+    said = section.get("enabled") if isinstance(section, Mapping) else None
+    stock = bool((config.get("checkpoint") or {}).get("load_universal"))
+    if said is False:
+        return MachinePart("attached", "no", f'"{SECTION}" of the config says "enabled": false')
+    if said or stock:
+        return MachinePart(
+            "attached", "yes", "by ucp.install() and by the runner, as the config says"
+        )
+    how = "by the runner (megatron-ucp run) or ucp.attach; ucp.install() alone does not"
+    return MachinePart("attached", "by the runner", how)
