@@ -22,6 +22,7 @@ from tests.ranks import RankPool
 from tests.scripts import run_example
 
 GOLDEN = ROOT / "tests" / "formats" / "golden" / "megatron"
+BATCH = 32  # samples of a step, as docs/resume.md counts them
 COPIES = {
     "megatron": "td_full_tp2dp2",
     "megatron_default": "td_dpr_dp2_bf16",
@@ -97,7 +98,7 @@ def save_like_trainer(model: Any, folders: dict[Path, int]) -> None:
     import torch.distributed as dist
 
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
         "zero_optimization": {"stage": 3},
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
@@ -108,10 +109,10 @@ def save_like_trainer(model: Any, folders: dict[Path, int]) -> None:
         model=model, optimizer=torch.optim.AdamW(trained, lr=1e-3), config=config
     )
     for folder, step in folders.items():
-        tokens = torch.arange(32).reshape(1, 32) + dist.get_rank()
+        tokens = torch.arange(32).repeat(BATCH // dist.get_world_size(), 1) + dist.get_rank()
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
-        engine.global_steps = step
+        engine.global_steps, engine.global_samples = step, BATCH * step
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
         if dist.get_rank() == 0:
             saved: Any = model
