@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,6 +113,20 @@ def test_every_patch_has_its_row() -> None:
     page = (ROOT / "docs" / "maintain" / "patches.md").read_text()
     names = {path.stem for path in (ROOT / "patches").glob("*.py")} - {"__init__"}
     assert set(re.findall(r"(?m)^\| `(\w+)` \|", page)) == names
+
+
+def test_the_site_has_every_page() -> None:
+    def pages(nav: object) -> list[str]:
+        if isinstance(nav, str):
+            return [nav]
+        parts = nav.values() if isinstance(nav, dict) else nav
+        assert isinstance(parts, Iterable)
+        return [page for part in parts for page in pages(part)]
+
+    settings = tomllib.loads((ROOT / "zensical.toml").read_text())
+    found = pages(settings["project"]["nav"])
+    there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(found) == sorted(there)
 
 
 def test_the_readme_names_the_two_scripts() -> None:

@@ -47,6 +47,8 @@ def run_block(page: Path, block: Block, edits: list[tuple[int, int, list[str]]])
 
 def main() -> int:
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     pages = [Path(name) for name in sys.argv[1:]] or all_pages()
     failed = []
     pool = RankPool(2)
