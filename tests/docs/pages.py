@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REASONS = {
     "a script of your own",
+    "paths of your own",
     "installs packages",
     "needs Megatron-LM",
     "needs several GPUs or machines",
