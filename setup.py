@@ -7,7 +7,7 @@ TORCH = "torch==2.13.0"
 DEEPSPEED = [TORCH, "deepspeed==0.19.8"]
 MEGATRON = [TORCH, "megatron-core==0.16.1"]
 HUGGING_FACE = ["transformers>=5,<6"]
-# ruff and pyright exactly: a new release of either must not fail a commit that did not change
+# ruff, pyright and zensical exactly: a new release must not fail a commit that did not change
 DEV = [
     "pytest>=8",
     "hypothesis>=6.100",
@@ -18,6 +18,7 @@ DEV = [
     "accelerate>=1",
     "psutil>=5.9",
     "tensorboard>=2.16",
+    "zensical==0.0.73",
 ]
 
 setup(

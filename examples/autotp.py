@@ -16,8 +16,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from resumes import Case, add_arguments, compare, write_result  # beside this file, as the next
-from states import compare_plain, equal, gather_plain, plant_in_moment, save, total
+from lib.resumes import Case, add_arguments, compare, write_result  # beside this file
+from lib.states import compare_plain, equal, gather_plain, plant_in_moment, save, total
 from train import GLOBAL_BATCH, learning_rate, make_optimizer, read_corpus, sample
 from train import make_model as plain_model
 from transformers import LlamaForCausalLM

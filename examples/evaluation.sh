@@ -4,5 +4,5 @@
 #
 #   bash examples/evaluation.sh                  results in runs/evaluation
 #   bash examples/evaluation.sh --help           all arguments
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 exec python "$here/examples/evaluation.py" "$@"

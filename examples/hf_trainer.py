@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
+from lib.resumes import Case, add_arguments, compare, write_result  # beside this file
+from lib.states import compare_plain, gather_plain, plant_in_moment, save, total
 from peft import LoraConfig, get_peft_model
-from resumes import Case, add_arguments, compare, write_result  # beside this file, as the next
-from states import compare_plain, gather_plain, plant_in_moment, save, total
 from train import GLOBAL_BATCH, make_model, read_corpus, sample
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

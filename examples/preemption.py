@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from launcher import free_port  # beside this file
+from lib.launcher import free_port  # beside this file
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5

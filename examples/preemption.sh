@@ -4,5 +4,5 @@
 #
 #   bash examples/preemption.sh                  results in runs/preemption
 #   bash examples/preemption.sh --help           all arguments
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 exec python "$here/examples/preemption.py" "$@"

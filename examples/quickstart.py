@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import launcher  # beside this file
-from picture import TOLERANCE, plot
+from lib import launcher  # beside this file
+from lib.picture import TOLERANCE, plot
 
 HERE = Path(__file__).resolve().parent
+RUNS = HERE.parent / "runs"
 BATCH = 8
 
 # Grouped queries with fewer groups (2) than tensor-parallel ranks (4) in one of the cases; a byte
@@ -155,7 +156,14 @@ def main() -> int:
     started = time.monotonic()
     try:
         rows, reference = compare(
-            args.source, args.resume, out, args.steps, args.more, args.reuse, args.plant_fault
+            args.source,
+            args.resume,
+            out,
+            args.steps,
+            args.more,
+            args.reuse,
+            args.plant_fault,
+            args.checkpoint or (RUNS / "llama" if out == RUNS / "quickstart" else None),
         )
     except KeyboardInterrupt:
         print("\nquickstart: interrupted; all ranks are stopped", file=sys.stderr)
@@ -188,9 +196,11 @@ def compare(
     more: int,
     reuse: bool = False,
     plant_fault: bool = False,
+    checkpoint: Path | None = None,
 ) -> tuple[list[Row], list[float]]:
     """Trains and saves on one mesh, resumes on others; what came of each, and the losses of the
-    uninterrupted run."""
+    uninterrupted run. The checkpoint goes into OUT/checkpoint, if nobody says another folder."""
+    folder = checkpoint or out / "checkpoint"
     flags = [
         *(EXPERTS if source.ep else MODEL),
         *TRAINING,
@@ -202,7 +212,7 @@ def compare(
         sysconfig.get_paths()["stdlib"],
     ]
     if not reuse:
-        clean(out)
+        clean(out, folder)
         launch(
             source,
             out,
@@ -211,7 +221,7 @@ def compare(
                 "--save-at",
                 str(steps),
                 "--save",
-                str(out / "checkpoint"),
+                str(folder),
                 "--save-interval",
                 str(steps),
             ],
@@ -225,7 +235,7 @@ def compare(
         launch(
             mesh,
             out,
-            [*flags, "--load", str(out / "checkpoint"), "--universal-checkpoint", *fault],
+            [*flags, "--load", str(folder), "--universal-checkpoint", *fault],
             f"resume, {more} steps",
             name,
         )
@@ -244,10 +254,10 @@ def read_losses(path: Path, steps: int) -> list[float]:
     return losses
 
 
-def clean(out: Path) -> None:
+def clean(out: Path, checkpoint: Path) -> None:
     """Removes what an earlier run left, and nothing else: the folder may be anybody's."""
     out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
     for pattern in (
         "states.pt",
         "table.md",
@@ -342,9 +352,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        default=HERE.parent / "runs" / "quickstart",
-        help="folder for checkpoint, results and picture (default runs/quickstart); "
-        "an earlier run's are replaced",
+        default=RUNS / "quickstart",
+        help="folder for results and picture (default runs/quickstart); an earlier run's are "
+        "replaced",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="folder for the checkpoint, which is replaced (default runs/llama; with --out "
+        "OUT/checkpoint)",
     )
     parser.add_argument("--steps", type=int, default=80, help="steps before the save (default 80)")
     parser.add_argument("--more", type=int, default=20, help="steps after it (default 20)")

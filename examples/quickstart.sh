@@ -5,6 +5,6 @@
 #   bash examples/quickstart.sh                  results in runs/quickstart
 #   bash examples/quickstart.sh --out DIR        results in DIR
 #   bash examples/quickstart.sh --help           all arguments
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 # exec: Ctrl-C and signals reach the program that stops the ranks
 exec python "$here/examples/quickstart.py" "$@"

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `pretrain` is
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-import states  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from lib import states  # noqa: E402
 
 from pretrain.training import Run  # noqa: E402
 

@@ -1,5 +1,5 @@
 """Every flag of `pretrain_gpt.py`: one row each. `arguments` parses and checks them,
-docs/pretrain.md prints them."""
+docs/reference/pretrain.md prints them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,7 +4,8 @@ number of ranks and ZeRO stage.
     torchrun --nproc_per_node 4 pretrain/pretrain_gpt.py \
         --model-family llama --tensor-model-parallel-size 2 ...
 
-docs/pretrain.md lists the flags. Exit code 0: done, also after SIGTERM; 2: the input can't be used.
+docs/reference/pretrain.md lists the flags. Exit code 0: done, also after SIGTERM; 2: the input
+can't be used.
 """
 
 import sys

@@ -72,6 +72,12 @@ check() {
 check ruff format --check --quiet .
 check ruff check .
 
+# The docs site, from plain Markdown; a link that leads nowhere fails it. A second, no network.
+docs_site() {
+    local said
+    said=$(zensical build --strict 2>&1) || { echo "$said" | grep -v '^ *File "' >&2; return 1; }
+}
+
 # What is no test runs beside the tests. Its output comes when both are done.
 beside() {
     if [ -n "$quick" ]; then # all types take a minute alone: the default run checks them
@@ -80,6 +86,7 @@ beside() {
         check pyright --warnings
         check bash tests/wheel.sh
     fi
+    check docs_site
     exit "$code"
 }
 log=$(mktemp)

@@ -22,7 +22,7 @@ import pytest
 from tests.ranks import ROOT, RankPool, RanksFailed, fork_server
 
 sys.path.append(str(ROOT / "examples"))
-import launcher  # type: ignore[import-not-found]
+from lib import launcher  # type: ignore[import-not-found]
 
 AS_A_USER = os.environ.get("TESTS_COMM") == "gloo"
 TIMEOUT_S = 300.0

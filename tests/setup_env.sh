@@ -49,7 +49,7 @@ install() { # in one call: a second one could replace torch by what another pack
         "$1" deepspeed==0.19.8 megatron-core==0.16.1 'transformers>=5,<6' 'isal>=1.9' 'numpy>=1.26' 'safetensors>=0.4' \
         'shtab>=1.6' 'tqdm>=4.60' 'setuptools>=68' wheel ninja 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' ruff==0.17.5 pyright==1.1.414 \
         'pre-commit>=4' 'matplotlib>=3.8' 'accelerate>=1' 'psutil>=5.9' 'tensorboard>=2.16' \
-        'bitsandbytes>=0.50' 'lightning>=2.6' 'peft>=0.18' 'schedulefree>=1.4' 'torch-optimi>=0.3' 2>"$said" || code=$?
+        'bitsandbytes>=0.50' 'lightning>=2.6' zensical==0.0.73 'peft>=0.18' 'schedulefree>=1.4' 'torch-optimi>=0.3' 2>"$said" || code=$?
     cat "$said" >&2
     return "$code"
 }

@@ -137,6 +137,19 @@ def test_the_script_with_three_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )  # what a run from the beginning would have
 
 
+def test_the_minimal_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/minimal.py, as its page starts it: two ranks, then one."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = []
+    for ranks in (2, 1):
+        script = [str(ROOT / "examples" / "minimal.py"), str(tmp_path / "checkpoint")]
+        log = tmp_path / f"log_{ranks}"
+        assert start(ranks, script, log) == 0, log.read_text()
+        said.append(sorted(re.findall(r"(rank \d: step \d+), loss", log.read_text())))
+    assert said == [["rank 0: step 10", "rank 1: step 10"], ["rank 0: step 20"]]
+
+
 @pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """examples/preemption.sh with fewer kills."""

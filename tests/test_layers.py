@@ -1,5 +1,5 @@
 """What a module may import, and the rules of style that a parser can check. See
-docs/architecture.md."""
+docs/maintain/architecture.md."""
 
 import ast
 import sys

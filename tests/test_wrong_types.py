@@ -122,8 +122,7 @@ def test_a_config_that_is_no_file(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "nope.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(
-        UcpError, match="DeepSpeed config|there is no such file|read as JSON"
-    ) as caught:
+    says = r"DeepSpeed config|there is no such file|read as JSON"
+    with pytest.raises(UcpError, match=says) as caught:
         ucp.convert(tmp_path, tmp_path / "out", ds_config=str(path))
     assert caught.value.what_to_do

@@ -32,10 +32,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """A checkpoint of any format, to look into and to read; a context manager.
 
-    `rules` is a file of rules (docs/rules.md), or what was read from one: how parameters are cut
-    and named, where the checkpoint does not say so itself; `told` is what an engine knows. A
-    stage-0 checkpoint without a manifest keeps optimizer states by position only: without
-    `told.order` it is read without its optimizer. Raises a UcpError.
+    `rules` is a file of rules (docs/reference/rules.md), or what was read from one: how
+    parameters are cut and named, where the checkpoint does not say so itself; `told` is what
+    an engine knows. A stage-0 checkpoint without a manifest keeps optimizer states by position
+    only: without `told.order` it is read without its optimizer. Raises a UcpError.
     """
     found = find_checkpoint(path, tag)
     read = rules if rules is None or isinstance(rules, RuleSet) else read_rules(rules)

@@ -1,5 +1,5 @@
 """Rules in a TOML file: how the parameters of a model are cut, and what those of a pipeline are
-called. See docs/rules.md."""
+called. See docs/reference/rules.md."""
 
 import difflib
 import re
@@ -47,7 +47,7 @@ class _Entry:
             file=self._file,
             expected=expected,
             found=str(found)[:200],
-            fix="correct the file; docs/rules.md lists its keys",
+            fix="correct the file; docs/reference/rules.md lists its keys",
         )
 
     def check_keys(self, needed: tuple[str, ...], optional: tuple[str, ...]) -> None:

@@ -281,7 +281,7 @@ def test_padded_vocabulary() -> None:
 
 
 def test_every_flag_is_documented_and_parses() -> None:
-    page = (ROOT / "docs" / "pretrain.md").read_text()
+    page = (ROOT / "docs" / "reference" / "pretrain.md").read_text()
     for name in [spelling for flag in FLAGS for spelling in (flag.name, *flag.aliases)] + [
         *IGNORED,
         *REFUSED,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import launcher  # beside this file
+from . import launcher
 
 TOLERANCE = 1e-5  # in the loss: other ranks add in another order
 Row = tuple[str, str, str, str]

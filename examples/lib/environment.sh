@@ -1,6 +1,6 @@
 # Sourced by the examples: makes .venv, and DeepSpeed's communication op, once. Four ranks on CPUs and gloo, also where there is a GPU.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 bash "$here/tests/setup_env.sh"
 export PATH="$here/.venv/bin:$PATH" # DeepSpeed looks for ninja there

@@ -1,0 +1,1 @@
+"""README and docs are run: every command, every printed output, every link."""
