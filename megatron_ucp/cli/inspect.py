@@ -32,6 +32,8 @@ def run(args: Any) -> int:
 
 
 def _tree(found: Any) -> dict[str, Any]:
+    from megatron_ucp.reshard.describe import experts
+
     manifest = found.manifest
     return {
         "path": found.path,
@@ -44,6 +46,7 @@ def _tree(found: Any) -> dict[str, Any]:
         "elements": found.elems,
         "files": len(manifest.files),
         "file_bytes": manifest.size_bytes,
+        "experts": experts(manifest),
         "states": {
             name: {"dtypes": dtypes, "bytes": size} for name, (dtypes, size) in found.states.items()
         },

@@ -149,9 +149,8 @@ def _format(manifest: Manifest) -> str:
 
 
 def _model(manifest: Manifest, count: int, elems: int) -> str:
-    mixtures = ", ".join(
-        f"{text} experts in {len(layers)} layers" for text, layers in experts(manifest).items()
-    )
+    found = [f"{text}: {len(layers)} layers" for text, layers in experts(manifest).items()]
+    mixtures = f"experts {'; '.join(found)}" if found else ""
     kind = manifest.family or "no family (any model of torch)"
     return ", ".join(filter(None, [kind, f"{count:,} tensors, {elems:,} elements", mixtures]))
 

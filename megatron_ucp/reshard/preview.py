@@ -26,6 +26,7 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import one_target, parsed_config
 from megatron_ucp.reshard.origin import Origin
+from megatron_ucp.reshard.placed import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
@@ -110,12 +111,13 @@ def plan(
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
         asked = asked.with_zero_of(source.manifest.mesh)
-        manifest = target_manifest(origin.wanted(asked, config))
+        wanted, staged = with_stages(origin.wanted(asked, config))
+        manifest = target_manifest(wanted)
 
         def file_of(slot: Slot) -> str:
             return Path(source.where(slot).file.path).relative_to(source.folder).as_posix()
 
-        notes = (*source.notes, *origin.notes)
+        notes = (*source.notes, *origin.notes, *staged)
         return of_manifests(source.manifest, manifest, file_of, progress, notes)
 
 

@@ -41,8 +41,7 @@ def resume_lion(setup: Setup, folder: str, plant: str | None = None) -> dict[str
 def attaching(setup: Setup, steps: int = 0, cut: int = 1) -> dict[str, Any]:
     """What `attach` says to an engine: the error, the notes it logged, and whether it changed
     anything."""
-    from deepspeed.utils import logger
-
+    logger = logging.getLogger("megatron_ucp")
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -52,16 +51,13 @@ def attaching(setup: Setup, steps: int = 0, cut: int = 1) -> dict[str, Any]:
         engine.optimizer.optimizer.param_groups[0]["use_muon"] = True
     before = canonical(engine)
     out = {"error": "", "message": ""}
-    level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     try:
         ucp.attach(engine)
     except ucp.UcpError as error:
         out = {"error": type(error).__name__, "message": str(error)}
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
     out["unchanged"] = not differences(before, canonical(engine))
     out["attached"] = "_ucp_attached" in engine.__dict__
     out["said"] = "\n".join(said)

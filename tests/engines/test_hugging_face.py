@@ -187,7 +187,7 @@ def _loaded_by_stock(
     mesh = ucp.Mesh(tp=tp, ep=ep, dp=world // tp, zero=target["zero"])
     name = "bfloat16" if dtype == "bf16" else "float32"
     native = tmp_path / "native" / "tag"
-    ucp.import_hf(tmp_path / "hf", native, target=Target(mesh, dtype=name))
+    ucp.import_hf(tmp_path / "hf", native, target=Target(mesh, dtype=name), latest=True)
     where = setup(family, **target, seed=9, dtype=dtype)
     return sources.ranks.run(
         world, JOBS + "stock_load", where, str(native), str(oracle), timeout_s=120
@@ -235,8 +235,9 @@ def test_what_zero_to_fp32_gets_out(
 def test_the_weights_alone_where_nobody_gives_a_config(sources: Sources, tmp_path: Path) -> None:
     folder = Path(sources.get(2, 1, PLAIN))
     found = ucp.export_hf(folder, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert "no config.json was written" in found.notes[-1] and found.dtype == "bfloat16"
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "ucp_export.json"} and not found.loadable
+    assert "no config.json was found" in found.notes[-1] and found.dtype == "bfloat16"
 
 
 def test_a_config_of_another_model(sources: Sources, tmp_path: Path) -> None:

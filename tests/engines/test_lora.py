@@ -75,7 +75,7 @@ def test_the_adapter_as_peft_writes_it(
     assert found.tensors == len(want) > 3
     assert any(tensor.abs().max() > 0 for name, tensor in want.items() if "lora_B" in name)
     files = "adapter_model.safetensors", "adapter_config.json"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, "ucp_export.json"}
     from_memory, from_files = (path / files[0] for path in (folder / "live", tmp_path / "out"))
     assert from_memory.read_bytes() == from_files.read_bytes()
     configs = [settings(path) for path in (folder / "live", tmp_path / "out", folder / "peft")]
@@ -108,8 +108,9 @@ def test_peft_loads_the_adapter(saved: Saved, tmp_path: Path) -> None:
 def test_without_a_config_the_weights_alone(saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("llama")
     found = ucp.export_hf(folder, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_model.safetensors"]
-    assert "no adapter_config.json was written" in found.notes[-1]
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"adapter_model.safetensors", "ucp_export.json"} and not found.loadable
+    assert "no adapter_config.json was found" in found.notes[-1]
 
 
 def exact(folder: Path, kind: str) -> dict[str, torch.Tensor]:

@@ -59,16 +59,14 @@ def test_another_mesh_is_refused_or_has_a_rule(ranks: RankPool, tmp_path: Path) 
 
 def test_conversions_carry_them_to_the_same_ranks(ranks: RankPool, tmp_path: Path) -> None:
     want = [own(rank) for rank in ranks.run(2, JOBS + "save", 3, str(tmp_path), False, "tag")]
-    assert not convert(str(tmp_path), "tag", to="z3", target=3) and not convert(
-        str(tmp_path), "z3", to="z1", target=1
-    )
+    assert not convert(str(tmp_path), "tag", "z3", 3) and not convert(str(tmp_path), "z3", "z1", 1)
     assert [own(r) for r in ranks.run(2, JOBS + "load", 3, str(tmp_path), "z3", stock=True)] == want
     for zero, tag in ((3, "z3"), (1, "z1")):
         assert [own(r) for r in ranks.run(2, JOBS + "load", zero, str(tmp_path), tag)] == want
     assert ucp.diff(tmp_path / "tag", tmp_path / "z1") == []
-    error = convert(str(tmp_path), "tag", to="more", target=3, dp=4)
+    error = convert(str(tmp_path), "tag", "more", 3, dp=4)
     assert "norm.running_mean" in error and not (tmp_path / "more").exists()
-    assert not convert(str(tmp_path), "tag", to="more", target=3, dp=4, allow={"per_rank"})
+    assert not convert(str(tmp_path), "tag", "more", 3, dp=4, allow={"per_rank"})
     found = ucp.diff(tmp_path / "tag", tmp_path / "more")
     assert [d.what for d in found] == ["values that differ from rank to rank"]
 

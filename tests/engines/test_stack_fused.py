@@ -227,7 +227,7 @@ def test_conversions(sources: Sources, tmp_path: Path, source: str) -> None:
     folder = Path(saved(sources, source))
     native, back = tmp_path / "native" / "trained", tmp_path / "trained" / "iter_0000003"
     ucp.convert(folder, native, target=ucp.Mesh(dp=2, zero=1), tag="trained")
-    ucp.convert(native.parent, back, to="torch_dist")
+    ucp.convert(native, back, to="torch_dist")
     assert {one.what for one in ucp.diff(folder / "trained", native)} == set()
     assert {one.what for one in ucp.diff(folder / "trained", back)} <= WORDS
     with pytest.raises(UnsupportedError, match=r"apex\.FusedAdam"):

@@ -13,12 +13,12 @@ from megatron_ucp.errors import UcpError
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """One run of the program: what it returned, and what this rank printed; or the error that it
-    ended with."""
+    """One run of the program: what it returned, and what this rank printed on either stream; or
+    the error that it ended with."""
     from pretrain.training import main
 
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             result = main(argv)
         except UcpError as error:
@@ -59,7 +59,7 @@ def states(argv: list[str], train: bool = False) -> dict[str, Any]:
     from tests.engines.canonical import canonical
 
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         one = Run(argv)
         if train:
             one.train()

@@ -81,7 +81,7 @@ def test_the_end_of_a_run(ranks: RankPool, llama: Source, tmp_path: Path) -> Non
     out, saved = tmp_path / "out", tmp_path / "saved"
     flags = ["--save-interval", "1", "--keep-latest", "2", "--no-durable", "--export-hf", str(out)]
     argv = llama.argv(SHARED, MESHES["overlap"], "--save", str(saved), flags, iterations=4)
-    said = ranks.run(2, JOB, argv)[-1]["said"]
+    said = ranks.run(2, JOB, argv)[0]["said"]
     tags = sorted(path.name for path in saved.iterdir() if path.is_dir())
     assert tags == ["iter_0000003", "iter_0000004"] and "removed iter_0000002" in said
     ucp.export_hf(saved, tmp_path / "again")
@@ -130,8 +130,8 @@ def test_one_run_under_both_engines_goes_on_in_one_folder(
         assert ucp.newest_whole(tmp_path).folder.name == newest
         if engine == SHARED:
             assert pointer.read_text() == str(last)
-    assert "still names iter_0000006" in found[-1]["said"]
-    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval", "9"))[-1]
+    assert "still names iter_0000006" in found[0]["said"]
+    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval", "9"))[0]
     assert again["first"] == ITERATIONS and "names iter_0000006" in again["said"]
 
 

@@ -65,7 +65,7 @@ def test_resize(
     )
     found = ranks.run(tp, STATES, [*resume, "--allow-vocab-resize"])
     check(source, found[0]["full"], stored, rows)
-    said = found[-1]["said"]
+    said = found[0]["said"]
     assert all(f"{name}: {note}" in said for name in VOCABULARY), said
 
 

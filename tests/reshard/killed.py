@@ -49,7 +49,7 @@ def start(source: str, output: Path, number: int) -> int:
     try:
         module.write_pt = slowly
         to, mesh = TARGETS[number % len(TARGETS)]
-        module.convert(source, output, to, mesh)
+        module.convert(source, output, to=to, target=mesh)
         code = 0
     finally:
         sys.stderr.flush()

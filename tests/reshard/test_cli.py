@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from tests.engines.model import Setup
 from tests.engines.sources import PLAIN, Sources
@@ -32,15 +33,15 @@ def test_inspect(
     folder = sources.get(dp, Setup(zero, "bf16"))
     assert main(["inspect", folder, "--tag", "trained", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["engine"], found["global_steps"], found["manifest"]) == (engine, 3, True)
-    assert found["mesh"] == f"tp=1,pp=1,dp={dp},zero={zero}"
+    assert found["engine"] == engine and found["has_manifest"]
+    assert found["run"]["global_steps"] == 3
+    assert ucp.Mesh(**found["mesh"]) == ucp.Mesh(dp=dp, zero=zero)
     rows = {row["name"]: row for row in found["table"]}
-    assert (
-        rows["embed.weight"]["also"] == "head.weight" and rows["frozen.weight"]["kind"] == "frozen"
-    )
-    assert rows["up.weight"]["states"].split() == ["fp32", "exp_avg", "exp_avg_sq"]
-    assert found["groups"][1]["weight_decay"] == 0.0
-    assert main(["inspect", folder]) == 0
+    assert rows["embed.weight"]["also"] == ["head.weight"]
+    assert rows["frozen.weight"]["kind"] == "frozen"
+    assert rows["up.weight"]["states"] == ["fp32", "exp_avg", "exp_avg_sq"]
+    assert found["groups"][1]["settings"]["weight_decay"] == 0.0
+    assert main(["inspect", folder, "--all"]) == 0
     text = capsys.readouterr().out
     assert "group 1" in text and "up.weight" in text and "13x7" in text
 
@@ -51,7 +52,7 @@ def test_inspect_of_a_stock_checkpoint(
     folder = sources.get(2, Setup(0, "bf16"), attach=False, more=0)
     assert main(["inspect", str(Path(folder) / "trained"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["manifest"] is False and len(found["table"]) == 11
+    assert found["has_manifest"] is False and len(found["table"]) == 11
 
 
 def test_inspect_imports_no_torch_and_no_deepspeed(sources: Sources) -> None:
@@ -85,7 +86,7 @@ def test_diff_across_meshes(
     )
     assert main(["diff", one, str(Path(folder) / "filled"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert {"up.weight", "gain"} <= {d["parameter"] for d in found}
+    assert {"up.weight", "gain"} <= {d["parameter"] for d in found["differences"]}
 
 
 def test_wrong_input_exits_with_2_and_says_what_to_do(sources: Sources, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.errors import (
     InexactError,
-    UsageError,
 )
 from tests.engines.model import Setup
 from tests.engines.pipeline_jobs import Staged
@@ -38,9 +37,8 @@ PAIRS = [
 def test_native(sources: Sources, tmp_path: Path, source: Mesh, target: Mesh, dtype: str) -> None:
     folder = Path(sources.get(source[0], Setup(source[1], dtype)))
     before, tag = digest(folder), "trained" if target == (4, 2) else "filled"
-    found = ucp.convert(
-        folder, tmp_path / tag, target=ucp.Mesh(dp=target[0], zero=target[1]), tag=tag
-    )
+    mesh = ucp.Mesh(dp=target[0], zero=target[1])
+    found = ucp.convert(folder, tmp_path / tag, target=mesh, tag=tag, latest=True)
     same(folder / tag, found.path)
     assert digest(folder) == before and (tmp_path / "latest").read_text() == tag
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([tag, "latest"])
@@ -94,7 +92,7 @@ def test_to_and_from_a_job_with_other_settings(sources: Sources, tmp_path: Path,
         tmp_path / "there",
         target=ucp.Mesh(dp=2, zero=setup.zero),
         tag="filled",
-        config=config,
+        ds_config=config,
     )
     if name != "elastic":  # its own form is not written: DeepSpeed reads the plain one there, too
         same(Path(folder) / "filled", found.path)
@@ -115,7 +113,7 @@ def test_to_and_from_a_job_with_other_settings(sources: Sources, tmp_path: Path,
         tmp_path / "back",
         target=ucp.Mesh(dp=4, zero=plain.zero),
         tag="filled",
-        config={dtype: {"enabled": True}} if dtype != "fp32" else {},
+        ds_config={dtype: {"enabled": True}} if dtype != "fp32" else {},
     )
     setup = Setup(plain.zero, dtype, setup.optimizer, setup.options, groups=setup.groups, seed=9)
     assert [
@@ -193,7 +191,8 @@ def test_pipelines(
         PIPE,
     )
     tp, pp, dp, zero = target
-    mesh = ucp.Target(ucp.Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform")
+    stages = "uniform" if pp else None
+    mesh = ucp.Target(ucp.Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages=stages)
     found = ucp.convert(folder, tmp_path / "native", target=mesh, tag="filled")
     same(Path(folder) / "filled", found.path)
     setup = Staged(family, tp, zero, pp=pp, tied=bool(tied), dtype=str(dtype), seed=9)
@@ -219,7 +218,8 @@ def test_frozen_parameters_and_buffers_of_a_pipeline(
     tp, pp, dp, zero = source
     folder = sources.get(tp * dp * (pp or 1), Staged("llama", tp, zero, pp=pp, extras=True), PIPE)
     tp, pp, dp, zero = target
-    mesh = ucp.Target(ucp.Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages="uniform")
+    stages = "uniform" if pp else None
+    mesh = ucp.Target(ucp.Mesh(tp=tp, pp=pp or 1, dp=dp, zero=zero), stages=stages)
     found = ucp.convert(folder, tmp_path / "native", target=mesh, tag="filled")
     same(Path(folder) / "filled", found.path)
     setup = Staged("llama", tp, zero, pp=pp, extras=True, seed=9)
@@ -232,5 +232,9 @@ def test_the_same_stages_need_no_word(sources: Sources, tmp_path: Path) -> None:
     same(Path(folder) / "filled", found.path)
     setup = Staged("gpt", 1, 1, pp=2, tied=True, partition=(1, 5), seed=9)
     assert loaded(sources, 4, setup, found.path, folder) == []
-    with pytest.raises(UsageError, match="how the layers are divided"):
-        ucp.convert(folder, tmp_path / "other", target=ucp.Mesh(pp=3, dp=1, zero=1))
+    found = ucp.convert(folder, tmp_path / "other", target=ucp.Mesh(pp=3, dp=1, zero=1))
+    assert any("`--stages layers`" in note for note in found.notes)
+    said = ucp.convert(
+        folder, tmp_path / "named", target=ucp.Target(ucp.Mesh(pp=3, zero=1), stages="layers")
+    )
+    assert ucp.diff(found.path, said.path) == [] and said.notes == found.notes[:-1]

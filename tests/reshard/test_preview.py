@@ -279,7 +279,13 @@ def test_text_and_json(sources: Sources, capsys: pytest.CaptureFixture[str]) -> 
     folder = sources.get(2, Setup(1, "bf16"))
     assert main(["plan", folder, "--tag", "filled", "--mesh", "dp=4,zero=3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"source_mesh", "mesh", "ranks", "stored_bytes", "notes"}
+    assert found.keys() - {"schema_version", "exit_code"} == {
+        "source_mesh",
+        "mesh",
+        "ranks",
+        "stored_bytes",
+        "notes",
+    }
     assert (found["source_mesh"], found["mesh"], found["notes"]) == (
         "tp=1,pp=1,dp=2,zero=1",
         "tp=1,pp=1,dp=4,zero=3",
@@ -399,7 +405,6 @@ def test_refused_for_a_checkpoint(sources: Sources, capsys: pytest.CaptureFixtur
         (plain, "tp=2", "nobody declared"),
         (plain, "pp=2", "not known"),
         (llama, "tp=5", "can't be cut"),
-        (llama, "pp=2", "how the layers are divided"),
     ):
         assert main(["plan", folder, "--mesh", mesh]) == 2
         assert words in capsys.readouterr().err

@@ -57,11 +57,11 @@ def test_the_verbs_take_rules(
     for args in (
         ["inspect", folder],
         ["verify", folder, "--deep"],
-        ["rules", folder],
         ["diff", folder, folder],
         ["diff", folder, folder, "--rules-b", other],
     ):
         assert main([*args, "--rules", rules]) == 0, args
+    assert main(["rules", folder, "--check", rules]) == 0
     for args in (["inspect", folder], ["verify", folder], ["diff", folder, folder]):
         assert main(args) == 2, args
     assert "megatron-ucp rules" in capsys.readouterr().err
