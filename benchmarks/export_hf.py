@@ -63,7 +63,7 @@ def child(what: str, source: str, output: str, size_bytes: str) -> None:
     from megatron_ucp.reshard import export  # imports apart
 
     del export
-    call: Callable[[], object] = partial(ucp.export_hf, source, output, what)
+    call: Callable[[], object] = partial(ucp.export_hf, source, output, dtype=what)
     if what == "stock":
         from deepspeed.utils import zero_to_fp32
 

@@ -120,7 +120,9 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0 and "--all" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", set(cli.COMMANDS) - {"diff", "run", "doctor"})
+@pytest.mark.parametrize(
+    "verb", [one for one in cli.COMMANDS if one not in ("diff", "run", "doctor")]
+)
 def test_a_path_that_is_not_there(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
