@@ -61,6 +61,8 @@ def main() -> None:
     engine.save_checkpoint(args.out, tag=f"checkpoint-{engine.global_steps}")
     if torch.distributed.get_rank() == 0:
         built.config.save_pretrained(args.out)  # as transformers' Trainer does
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ def test_no_step_needs_a_second_try(tmp_path: Path) -> None:
         to = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         to(ROOT / name, copy / name)
     own = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    knows = subprocess.run([python, "-c", "import deepspeed, megatron_ucp"], capture_output=True)
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    knows = subprocess.run(
+        [python, "-c", "import deepspeed, megatron_ucp"], cwd=work, env=bare, capture_output=True
+    )
     assert b"No module named 'megatron_ucp'" in knows.stderr, knows.stderr.decode()
     done = subprocess.run(
         ["bash", str(copy / "tests" / "stranger.sh"), str(python), str(work)],

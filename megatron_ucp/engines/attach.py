@@ -92,7 +92,8 @@ def attach(
         return engine
     check_versions()
     named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank)
-    options: dict[str, Any] = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
+    given = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
+    options: dict[str, Any] = {**given, **unknown}
     _attach(engine, family, loader, options)
     return engine
 

@@ -7,8 +7,9 @@ is compared with its record's CRC-32 before that.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
-from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.output_folder import (
     require_outside,
@@ -53,7 +54,7 @@ ALLOWED = NARROW | {"mean", "stale", "per_rank"}
 class Converted:
     """What a conversion did. `read_bytes` and `written_bytes` are of tensors; `pointer` says which
     pointer was written, or how to load the folder without one; `notes` say what is not as in the
-    source."""
+    source; `proved` what was compared."""
 
     path: str
     source_mesh: str
@@ -64,12 +65,13 @@ class Converted:
     seconds: float
     pointer: str
     notes: tuple[str, ...]
+    proved: str = ""
 
     def __str__(self) -> str:
         return (
             f"wrote {self.path}: {self.source_mesh} -> {self.mesh}; "
             f"{say.amount(self.written_bytes)} of tensors in {self.files} files, "
-            f"{say.duration(self.seconds)}, every byte read was checked; {self.pointer}"
+            f"{say.duration(self.seconds)}, {self.proved}; {self.pointer}"
         )
 
 
@@ -132,14 +134,13 @@ def convert(
         wanted = _wanted(origin, asked, to, config)
         origin.take_values(wanted.target.mesh if to == NATIVE else None, allow)
         how = folder, frozenset(allow), progress
-        if to == TORCH_DIST:
-            job, files = _to_torch_dist(origin, wanted, *how)
-        else:
-            job, files = _to_tag(origin, _WRITERS[to](origin, wanted, config), *how)
-        pointer = point_at(folder, to, latest, _steps(source))
+        write = _to_torch_dist if to == TORCH_DIST else partial(_to_tag, _WRITERS[to])
+        job, files = write(origin, wanted, config, *how)
+        pointer, proved = point_at(folder, to, latest, _steps(source)), checked(source)
     meshes = str(source.manifest.written_on), str(wanted.target.mesh) if to == NATIVE else to
     moved = files, job.reader.read_bytes, job.done, time.perf_counter() - started
-    return Converted(str(folder), *meshes, *moved, pointer, (*source.notes, *origin.notes))
+    notes = (*source.notes, *origin.notes)
+    return Converted(str(folder), *meshes, *moved, pointer, notes, proved)
 
 
 def _wanted(
@@ -156,14 +157,16 @@ def _steps(source: Checkpoint) -> int:
 
 
 def _to_tag(
+    outputs_of: Callable[..., tuple[Manifest, list[Output]]],
     origin: Origin,
-    made: tuple[Manifest, list[Output]],
+    wanted: Wanted,
+    config: Mapping[str, Any] | None,
     folder: Path,
     allow: frozenset[str],
     progress: Progress | None,
 ) -> tuple[ConversionJob, int]:
     """Writes the files of DeepSpeed's formats; the job that did, and the number of files."""
-    manifest, outputs = made
+    manifest, outputs = outputs_of(origin, wanted, config)
     job = ConversionJob(origin.source, manifest, allow, progress)
     job.prove(outputs)
     write_tag(job, outputs, folder, origin.apart)
@@ -173,6 +176,7 @@ def _to_tag(
 def _to_torch_dist(
     origin: Origin,
     wanted: Wanted,
+    config: Mapping[str, Any] | None,
     folder: Path,
     allow: frozenset[str],
     progress: Progress | None,

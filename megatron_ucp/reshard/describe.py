@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.mesh import EXPERT_RANK
+from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -91,7 +92,7 @@ def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
     dtypes: dict[str, set[str]] = {}
     sizes: dict[str, int] = {}
     for spec in manifest.params:
-        copies = [] if manifest.engine == "universal" else [("weights", spec.dtype)]
+        copies = [] if manifest.engine in ("universal", WEIGHTS) else [("weights", spec.dtype)]
         for state, dtype in (*copies, *manifest.states_of(spec.name).items()):
             dtypes.setdefault(state, set()).add(dtype)
             size = math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry
-from megatron_ucp.core.manifest_json import from_json
+from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.strangers import Strangers
+from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.reshard.findings import Finding, finding_of
 
 
@@ -26,7 +27,9 @@ def _listed(folder: Path) -> dict[str, FileEntry]:
     """What the manifest lists; nothing where there is none that can be read."""
     path = folder / FILE_NAME
     try:
-        return {one.name: one for one in from_json(path.read_bytes(), str(path)).files}
+        with open_regular(path) as file:
+            text = file.read(MAX_BYTES + 1)
+        return {one.name: one for one in from_json(text, str(path)).files}
     except (OSError, UcpError):
         return {}
 

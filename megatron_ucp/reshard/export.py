@@ -36,7 +36,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import check_allow, plain_path
 from megatron_ucp.reshard.diff import Difference, weight_differences
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
-from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.merge import Merge, open_merge
 from megatron_ucp.reshard.model_config import config_for, family_of
 from megatron_ucp.reshard.outgoing import (
@@ -78,7 +78,7 @@ LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 class Exported:
     """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
     as in the source; `verified` whether the files were read back and compared; `loadable` whether
-    there is a config, without which no library loads the folder."""
+    there is a config, without which no library loads the folder; `proved` what was compared."""
 
     path: str
     source_mesh: str
@@ -91,14 +91,15 @@ class Exported:
     verified: bool
     notes: tuple[str, ...]
     loadable: bool = True
+    proved: str = ""
 
     def __str__(self) -> str:
         lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
-        proved = "read back and equal" if self.verified else "every byte read was checked"
         return (
             f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
             f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
-            f"file{'s' if self.files != 1 else ''}, {say.duration(self.seconds)}, {proved}{lacks}"
+            f"file{'s' if self.files != 1 else ''}, {say.duration(self.seconds)}, "
+            f"{self.proved}{lacks}"
         )
 
 
@@ -329,6 +330,7 @@ class _Job:
             verified,
             (*notes, *self.out.notes),
             self.out.is_loadable,
+            "read back and equal" if verified else checked(self.source),
         )
 
     # ---------------------------------------------------------------- bytes
@@ -486,8 +488,7 @@ def _not_as_written(written: Path, differences: Sequence[Difference], copies: bo
     """`copies`: not the masters were written, with which the comparison is."""
     first, fix = differences[0], "check the disk and the memory of this machine, then try again"
     if copies:
-        fix += "; if the masters were changed on purpose, export them with --allow stale (Python: "
-        fix += 'allow={"stale"})'
+        fix += '; were the masters changed on purpose: --allow stale (Python: allow={"stale"})'
     return SaveError(
         "what was read back is not what the checkpoint holds; nothing is left of it",
         file=written,

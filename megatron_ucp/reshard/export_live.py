@@ -61,7 +61,7 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
     seconds, source = time.perf_counter() - started, engine.manifest
     dtype = out.tensors[0].dtype if out.tensors else ""
     sizes = (len(out.files), len(out.tensors), 0, job.written_bytes)
-    done = (seconds, False, tuple(out.notes), out.is_loadable)
+    done = (seconds, False, tuple(out.notes), out.is_loadable, "from memory")
     return Exported(str(folder), str(source.mesh), dtype, *sizes, *done)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ucp.errors import UcpError
+from megatron_ucp.formats.base import Checkpoint
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -22,6 +23,12 @@ class Finding:
 def some(count: int, what: str) -> str:
     """A number of things: "no faults", "1 fault", "2 faults"."""
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+def checked(source: Checkpoint) -> str:
+    """What a line says of checksums: everything that was read was compared, where there are any."""
+    has_all = all(source.file(name).has_checksums for name in source.file_names)
+    return "every byte read was checked" if has_all else "not all of the source has checksums"
 
 
 def finding_of(error: UcpError) -> Finding:

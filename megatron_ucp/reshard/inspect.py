@@ -14,15 +14,19 @@ from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
+from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.registry import find_checkpoint
 from megatron_ucp.reshard.describe import experts, look, sizes
+from megatron_ucp.reshard.newest import time_of_save
 
 # How the program calls what an engine's name says; the others are DeepSpeed's.
 _FORMATS = {
     "universal": "DeepSpeed's universal folder",
-    "megatron": "Megatron",
-    WEIGHTS: "weights alone",
+    "torch_dist": "Megatron-LM's torch_dist",
+    "torch": "Megatron-LM's legacy torch format",
+    WEIGHTS: "a Hugging Face folder, weights alone",
 }
+_OF_MEGATRON = ("torch_dist", "torch")
 _STATES = {MASTER: "master weights", VALUE: "values"}
 _WIDTH, _INDENT = 100, 13  # of lines with settings
 _KNOWN = ("global_steps", "skipped_steps", "saved_at", "ds_version", "moved_latest", NOT_SAVED)
@@ -75,19 +79,29 @@ class Inspected:
         """Steps and versions, groups, states, the model's sizes, the table of parameters."""
         return "\n".join([*_details(self), "", *_table(self.rows)])
 
+    @property
+    def _model_type(self) -> str:
+        """What config.json calls the model; empty where there is none."""
+        file = Path(self.path) / CONFIG_FILE
+        kind = read_json(file).get("model_type", "") if file.is_file() else ""
+        return kind if isinstance(kind, str) else ""
+
     def _lines(self) -> Iterator[tuple[str, str]]:
         manifest, run = self.manifest, self.manifest.run
         yield "checkpoint", f"{self.path}: {_format(manifest)}"
-        yield "model", _model(manifest, len(manifest.params), self.elems)
+        yield "model", _model(manifest, self.elems, self._model_type)
         skipped = run.get("skipped_steps") or 0
         more = f" ({skipped:,} skipped)" if skipped else ""
         yield "step", "" if manifest.engine == WEIGHTS else f"{run.get('global_steps', 0):,}{more}"
         mesh = manifest.written_on
-        ranks = mesh.world
-        yield "mesh", f"{mesh} ({ranks:,} rank{'s' if ranks != 1 else ''})"
+        ranks, is_weights = mesh.world, manifest.engine == WEIGHTS
+        layout = str(mesh)
+        if manifest.engine in _OF_MEGATRON:  # whose optimizer knows no stages
+            layout = layout.removesuffix(",zero=0")
+        yield "mesh", "" if is_weights else f"{layout} ({ranks:,} rank{'s' if ranks != 1 else ''})"
         yield "optimizer", _optimizer(manifest)
         yield "tensors", _dtypes(self.states)
-        yield "saved", _saved(manifest)
+        yield "saved", _saved(manifest, Path(self.path))
         files = len(manifest.files)
         yield (
             "size",
@@ -123,11 +137,6 @@ def inspect(
     return Inspected(str(found.folder), manifest, sizes(manifest), found.notes)
 
 
-def saved_date(manifest: Manifest) -> str:
-    """When a checkpoint was saved, in UTC; empty where it does not say so."""
-    return date(manifest.saved_at) if manifest.saved_at is not None else ""
-
-
 def date(seconds: float) -> str:
     """A time since the epoch, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
@@ -148,11 +157,12 @@ def _format(manifest: Manifest) -> str:
     return _FORMATS.get(manifest.engine, usual)
 
 
-def _model(manifest: Manifest, count: int, elems: int) -> str:
+def _model(manifest: Manifest, elems: int, model_type: str) -> str:
     found = [f"{text}: {len(layers)} layers" for text, layers in experts(manifest).items()]
     mixtures = f"experts {'; '.join(found)}" if found else ""
-    kind = manifest.family or "no family (any model of torch)"
-    return ", ".join(filter(None, [kind, f"{count:,} tensors, {elems:,} elements", mixtures]))
+    kind = manifest.family or model_type or "no family (any model of torch)"
+    count = f"{len(manifest.params):,} tensors, {elems:,} elements"
+    return ", ".join(filter(None, [kind, count, mixtures]))
 
 
 def _optimizer(manifest: Manifest) -> str:
@@ -163,11 +173,13 @@ def _optimizer(manifest: Manifest) -> str:
     return f"{', '.join(names) or 'not named by the files'}, {groups}"
 
 
-def _saved(manifest: Manifest) -> str:
+def _saved(manifest: Manifest, folder: Path) -> str:
+    if manifest.engine == WEIGHTS:
+        return ""
     by = "with a manifest (an attached engine, or convert)"
     without = "without a manifest (plain DeepSpeed or Megatron-LM)"
-    how = "" if manifest.engine == WEIGHTS else by if manifest.save_id else without
-    return ", ".join(filter(None, [saved_date(manifest), how]))
+    at = manifest.saved_at if manifest.saved_at is not None else time_of_save(folder)
+    return f"{date(at)}, {by if manifest.save_id else without}"
 
 
 def _row(manifest: Manifest, spec: ParamSpec, also: tuple[str, ...]) -> ParamRow:

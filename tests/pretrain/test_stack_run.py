@@ -131,7 +131,7 @@ def test_one_run_under_both_engines_goes_on_in_one_folder(
         if engine == SHARED:
             assert pointer.read_text() == str(last)
     assert "still names iter_0000006" in found[0]["said"]
-    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval", "9"))[0]
+    again = ranks.run(2, JOB, llama.argv(where, SHARED, "--exit-interval", "9"))[-1]
     assert again["first"] == ITERATIONS and "names iter_0000006" in again["said"]
 
 

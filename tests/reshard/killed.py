@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import (
-    convert as module,
-)  # imported before the fork, as are torch and the rest
+from megatron_ucp.reshard import conversion_job as module
+from megatron_ucp.reshard.convert import convert  # before the fork, as are torch and the rest
 
 TARGETS = [
     ("native", ucp.Mesh(dp=4, zero=3)),
@@ -49,7 +48,7 @@ def start(source: str, output: Path, number: int) -> int:
     try:
         module.write_pt = slowly
         to, mesh = TARGETS[number % len(TARGETS)]
-        module.convert(source, output, to=to, target=mesh)
+        convert(source, output, to=to, target=mesh)
         code = 0
     finally:
         sys.stderr.flush()

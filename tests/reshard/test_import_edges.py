@@ -47,7 +47,7 @@ def test_imports_that_can_not_be(folder: Path) -> None:
     said = not_imported(UnsupportedError, folder, family="gpt")
     assert "gpt2" in said and "use a model of the family that config.json says" in said
     assert "no such family" in not_imported(UsageError, folder, family="lama")
-    assert "no such folder" in not_imported(NotFoundError, folder / "nowhere")
+    assert "no such checkpoint folder" in not_imported(NotFoundError, folder / "nowhere")
     config = json.loads((folder / "config.json").read_text())
     for change, error, said in (
         ({"model_type": "falcon"}, UnsupportedError, "falcon"),

@@ -78,8 +78,10 @@ def test_a_conversion_does_not_take_the_run_over(run: Path) -> None:
     said = ucp.convert(run / "iter_0000009", run / "again", target=target()).pointer
     assert not (run / "latest").exists()
     assert "still names 9" in said and "with the tag again" in said
+    with open_checkpoint(run) as checkpoint:
+        assert checkpoint.folder.name == "iter_0000009"
     said = ucp.convert(run / "iter_0000009", run / "anew", target=target(), latest=True).pointer
     assert (run / "latest").read_text() == "anew" and "`latest`" in said
     assert "is followed" in said
     with open_checkpoint(run) as checkpoint:
-        assert checkpoint.folder.name == "iter_0000009"
+        assert checkpoint.folder.name == "anew"

@@ -25,9 +25,11 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 
 @dataclass(frozen=True)
 class DeepSpeedExtras:
-    """Values ready to be set, tensors included. `others` are states of DeepSpeed's own helpers,
+    """Values ready to be set, tensors included. `schedules`: whether the scheduler is asked for.
+    `others` are states of DeepSpeed's own helpers,
     `modules` what modules keep besides tensors."""
 
+    schedules: bool
     scheduler: Any
     counters: Mapping[str, int]
     others: Mapping[str, Any]
@@ -66,6 +68,7 @@ class DeepSpeedExtras:
         randoms = Restored.plan(source, mesh, rank, place) if how.rng else Restored(None)
         ranks = source.manifest.mesh
         return cls(
+            scheduler,
             found,
             saved.counters,
             {key: values.built(value, key) for key, value in saved.others.items()},
@@ -99,6 +102,8 @@ class DeepSpeedExtras:
         return notes + restore_position(self.loader, self.position)
 
     def _restore_scheduler(self, engine: Any, notes: list[str]) -> None:
+        if not self.schedules:
+            return
         if engine.lr_scheduler is not None and self.scheduler is not None:
             engine.lr_scheduler.load_state_dict(self.scheduler)
         elif engine.lr_scheduler is not None or self.scheduler is not None:
