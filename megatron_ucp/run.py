@@ -2,6 +2,7 @@
 attached. `megatron-ucp run` is the same."""
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ Runs a training script unchanged. Every engine that deepspeed.initialize makes i
 saves are atomic, and it loads what any mesh saved. The section "universal_checkpoint" of the
 DeepSpeed config may add options; {"enabled": false} there leaves an engine alone."""
 UNUSABLE = 2
+_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,29 +28,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in ([], ["-h"], ["--help"]):
         (sys.stdout if words else sys.stderr).write(f"{USAGE}\n")
         return 0 if words else UNUSABLE
+    words = _behind_the_script(words)
+    is_module = words[0] == "-m"
+    program = words[1:] if is_module else words
+    # as python does with a module, and with a script
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(program[0]).resolve().parent))
     try:
-        run(words)
+        _require(program, is_module)
     except UsageError as error:
         sys.stderr.write(f"megatron_ucp.run: {error}\n")
         return UNUSABLE
+    run(program, is_module)
     return 0
 
 
-def run(words: Sequence[str]) -> None:
-    """Installs, and runs the script. Raises UsageError where there is no such script."""
-    is_module = words[0] == "-m"
-    program = list(words[1:] if is_module else words)
-    _require(program, is_module)
+def run(program: list[str], is_module: bool) -> None:
+    """Installs, and runs the script or module. What it raises is its own."""
     from megatron_ucp.engines.attach import install
 
     install(enabled=True)
     sys.argv = program
     if is_module:
-        sys.path.insert(0, os.getcwd())  # as python -m does
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(program[0]).resolve().parent))
         runpy.run_path(program[0], run_name="__main__")
+
+
+def _behind_the_script(words: list[str]) -> list[str]:
+    """DeepSpeed's launcher puts the rank (`--local_rank=0`) before all else: it is the script's."""
+    ranks = [word for word in words if _LOCAL_RANK.fullmatch(word)]
+    rest = [word for word in words if word not in ranks]
+    at = 2 if rest[:1] == ["-m"] else 1
+    return [*rest[:at], *ranks, *rest[at:]] if words[:1] == ranks[:1] else words
 
 
 def _require(program: Sequence[str], is_module: bool) -> None:

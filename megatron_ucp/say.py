@@ -15,6 +15,7 @@ handler or a level of its own keeps them.
 """
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -79,8 +80,11 @@ def shown(
     `progress` of here. With `ends` its result, which has `notes`, is shown as the last line."""
 
     def decorate(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(operation)
+
         @functools.wraps(operation)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            signature.bind(*args, **kwargs)  # a wrong call is told in the caller's own words
             if kwargs.get("progress") is not None:
                 done = operation(*args, **kwargs)
             else:

@@ -3,6 +3,7 @@ of Python from inside."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import NotFoundError, UcpError, UnsupportedError, UsageError
 
+NOT_ATTACHED = SimpleNamespace(module=None, save_checkpoint=None, load_checkpoint=None)
 WRONG: dict[str, Callable[[Any], object]] = {
     "attach": lambda _: ucp.attach(object()),
     "attach nothing": lambda _: ucp.attach(None),
@@ -37,6 +39,11 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "import_hf, mesh": lambda p: ucp.import_hf(p, p / "out", mesh=5),
     "import_hf, allow": lambda p: ucp.import_hf(p, p / "out", mesh="dp=2", allow="narrow"),
     "verify": lambda _: ucp.verify(3),
+    "convert, latest": lambda p: ucp.convert(p, p / "out", latest="no"),
+    "convert, lists": lambda p: ucp.convert(p, p / "out", allow=[["a"]]),
+    "load, checksums": lambda p: ucp.load(object(), p, checksums="no"),
+    "load, lists": lambda p: ucp.load(object(), p, allow=[["a"]]),
+    "export_hf, not attached": lambda p: ucp.export_hf(NOT_ATTACHED, p / "out"),
     "verify, tag": lambda p: ucp.verify(p, tag=3),
     "verify, rules": lambda p: ucp.verify(p, rules=3),
     "diff": lambda _: ucp.diff(None, None),
@@ -62,6 +69,7 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "Mesh, order": lambda _: ucp.Mesh(order=[]),
     "Mesh.parse": lambda _: ucp.Mesh.parse(3),
     "Target": lambda _: ucp.Target(3),
+    "Target, text": lambda _: ucp.Target("dp=x"),
     "Target, dtype": lambda _: ucp.Target(ucp.Mesh(), dtype=3),
     "Target, groups": lambda _: ucp.Target(ucp.Mesh(), groups=3),
     "Target, one group": lambda _: ucp.Target(ucp.Mesh(), groups=("a.weight",)),

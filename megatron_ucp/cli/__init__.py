@@ -42,6 +42,11 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `megatron-ucp`; returns the exit code (see EXIT_CODES)."""
     words = _dashed(sys.argv[1:] if argv is None else argv)
+    rest = [word for word in words if word not in ("--json", "--quiet")]
+    if rest[:1] == ["run"]:  # all that follows is the script's, and so is its output
+        from megatron_ucp.run import main as run
+
+        return run(words[words.index("run") + 1 :])
     with contextlib.ExitStack() as left:
         if sys.stderr is None:  # closed by the shell
             nowhere = left.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -79,10 +84,6 @@ def _forget_output() -> None:
 
 def _run(words: list[str]) -> int:
     """The exit code of the command. Everything that can go wrong is told as an error of ours."""
-    if words[:1] == ["run"]:  # all that follows is the script's
-        from megatron_ucp.run import main as run
-
-        return run(words[1:])
     try:
         if words and not words[0].startswith("-"):
             _require_command(words[0])
@@ -128,7 +129,7 @@ def _dashed(words: Sequence[str]) -> list[str]:
     out: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        is_ours = word.startswith("--") and "--" not in out and out[:1] != ["run"]
+        is_ours = word.startswith("--") and "--" not in out and "run" not in out[:2]
         out.append(name.replace("_", "-") + equals + value if is_ours else word)
     return out
 

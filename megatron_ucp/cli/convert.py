@@ -15,7 +15,7 @@ from megatron_ucp.cli.output import (
     print_json,
     print_notes,
 )
-from megatron_ucp.cli.target import add_target, target_of
+from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.errors import UsageError
 
 HELP = "write files for another mesh, a universal folder, or one for Megatron-LM"
@@ -79,7 +79,7 @@ def run(args: Any) -> int:
             fix="give --mesh",
         )
     target = target_of(args)
-    _refuse_unused(args, to, target)
+    refuse_unused_size(args, target, paths[0], to == "native")
     found = convert(
         paths[0],
         paths[1],
@@ -96,15 +96,3 @@ def run(args: Any) -> int:
     print_notes(found.notes)
     print(found)
     return DONE
-
-
-def _refuse_unused(args: Any, to: str, target: Any) -> None:
-    """Raises UsageError for a size that the format, or the ZeRO stage, has no use for."""
-    other_stage = target is not None and target.mesh.says_zero and target.mesh.zero != 3
-    if args.sub_group_size is not None and (to == "universal" or other_stage):
-        raise UsageError(
-            "--sub-group-size is of ZeRO stage 3 alone",
-            expected="--mesh with zero=3",
-            found=args.mesh or to,
-            fix="leave --sub-group-size out",
-        )

@@ -25,10 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError("a number of at least 0 is needed")
-    return count
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no number of at least 0")
+    return int(text)
 
 
 def run(args: Any) -> int:

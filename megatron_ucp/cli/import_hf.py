@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 from megatron_ucp.cli.output import DONE, add_allow, allowed, print_json, print_notes
-from megatron_ucp.cli.target import add_target, target_of
+from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.errors import UsageError
 
 HELP = "write DeepSpeed's files from a folder of a Hugging Face model"
@@ -51,10 +51,12 @@ def run(args: Any) -> int:
             found="none",
             fix="give --mesh of the job that will train",
         )
+    target = target_of(args)
+    refuse_unused_size(args, target, None)
     found = import_hf(
         args.path,
         args.output,
-        target=target_of(args),
+        target=target,
         latest=args.latest,
         family=args.family,
         padded_vocab=args.padded_vocab_size,

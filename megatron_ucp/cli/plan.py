@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from megatron_ucp.cli.output import DONE, add_checkpoint, print_json, print_notes
-from megatron_ucp.cli.target import add_target, target_of
+from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families
 
@@ -59,6 +59,7 @@ def run(args: Any) -> int:
             fix="give the folder of the checkpoint",
         )
     else:
+        refuse_unused_size(args, target, args.path)
         found = preview.plan(
             args.path, target, tag=args.tag, rules=args.rules, ds_config=args.ds_config
         )

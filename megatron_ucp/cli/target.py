@@ -66,6 +66,26 @@ def target_of(args: Any) -> Any:
     return Target.of(args.mesh or "", **given) if args.mesh or given else None
 
 
+def refuse_unused_size(args: Any, target: Any, source: str | None, has_stages: bool = True) -> None:
+    """Raises UsageError for --sub-group-size where the output has no ZeRO stage 3: `source` is
+    where a stage that nobody names comes from (None: it is 0), `has_stages` says whether the format
+    has any."""
+    if args.sub_group_size is None:
+        return
+    stage = target.mesh.zero
+    if has_stages and not target.mesh.says_zero and source is not None:
+        from megatron_ucp.reshard.describe import look
+
+        stage = look(source, args.tag, args.rules).mesh.zero
+    if stage != 3 or not has_stages:
+        raise UsageError(
+            "--sub-group-size is of ZeRO stage 3 alone",
+            expected="--mesh with zero=3",
+            found=f"ZeRO stage {stage}" if has_stages else "a format without stages",
+            fix="leave --sub-group-size out",
+        )
+
+
 def _groups(file: str, found: Any) -> tuple[tuple[str, ...], ...]:
     """Names of each group, from a file. Raises UsageError."""
     lists = isinstance(found, list) and all(isinstance(names, list) for names in found)

@@ -143,7 +143,7 @@ class Mesh:
                 "this is no mesh",
                 expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
                 found=", ".join(f"{name}={value!r}" for name, value in bad.items())[:200],
-                fix="give every axis a whole number of ranks",
+                fix="give every axis a whole number of ranks, and a ZeRO stage from 0 to 3",
             )
         if self.world % (self.etp * self.ep * self.pp):
             raise UsageError(
@@ -394,9 +394,12 @@ class Mesh:
 
 def _no_mesh(text: str, item: str, known: Sequence[str], is_twice: bool) -> UsageError:
     """The error for a text with an item that says no axis and its size."""
-    near = get_close_matches(item.partition("=")[0].lower(), known, n=1)
+    name = item.partition("=")[0]
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.75)
     fix = f"give {item!r} once" if is_twice else "write NAME=SIZE, between commas"
-    if near and not is_twice:
+    if name in known and not is_twice:
+        fix = f"give {name} a whole number"
+    elif near and not is_twice:
         fix = f"did you mean {near[0]}=...?"
     return UsageError(
         f"{item[:80]!r} is no axis of a mesh and its size",

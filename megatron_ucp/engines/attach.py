@@ -21,23 +21,14 @@ from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.read_back import refuse_strange
 from megatron_ucp.engines.saves import Saving, ended
 from megatron_ucp.engines.versions import check_versions
-from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.doctor import SECTION
+from megatron_ucp.reshard.arguments import plain_path
+from megatron_ucp.reshard.ds_section import SECTION, options_of
+from megatron_ucp.reshard.export import LIVE_EXPORT
 from megatron_ucp.reshard.resume import How, check_options
 
-_KEYS = {
-    "enabled": bool,
-    "hyper": str,
-    "checksums": bool,
-    "allow": list,
-    "family": str,
-    "rng": bool,
-    "durable": bool,
-    "keep_latest": int,
-}
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank")
 _OF_SAVES = ("durable", "keep_latest", "rng")
 _ATTACHED = "_ucp_attached"
@@ -125,7 +116,7 @@ def _attach(
     engine.save_checkpoint = _saver(engine, model, how)
     engine.load_checkpoint = _load_method(engine, family, loader, loading)
     described = functools.partial(describe, engine, model)
-    engine.ucp_export_hf = functools.partial(export, described, engine.module, model)
+    setattr(engine, LIVE_EXPORT, functools.partial(export, described, engine.module, model))
 
 
 def _is_attached(engine: Any) -> bool:
@@ -148,7 +139,9 @@ def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]
     ) -> bool:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         client_state = client_state or {}
-        asked = Asked(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        asked = Asked(
+            plain_path(save_dir), tag, client_state, save_latest, exclude_frozen_parameters
+        )
         ended(engine, save(engine, model, how, stock_save, asked))
         return True
 
@@ -182,6 +175,7 @@ def _load_method(
         )
         stock = bool(native) or custom_load_fn is not None
         with agree.together() as block:
+            plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)
             asked = asked_of(load_dir, tag, how, family)
             block.value = {
@@ -219,42 +213,6 @@ def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Savin
 
 def _leaves_values(allow: Any) -> bool:
     return isinstance(allow, Collection) and not isinstance(allow, str) and "values" in allow
-
-
-def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
-    """Options of the section "universal_checkpoint" of a parsed DeepSpeed config; None where it is
-    not enabled: neither by the section, nor by the stock key `"checkpoint": {"load_universal":
-    true}`, nor by whoever asks (`enabled`), whom the section may contradict.
-
-    Raises UsageError for an unknown key or value.
-    """
-    section = config.get(SECTION, {})
-    if not isinstance(section, Mapping):
-        raise UsageError(
-            f'"{SECTION}" of the DeepSpeed config is a section',
-            expected='{"enabled": true}',
-            found=repr(section),
-            fix='write it as {"enabled": true}, or leave it out',
-        )
-    unknown = sorted(
-        key
-        for key, value in section.items()
-        if key not in _KEYS or not isinstance(value, _KEYS[key])
-    )
-    if unknown:
-        raise UsageError(
-            f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
-            expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
-            found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
-            fix="correct the key or its value (docs/reference/config.md)",
-        )
-    options = {key: value for key, value in section.items() if key != "enabled"}
-    _saving(options, None)
-    check_options(
-        **{key: value for key, value in options.items() if key != "family" and key not in _OF_SAVES}
-    )
-    stock = bool((config.get("checkpoint") or {}).get("load_universal"))
-    return options if section.get("enabled", stock or enabled) else None
 
 
 def initialize(

@@ -93,7 +93,7 @@ def load(
         load_module_only,
         hyper,
         checksums,
-        frozenset(allow) if isinstance(allow, Collection) else frozenset({repr(allow)}),
+        _words(allow),
         rng,
         loader,
         None if per_rank is None else reducing(per_rank),
@@ -103,6 +103,12 @@ def load(
     agree.require_same(agree.gather(asked))
     check_options(hyper=hyper, allow=allow, per_rank=per_rank)
     return fill(engine, path, tag, family, how)
+
+
+def _words(allow: Any) -> frozenset[str]:
+    """Allowances as ranks compare them, whatever was given: `check_options` says what is wrong."""
+    given = allow if isinstance(allow, Collection) else (allow,)
+    return frozenset(one if isinstance(one, str) else repr(one) for one in given)
 
 
 def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from megatron_ucp.errors import DamagedFileError, SaveError, UcpError, UsageErro
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import check_switch
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Saving:
     values_left: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep_latest is not None and (
-            isinstance(self.keep_latest, bool) or self.keep_latest < 1
-        ):
+        check_switch("durable", self.durable)
+        check_switch("rng", self.rng)
+        keep: object = self.keep_latest
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UsageError(
                 "keep_latest is a number of tags",
                 expected="at least 1",

@@ -292,12 +292,15 @@ def kept_by(optimizer: str, group: Mapping[str, Any]) -> Kept:
     Raises UnsupportedError for an optimizer that is not in the table.
     """
     if optimizer not in _TABLE:
+        name = optimizer.rpartition(".")[2].lower()
+        near = sorted(known for known in _TABLE if known.rpartition(".")[2].lower() == name)
+        did_you_mean = f"did you mean {' or '.join(near)}? Else " if near else ""
         raise UnsupportedError(
             "the states of this optimizer are not known",
-            expected=" ".join(sorted(_TABLE)),
+            expected=", ".join(sorted(_TABLE)),
             found=optimizer,
-            fix="use one of these, say what it keeps with ucp.register_optimizer, or load the "
-            "weights alone (Python: load_optimizer_states=False)",
+            fix=f"{did_you_mean}use one of these, or say what it keeps (ucp.register_optimizer); "
+            "a load can also leave the optimizer out (Python: load_optimizer_states=False)",
         )
     return _TABLE[optimizer](group)
 

@@ -9,6 +9,8 @@ from typing import Any
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed.target import Target
 
+_SECTIONS = ("bf16", "fp16", "bfloat16", "zero_optimization", "optimizer", "checkpoint")
+
 
 def plain_path(path: Any) -> str:
     """A path as text. Raises UsageError for what is none."""
@@ -32,12 +34,23 @@ def check_allow(allow: Any, known: Collection[str]) -> None:
             found=repr(allow)[:200],
             fix='give a set, such as {"narrow"}',
         )
-    if unknown := set(allow) - set(known):
+    if unknown := [word for word in allow if not isinstance(word, str) or word not in known]:
         raise UsageError(
             "this is nothing that can be allowed here",
             expected=f"some of {listed}",
             found=", ".join(sorted(map(str, unknown)))[:200],
             fix="leave it out",
+        )
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raises UsageError for a switch that is neither on nor off: "no" is true in Python."""
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"{name} is a switch",
+            expected="True or False",
+            found=repr(value)[:200],
+            fix=f"give {name}=True or {name}=False",
         )
 
 
@@ -58,8 +71,10 @@ def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:
 def parsed_config(ds_config: Any) -> Mapping[str, Any] | None:
     """A DeepSpeed config that a caller gave, as a mapping or by its file; None for None. Raises
     UsageError."""
-    if ds_config is None or isinstance(ds_config, Mapping):
-        return ds_config
+    if ds_config is None:
+        return None
+    if isinstance(ds_config, Mapping):
+        return _with_sections(ds_config, "")
     found = read_json(plain_path(ds_config))
     if not isinstance(found, dict):
         raise UsageError(
@@ -69,7 +84,21 @@ def parsed_config(ds_config: Any) -> Mapping[str, Any] | None:
             found=type(found).__name__,
             fix="give the config that the job passes to DeepSpeed",
         )
-    return found
+    return _with_sections(found, str(ds_config))
+
+
+def _with_sections(config: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """A DeepSpeed config. Raises UsageError where a section that is read is none."""
+    wrong = [name for name in _SECTIONS if not isinstance(config.get(name, {}), Mapping)]
+    if wrong:
+        raise UsageError(
+            "a section of the DeepSpeed config is no object",
+            file=file or None,
+            expected=f'"{wrong[0]}": {{...}}',
+            found=repr(config[wrong[0]])[:200],
+            fix="correct the config",
+        )
+    return config
 
 
 def read_json(path: str) -> Any:
@@ -78,10 +107,11 @@ def read_json(path: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         missing = isinstance(error, FileNotFoundError)
+        found = getattr(error, "strerror", None) or str(error)
         raise UsageError(
             "there is no such file" if missing else "the file can't be read as JSON",
             file=path,
             expected="a JSON file",
-            found="nothing" if missing else f"{type(error).__name__}: {error}",
+            found="nothing" if missing else found,
             fix="check the path and what is in the file",
         ) from None

@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 
 from megatron_ucp.core.flat import alone
-from megatron_ucp.core.manifest import MOVED_LATEST, RUN, SAVED_ON, FileEntry, Manifest
+from megatron_ucp.core.manifest import (
+    CONVERTED_FROM,
+    MOVED_LATEST,
+    RUN,
+    SAVED_ON,
+    FileEntry,
+    Manifest,
+)
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import state_in
@@ -222,7 +229,7 @@ def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]
     run = {
         **{key: said[key] for key in ("seed", "data", RUN, CLASSES, MEMBERS) if key in said},
         **{key: value for key, value in manifest.run.items() if key != SAVED_ON},
-        "converted_from": str(source.manifest.written_on),
+        CONVERTED_FROM: str(source.manifest.written_on),
         "saved_at": said.get("saved_at", newest),
         MOVED_LATEST: False,
     }

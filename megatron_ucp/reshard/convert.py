@@ -27,7 +27,13 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.deepspeed.universal_writer import UniversalWriter
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
+from megatron_ucp.reshard.arguments import (
+    check_allow,
+    check_switch,
+    one_target,
+    parsed_config,
+    plain_path,
+)
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress, checked
@@ -46,6 +52,7 @@ from megatron_ucp.reshard.pointing import (
 )
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
+from megatron_ucp.reshard.unused import refuse_unused
 
 ALLOWED = NARROW | {"mean", "stale", "per_rank"}
 
@@ -279,21 +286,6 @@ def _no_writer(wanted: Wanted, what: str, fix: str) -> UnsupportedError:
 
 _WRITERS = {NATIVE: _native, UNIVERSAL: _universal}
 _KNOWN = (*_WRITERS, TORCH_DIST)
-# what a format has no place for, of a target
-_UNUSED = {
-    NATIVE: (),
-    UNIVERSAL: ("stages",),
-    TORCH_DIST: (
-        "optimizer",
-        "groups",
-        "stages",
-        "sub_group_size",
-        "alignment",
-        "round_robin",
-        "grad_accum_fp32",
-        "offloaded",
-    ),
-}
 
 
 def _check_arguments(
@@ -306,6 +298,7 @@ def _check_arguments(
 ) -> tuple[Target | None, str]:
     """The target, None where nobody said one, and the format. Raises UsageError."""
     check_allow(allow, ALLOWED)
+    check_switch("latest", latest)
     given = one_target(mesh, target)
     to = to or (UNIVERSAL if given is None else NATIVE)
     if to not in _KNOWN:
@@ -336,19 +329,3 @@ def _as_source(origin: Origin, to: str) -> Target:
         return Target(Mesh())
     tp, pp = manifest.mesh.tp, manifest.mesh.pp
     return Target(Mesh(tp=tp, pp=pp, dp=manifest.mesh.world // (tp * pp)))
-
-
-def refuse_unused(target: Target, to: str = NATIVE) -> None:
-    """Raises UsageError for what a target says that its format, or its mesh, has no place for."""
-    found = [name for name in _UNUSED[to] if getattr(target, name) is not None]
-    where = f"a folder in the format {to}"
-    if to == NATIVE and target.stages is not None and target.mesh.pp == 1:
-        found, where = ["stages"], "a mesh without pipeline stages (pp=1)"
-    if found:
-        raise UsageError(
-            f"{where} has no place for {', '.join(found)}",
-            expected="only what is used",
-            found=", ".join(f"{name}={getattr(target, name)}"[:80] for name in found),
-            fix=f"leave out {', '.join('--' + name.replace('_', '-') for name in found)} (Python: "
-            f"{', '.join(name + '=' for name in found)})",
-        )

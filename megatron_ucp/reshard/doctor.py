@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.reshard.arguments import parsed_config
+from megatron_ucp.reshard.ds_section import SECTION, options_of
 
-SECTION = "universal_checkpoint"  # of a DeepSpeed config
 # What the tests run against; of the first two another version is warned of.
 CHECKED = {"deepspeed": ("0.19.8",), "megatron-core": ("0.16.1",)}
 TESTED = {**CHECKED, "torch": ("2.13.0",), "transformers": ("5",)}
@@ -100,12 +100,10 @@ def _gpu() -> MachinePart:
 
 
 def _config(config: Mapping[str, Any]) -> MachinePart:
-    section = config.get(SECTION)
-    said = section.get("enabled") if isinstance(section, Mapping) else None
-    stock = bool((config.get("checkpoint") or {}).get("load_universal"))
-    if said is False:
+    by_runner, by_install = options_of(config, True), options_of(config)
+    if by_runner is None:
         return MachinePart("attached", "no", f'"{SECTION}" of the config says "enabled": false')
-    if said or stock:
+    if by_install is not None:
         return MachinePart(
             "attached", "yes", "by ucp.install() and by the runner, as the config says"
         )

@@ -71,6 +71,7 @@ from megatron_ucp.reshard.windows import (
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _ALLOWED = frozenset({"mean", "stale", "weights"})
+_OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
 LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
 
 
@@ -103,7 +104,6 @@ class Exported:
         )
 
 
-@say.shown("export-hf", ends=True)
 def export_hf(
     src: Any,
     dst: str | Path,
@@ -159,35 +159,57 @@ def export_hf(
         >>> import megatron_ucp as ucp
         >>> assert ucp.export_hf("runs/llama", "hf", dtype="bf16", verify=True).loadable
     """
+    asked = _Asked(dtype, max_shard_size, config, tokenizer, tag, rules, family, merge)
+    asked = replace(asked, verify=verify, force=force, allow=allow)
     if hasattr(src, LIVE_EXPORT):
-        of_files = tag, rules, family, merge, verify, force, allow
-        return _of_engine(src, dst, (dtype, max_shard_size, config, tokenizer), of_files)
-    started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked = _Asked(check_output(folder, dtype, allow, force), parse_size(max_shard_size))
-    asked = replace(asked, config=config, family=family, tokenizer=tokenizer, merge=merge)
-    names = pipe_names(family or family_of(config), config)
-    told = Told(names=names, weights="weights" in allow)
-    with ExitStack() as opened:
-        source = opened.enter_context(open_checkpoint(src, tag, rules, told))
-        _check_source(source, folder, allow)
-        mesh = str(source.manifest.written_on)
-        prepared = _prepared(source, asked, opened)
-        job = _Job(prepared, frozenset(allow), progress)
-        job.prove()
-        job.write(folder, prepared.beside, verify, force)
-    return job.result(folder, mesh, time.perf_counter() - started, verify, prepared.notes)
+        return _of_engine(src, dst, asked)
+    if hasattr(src, "save_checkpoint"):
+        raise UsageError(
+            "this engine is not attached",
+            expected="an engine that ucp.attach was given, or the path of a checkpoint",
+            found=type(src).__qualname__,
+            fix="call ucp.attach(engine) first",
+        )
+    return _of_files(src, dst, asked, progress=progress)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What an export is asked for, of what decides which tensors are written."""
+    """What an export is asked for; see `export_hf`."""
 
-    dtype: str | None
-    max_bytes: int
-    config: str | Path | None = None
-    family: str = ""
-    tokenizer: str | Path | None = None
-    merge: str | Path | None = None
+    dtype: Any
+    max_shard_size: str | int
+    config: str | Path | None
+    tokenizer: str | Path | None
+    tag: str | None
+    rules: str | Path | None
+    family: str
+    merge: str | Path | None
+    verify: bool = False
+    force: bool = False
+    allow: Collection[str] = ()
+
+
+@say.shown("export-hf", ends=True)
+def _of_files(
+    src: str | Path, dst: str | Path, asked: _Asked, *, progress: Progress | None = None
+) -> Exported:
+    """The export of a checkpoint on disk."""
+    started, folder = time.perf_counter(), Path(plain_path(dst))
+    dtype = check_output(folder, asked.dtype, asked.allow, asked.force)
+    asked = replace(asked, dtype=dtype, max_shard_size=parse_size(asked.max_shard_size))
+    names = pipe_names(asked.family or family_of(asked.config), asked.config)
+    told = Told(names=names, weights="weights" in asked.allow)
+    with ExitStack() as opened:
+        source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
+        _check_source(source, folder, asked.allow)
+        mesh = str(source.manifest.written_on)
+        prepared = _prepared(source, asked, opened)
+        job = _Job(prepared, frozenset(asked.allow), progress)
+        job.prove()
+        job.write(folder, prepared.beside, asked.verify, asked.force)
+        seconds = time.perf_counter() - started
+        return job.result(folder, mesh, seconds, asked.verify, prepared.notes)
 
 
 @dataclass(frozen=True)
@@ -217,24 +239,21 @@ def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared
     twin = twin_of(source.manifest, given, family, chosen, str(source.folder))
     of_model = asked.merge if found is None or asked.merge is not None else found.folder
     beside = beside_weights(twin, asked.tokenizer, of_model)
-    out = Outgoing(source.manifest, twin, chosen, asked.max_bytes)
+    out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
     return _Prepared(source, out, beside, notes, merged)
 
 
-def _of_engine(
-    engine: Any, dst: str | Path, asked: tuple[Any, ...], of_files: tuple[Any, ...]
-) -> Exported:
+def _of_engine(engine: Any, dst: str | Path, asked: _Asked) -> Exported:
     """The export of a live engine. Raises UsageError for what only files have."""
-    if any(of_files):
-        names = ("tag", "rules", "family", "merge", "verify", "force", "allow")
-        given = [name for name, value in zip(names, of_files, strict=True) if value]
+    if given := [name for name in _OF_FILES if getattr(asked, name)]:
         raise UsageError(
             "the export of a live engine does not take this",
             expected="dtype, max_shard_size, config, tokenizer",
             found=", ".join(given),
             fix="leave it out, or save and export the checkpoint",
         )
-    return getattr(engine, LIVE_EXPORT)(plain_path(dst), *asked)
+    how = asked.dtype, asked.max_shard_size, asked.config, asked.tokenizer
+    return getattr(engine, LIVE_EXPORT)(plain_path(dst), *how)
 
 
 def check_output(

@@ -23,9 +23,15 @@ from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.pt.output import Output
-from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_config, plain_path
+from megatron_ucp.reshard.arguments import (
+    check_allow,
+    check_switch,
+    one_target,
+    parsed_config,
+    plain_path,
+)
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
-from megatron_ucp.reshard.convert import Converted, refuse_unused
+from megatron_ucp.reshard.convert import Converted
 from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.origin import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.output_folder import require_outside, require_plain
@@ -33,6 +39,7 @@ from megatron_ucp.reshard.placed import with_stages
 from megatron_ucp.reshard.pointing import NATIVE, point_at
 from megatron_ucp.reshard.target import Wanted, target_manifest
 from megatron_ucp.reshard.twin import read_twin
+from megatron_ucp.reshard.unused import refuse_unused
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 
@@ -82,7 +89,7 @@ def import_hf(
         >>> done = ucp.import_hf("hf", "start/global_step0", mesh="tp=2,dp=2,zero=1")
     """
     started, folder = time.perf_counter(), Path(plain_path(dst))
-    asked, config = _checked(folder, mesh, target, allow), parsed_config(ds_config)
+    asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     padded = _padded(sizes, padded_vocab)
     model = _model(twin.family, padded, asked.mesh.tp, str(src))
@@ -133,10 +140,12 @@ def _checked(
     folder: Path,
     mesh: Mesh | str | None,
     target: Target | Mesh | str | None,
+    latest: bool,
     allow: Collection[str],
 ) -> Target:
     """The target. Raises UsageError for arguments of an import that can't be."""
     check_allow(allow, NARROW)
+    check_switch("latest", latest)
     given = one_target(mesh, target)
     if given is None:
         raise UsageError(
@@ -167,7 +176,7 @@ def _check_vocabulary(rows: int, tp: int, file: str) -> None:
 def _padded(sizes: Sizes, rows: int | None) -> Sizes:
     if rows is not None and (type(rows) is not int or rows < sizes.true_vocab):
         raise UsageError(
-            "the padded vocabulary is smaller than the model's",
+            "the padded vocabulary has no fewer rows than the model's",
             expected=f"at least {sizes.true_vocab}",
             found=rows,
             fix="give --padded-vocab-size (Python: padded_vocab=) that many rows, or leave it out",

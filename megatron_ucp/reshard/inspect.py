@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families.arguments import with_model
@@ -162,7 +162,15 @@ def _model(manifest: Manifest, elems: int, model_type: str) -> str:
     mixtures = f"experts {'; '.join(found)}" if found else ""
     kind = manifest.family or model_type or "no family (any model of torch)"
     count = f"{len(manifest.params):,} tensors, {elems:,} elements"
-    return ", ".join(filter(None, [kind, count, mixtures]))
+    return ", ".join(filter(None, [kind, count, _vocabulary(manifest), mixtures]))
+
+
+def _vocabulary(manifest: Manifest) -> str:
+    """Rows of the vocabulary, where the checkpoint says what its model is."""
+    said = manifest.run.get(RECORDED)
+    sizes = said.get("sizes") if isinstance(said, Mapping) else None
+    rows = sizes.get("vocab") if isinstance(sizes, Mapping) else None
+    return f"vocabulary of {rows:,} rows" if isinstance(rows, int) else ""
 
 
 def _optimizer(manifest: Manifest) -> str:

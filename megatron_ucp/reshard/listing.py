@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron_ucp import say
 from megatron_ucp.errors import NotFoundError, UcpError
 from megatron_ucp.formats.pointers import newest_named
+from megatron_ucp.formats.registry import is_hugging_face
 from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files, is_unfinished, tag_folder
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.describe import look
@@ -88,7 +89,8 @@ def ls(path: str | Path) -> Listed:
     newest, pointer = ("", "") if named is None else (named.tag, named.pointer)
     found = [one for one in folder.iterdir() if one.is_dir() and has_state_files(one)]
     if not found:
-        tag_folder(folder)  # which says what is there instead
+        if not is_hugging_face(folder):
+            tag_folder(folder)  # which says what is there instead
         raise NotFoundError(
             "this folder holds no tags",
             file=folder,

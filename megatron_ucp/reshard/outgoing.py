@@ -23,6 +23,7 @@ from megatron_ucp.formats import durable
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.output_folder import require_free
 from megatron_ucp.reshard.overflows import too_large
@@ -131,8 +132,8 @@ class Outgoing:
         reader = "peft" if self.twin.is_adapter else "transformers"
         file = self.twin.config_file
         return [
-            f"no {file} was found, which {reader} needs: export again with --force and --config, "
-            "the folder of the model"
+            f"no {file} was found, which {reader} needs: export again with the folder of the model "
+            "as --config (Python: config=)"
         ]
 
     def parts(self, most_bytes: int, count: int) -> list[list[Tiles]]:
@@ -194,7 +195,7 @@ def beside_weights(
     """config.json, and the tokenizer's files of its folder, else of the `model`'s where it has
     some. Raises NotFoundError where the tokenizer's has none."""
     out: dict[str, str | Path] = {}
-    folder = tokenizer or model
+    folder = model if tokenizer is None else plain_path(tokenizer)
     for name in COPIED_FILES if folder is not None else ():
         if (path := Path(folder or "") / name).is_file():
             out[name] = path

@@ -127,7 +127,8 @@ def require_free(folder: Path) -> None:
             file=folder,
             expected="a folder that does not exist yet",
             found="one that does",
-            fix="give another name, or remove it",
+            fix="give another name, or remove it; export-hf replaces its own with --force (Python: "
+            "force=True)",
         )
 
 

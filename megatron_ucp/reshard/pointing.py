@@ -3,9 +3,12 @@
 A pointer decides what every later command and job loads. So none is moved that was not asked for.
 """
 
+import re
 from pathlib import Path
 
-from megatron_ucp.errors import UsageError
+from megatron_ucp.core.manifest import CONVERTED_FROM, FILE_NAME, TAG
+from megatron_ucp.core.manifest_json import from_json
+from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.pointers import (
@@ -19,6 +22,7 @@ from megatron_ucp.formats.registry import is_megatron
 from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files
 
 NATIVE, UNIVERSAL, TORCH_DIST = "native", "universal", "torch_dist"
+_OWN_NAME = re.compile(r"global_step\d+|iter_\d{7,}")
 _POINTERS = {NATIVE: LATEST, UNIVERSAL: LATEST_UNIVERSAL, TORCH_DIST: MEGATRON_LATEST}
 
 
@@ -41,6 +45,8 @@ def point_at(folder: Path, to: str, latest: bool, iteration: int) -> str:
     folder = folder.absolute()
     parent, name, own = folder.parent, folder.name, _POINTERS[to]
     by_path = f"load it by its path, or with the tag {name}"
+    if to == TORCH_DIST:
+        by_path = "Megatron-LM goes by that pointer: give --latest (Python: latest=True) for it"
     if to == TORCH_DIST and iteration_of_name(name) is None:
         return (
             f"no pointer was written: Megatron-LM looks for folders such as "
@@ -68,10 +74,20 @@ def _beside(to: str) -> tuple[str, ...]:
 
 
 def _is_run(parent: Path, name: str, to: str) -> bool:
-    """Whether other tags of the same program lie in a folder. DeepSpeed keeps universal folders
-    beside its own tags."""
+    """Whether a program saved tags of the same kind into a folder: not merely that copies of tags,
+    or what was converted, lie there. DeepSpeed keeps universal folders beside its own tags."""
     others = [path for path in parent.iterdir() if path.is_dir() and path.name != name]
-    if to == TORCH_DIST:
-        return any(is_megatron(path) for path in others)
-    tags = [path for path in others if has_state_files(path) and not is_megatron(path)]
-    return any(to == UNIVERSAL or not is_universal(path) for path in tags)
+    tags = [path for path in others if has_state_files(path) and not is_universal(path)]
+    return any(is_megatron(path) == (to == TORCH_DIST) and _was_saved(path) for path in tags)
+
+
+def _was_saved(tag: Path) -> bool:
+    """Whether a program saved this tag here, under this name: as its manifest says, else as
+    DeepSpeed, transformers and Megatron-LM name their own."""
+    if not (tag / FILE_NAME).is_file():
+        return _OWN_NAME.fullmatch(tag.name) is not None
+    try:
+        run = from_json((tag / FILE_NAME).read_bytes(), str(tag / FILE_NAME)).run
+    except (OSError, UcpError):
+        return False
+    return run.get(TAG) == tag.name and CONVERTED_FROM not in run

@@ -28,10 +28,12 @@ from megatron_ucp.reshard.arguments import one_target, parsed_config
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.placed import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.unused import refuse_unused
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.
 STAGING_BYTES, ROWS_FROM_BYTES = 8 * 2**20, 64 * 2**10
+_PICTURES = (".png", ".pdf", ".svg")
 _ADAM = ((MASTER, "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 
@@ -111,6 +113,7 @@ def plan(
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
         asked = asked.with_zero_of(source.manifest.mesh)
+        refuse_unused(asked)
         wanted, staged = with_stages(origin.wanted(asked, config))
         manifest = target_manifest(wanted)
 
@@ -246,6 +249,14 @@ def draw(found: Preview, file: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
+    if Path(file).suffix.lower() not in _PICTURES:
+        raise UsageError(
+            "there is no picture of this kind",
+            file=file,
+            expected=f"a name that ends in {', '.join(_PICTURES)}",
+            found=Path(file).suffix or "no ending",
+            fix="give --picture such a name",
+        )
     names = sorted({name for one in found.ranks for name in one.files}, key=_numbers)
     width, height = 5 + 0.3 * len(names), 4 + 0.22 * len(found.ranks)
     figure = Figure(figsize=(min(width, 14), min(height, 14)), layout="constrained")
@@ -256,7 +267,7 @@ def draw(found: Preview, file: str | Path) -> None:
         raise UsageError(
             "the picture can't be written",
             file=file,
-            found=f"{type(error).__name__}: {error}",
+            found=getattr(error, "strerror", None) or str(error),
             fix="give --picture a path that can be written, ending in .png, .pdf or .svg",
         ) from None
 

@@ -34,6 +34,7 @@ from megatron_ucp.formats.of_ranks import (
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import check_switch
 from megatron_ucp.reshard.execute import Counts, check_runs, execute
 from megatron_ucp.reshard.match import (
     ALLOWANCES,
@@ -91,6 +92,8 @@ def check_options(
             found=", ".join(sorted(unknown)),
             fix="give one of these options",
         )
+    check_switch("checksums", checksums)
+    check_switch("rng", rng)
     if hyper not in ("checkpoint", "config"):
         raise UsageError(
             "hyper says where hyper-parameters come from",
@@ -106,7 +109,10 @@ def check_options(
             fix="give a function, or leave per_rank out",
         )
     words = isinstance(allow, Collection) and not isinstance(allow, str)
-    wrong = sorted(map(str, set(allow) - set(ALLOWANCES))) if words else [repr(allow)]
+    odd = (
+        [one for one in allow if not isinstance(one, str) or one not in ALLOWANCES] if words else []
+    )
+    wrong = sorted(map(str, odd)) if words else [repr(allow)]
     if wrong:
         raise UsageError(
             "allow names what may happen",

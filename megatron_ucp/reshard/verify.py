@@ -128,10 +128,10 @@ def verify(
             files = len({*checkpoint.file_names, *(entry.name for entry in listed)})
         notes = [*found.notes, *notes]
     except (DamagedFileError, ForeignFileError, UnsafePickleError, NotFoundError) as error:
-        more, files = damaged_files(found.folder)
-        first = [] if any(one.file == error.file for one in more) else [finding_of(error)]
-        findings += [*first, *more]
-        notes, read_bytes, deep = [*found.notes], 0, False
+        more, files, read_bytes = damaged_files(found.folder, deep)
+        seen = {one.file for one in more}
+        findings = [one for one in (*findings, finding_of(error)) if one.file not in seen] + more
+        notes = [*found.notes]
     once = tuple(dict.fromkeys(findings))
     return Verified(str(found.folder), once, tuple(notes), files, read_bytes, deep)
 

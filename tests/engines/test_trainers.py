@@ -3,6 +3,7 @@ the module runner."""
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp import run as runner
 from megatron_ucp.cli import main
-from megatron_ucp.engines.attach import options_of
 from megatron_ucp.engines.deepspeed.family import _OF_ENGINES
 from megatron_ucp.errors import UsageError
+from megatron_ucp.reshard.ds_section import options_of
 from tests.engines.canonical import differences
 from tests.engines.trainer_jobs import ON
 from tests.ranks import ROOT, RankPool
@@ -359,6 +360,36 @@ def test_the_module_runner_is_what_python_is_to_a_script(tmp_path: Path, as_modu
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '1'] 7 True"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["megatron_ucp.run", "job.py", "--epochs", "3"],
+        ["megatron_ucp.run", "--local_rank=0", "job.py", "--epochs", "3"],
+        ["megatron_ucp.run", "-m", "job", "--epochs", "3"],
+        ["megatron_ucp", "--quiet", "run", "job.py", "--epochs", "3"],
+        ["megatron_ucp", "run", "-m", "job", "--epochs", "3"],
+    ],
+)
+def test_what_a_script_prints_and_raises_is_its_own(tmp_path: Path, how: list[str]) -> None:
+    """Colours arrive, an error of ours that it raises has its traceback; DeepSpeed's launcher puts
+    the rank first."""
+    (tmp_path / "job.py").write_text(
+        "import sys, megatron_ucp as ucp\n"
+        "print('\\033[31mred\\033[0m', sys.argv[1:])\nucp.Mesh(tp=0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", *how],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    rank = ["--local_rank=0"] if "--local_rank=0" in how else []
+    assert done.stdout == f"\033[31mred\033[0m {[*rank, '--epochs', '3']}\n"
+    assert done.returncode == 1 and 'job.py", line 3' in done.stderr
 
 
 @pytest.mark.parametrize(

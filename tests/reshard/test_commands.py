@@ -14,6 +14,7 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import COMMANDS, main
 from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.formats.pt.reader import PtFile
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES, edited, target
 
@@ -81,6 +82,8 @@ def test_each_command_has_an_example_and_exit_codes(
         (["export-hf", "x", "y", "--dtype", "bf61"], "see `megatron-ucp export-hf --help`"),
         (["plan", "{source}", "--mesh", "DP=2"], "did you mean dp=...?"),
         (["plan", "{source}", "--mesh", "6"], "write NAME=SIZE"),
+        (["plan", "{source}", "--mesh", "dp=-1"], "give dp a whole number"),
+        (["convert", "{source}", "{out}", "--mesh", "dp=2", "--optimizer", "AdamW"], "torch.AdamW"),
         (["convert", "{source}", "{out}", "--mesh", "dp=2", "--config", "x"], "--ds-config"),
     ],
 )
@@ -125,11 +128,15 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"universal_checkpoint": {"enabled": True}}, "yes"),
         ({"checkpoint": {"load_universal": True}}, "yes"),
         ({"universal_checkpoint": {"enabled": False}}, "no"),
+        ({"checkpoint": {"tag_validation": "Warn"}}, "by the runner"),
     ):
         config.write_text(json.dumps(content))
         rows = tree(capsys, "doctor", "--ds-config", config, "--json")["rows"]
         assert rows[-1]["name"] == "attached" and rows[-1]["found"] == says
     assert "there is no such file" in said(capsys, "doctor", "--ds-config", "nope.json", code=2)
+    for wrong in ({"universal_checkpoint": {"enabld": True}}, {"checkpoint": 3}):
+        config.write_text(json.dumps(wrong))
+        assert "what to do: correct" in said(capsys, "doctor", "--ds-config", config, code=2)
 
 
 # ------------------------------------------------ looking
@@ -173,6 +180,22 @@ def test_verify_lists_every_damaged_file(source: Path, capsys: pytest.CaptureFix
     assert "4 faults found in 4 files" in said(capsys, "verify", source, code=1)
 
 
+def test_a_truncated_file_hides_no_flipped_bit(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted((source / "global_step7").glob("*optim_states.pt"))
+    with PtFile(files[0]) as file:
+        record = max(file.records.values(), key=lambda one: one.size_bytes)
+    data = bytearray(files[0].read_bytes())
+    data[record.offset_bytes + 1] ^= 1
+    files[0].write_bytes(data)
+    files[1].write_bytes(files[1].read_bytes()[:-30])
+    found = tree(capsys, "verify", source, "--deep", "--json", code=1)
+    by_file = {one["file"]: one["what"] for one in found["findings"]}
+    assert [*by_file] == [str(path) for path in files] and len(found["findings"]) == 2
+    assert by_file[str(files[0])] == "a record has a wrong checksum" and found["read_bytes"] > 0
+
+
 # ------------------------------------------------ one rule for meshes
 
 
@@ -207,6 +230,7 @@ def test_the_mesh_that_is_used_is_printed(
         ["--to", "universal", "--sub-group-size", "100"],
         ["--mesh", "dp=2,zero=1", "--stages", "layers"],
         ["--mesh", "dp=2,zero=1", "--sub-group-size", "100"],
+        ["--mesh", "dp=2", "--stages", "layers"],
     ],
 )
 def test_what_is_not_used_is_refused(
@@ -274,6 +298,7 @@ def test_force_replaces_what_an_export_wrote_alone(
     with (out / "model.safetensors").open("ab") as file:
         file.write(b"more")
     assert "model.safetensors" in said(capsys, *words, code=2)
+    assert "--force" in said(capsys, "export-hf", stock, out, code=2)
     (tmp_path / "other").mkdir()
     assert said(capsys, "export-hf", stock, tmp_path / "other", "--force", code=2)
 

@@ -20,7 +20,7 @@ from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.reshard import conversion_job as module
 from tests.reshard import paper
-from tests.reshard.plain import PLAIN, SHAPES, family_model, target, whole
+from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 
 # ------------------------------------------------ how stock's own converter cuts
 
@@ -205,14 +205,23 @@ def test_no_pointer_moves_unasked(source: Path, tmp_path: Path) -> None:
     assert "`latest` still names" in said and "with the tag v1.2-rc.3" in said
     assert (tmp_path / "latest").read_bytes() == b"\xff\xfe"
     new = tmp_path / "new"
-    assert "no `latest` was written" in ucp.convert(source, new / "a", target=target()).pointer
-    assert not (new / "latest").exists()
-    assert "now names b" in ucp.convert(source, new / "b", target=target()).pointer
-    assert (new / "latest").read_text() == "b"
-    ucp.convert(source, new / "c", target=target())
-    assert (new / "latest").read_text() == "b"
+    for name, to in (("a", "native"), ("b", "native"), ("u", "universal")):
+        said = ucp.convert(source, new / name, to=to, target=target()).pointer
+        assert "was written: load it by its path" in said
+    shutil.copytree(source, new / "copy")  # of a tag of another name
+    assert "no `latest`" in ucp.convert(source, new / "c", target=target()).pointer
+    assert not (new / "latest").exists() and not (new / "latest_universal").exists()
     assert "now names d" in ucp.convert(source, new / "d", target=target(), latest=True).pointer
     assert (new / "latest").read_text() == "d"
+
+
+def test_a_run_without_a_pointer_gets_one(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    edited(shutil.copytree(source, run / "global_step7"), lambda name, tree: None)
+    assert "now names a" in ucp.convert(source, run / "a", target=target()).pointer
+    assert (run / "latest").read_text() == "a"
+    ucp.convert(source, run / "b", target=target())
+    assert (run / "latest").read_text() == "a"
 
 
 def test_a_pointer_that_can_not_be_written(source: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The family of a live megatron-core model, at the sizes of its own config."""
 
-from typing import Any
+from typing import Any, cast
 
 from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.errors import UsageError
@@ -33,6 +33,13 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
     if family is None:
         return engine.__dict__.get(_REMEMBERED)
     chosen = find_family(family) if isinstance(family, str) else family
+    if not isinstance(cast("object", chosen), Family):
+        raise UsageError(
+            "this is no family",
+            expected="the name of a family, or a megatron_ucp.families.base.Family",
+            found=repr(family)[:200],
+            fix="give its name, such as llama",
+        )
     measure = chosen.measure or measured
     model = Model(chosen, measure(engine.module))
     model.check_cut(parallel_of(engine)[0][0])

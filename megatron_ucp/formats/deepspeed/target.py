@@ -68,7 +68,7 @@ class Target:
     """The job that a conversion is for. What is None is as in the source.
 
     Args:
-        mesh: Its mesh; `Target.of` takes a string, too.
+        mesh: Its mesh, or a string such as "tp=2,dp=4".
         dtype: That of the training copies, such as "bf16" or `torch.bfloat16`.
         optimizer: The class of its optimizer, such as "torch.AdamW".
         groups: The names in each parameter group, in the order of the optimizer.
@@ -102,6 +102,8 @@ class Target:
     offloaded: bool | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(cast("object", self.mesh), str):
+            object.__setattr__(self, "mesh", Mesh.parse(cast("str", self.mesh)))
         if not isinstance(cast("object", self.mesh), Mesh):
             raise UsageError(
                 "a target is for a mesh",
