@@ -51,8 +51,8 @@ from megatron_ucp.engines.saves import (
     run_of,
     where_to,
 )
-from megatron_ucp.engines.unusable import is_unusable
-from megatron_ucp.errors import EngineUnusableError, SaveError, UnsupportedError, UsageError
+from megatron_ucp.engines.unusable import require_usable
+from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of, write_at
@@ -182,11 +182,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     """The engine with the states that its optimizers have now. Collective."""
     with agree.together():
         refuse_strange(_kept(stack), SaveError)
-        if is_unusable(stack.optimizer):
-            raise EngineUnusableError(
-                "a load failed after bytes were written into this engine",
-                fix="load a checkpoint first",
-            )
+        require_usable(stack.optimizer)
     live = describe(stack)
     live.finish_gathers()
     with agree.together() as told:
