@@ -58,7 +58,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.overflows import Overflows
+from megatron_ucp.reshard.overflows import Overflows, too_large
 from megatron_ucp.reshard.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.windows import (
     THREADS,
@@ -306,7 +306,8 @@ class _Job:
             with pool() as threads:
                 self._write_tensors(threads, aside)
             self._check_read()
-            self.out.check_overflows(self.overflows.found, str(self.source.folder))
+            if self.overflows.found:
+                raise too_large(self.overflows.found, str(self.source.folder), "export")
             self.out.finish(aside, beside)
             if verify:
                 self._verify(aside)

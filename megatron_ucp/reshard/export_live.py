@@ -28,7 +28,7 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.export import Exported
 from megatron_ucp.reshard.outgoing import Beside, Outgoing, publish
 from megatron_ucp.reshard.output_folder import sync_all, written_aside
-from megatron_ucp.reshard.overflows import lost_values
+from megatron_ucp.reshard.overflows import lost_values, too_large
 from megatron_ucp.reshard.windows import WINDOW_BYTES
 
 _Place = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
@@ -52,7 +52,8 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
             block.value = job.overflows
         with agree.together():
             found = {name: count for held in block.values for name, count in held.items()}
-            out.check_overflows(found, str(folder))
+            if found:
+                raise too_large(found, str(folder), "export")
         with agree.together():
             if rank == 0:
                 out.finish(aside, beside)
@@ -95,7 +96,7 @@ class _Share:
         rows = [(one.share, one.saved_dtype) for one in out.tensors]
         self.exact = weights_manifest(out.twin.specs, rows)  # in the dtypes of the engine
         self.windows = Windows(engine.manifest, self.exact)
-        self.overflows: dict[str, int] = {}
+        self.overflows: dict[tuple[str, str], int] = {}
         self.written_bytes = 0
         self.failure: OSError | None = None
 
@@ -124,7 +125,8 @@ class _Share:
         one = self.out.tensors[number]
         memory = exact.to(TORCH_DTYPES[one.dtype])
         if one.is_rounded and (lost := lost_values(exact, memory)):
-            self.overflows[one.name] = self.overflows.get(one.name, 0) + lost
+            key = one.name, one.dtype
+            self.overflows[key] = self.overflows.get(key, 0) + lost
         if self.failure is not None:
             return
         try:

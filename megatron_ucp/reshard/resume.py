@@ -48,7 +48,7 @@ from megatron_ucp.reshard.match import (
     require_alone,
     source_states,
 )
-from megatron_ucp.reshard.overflows import in_masters, may_overflow, too_large
+from megatron_ucp.reshard.overflows import lost_in, may_overflow, too_large
 from megatron_ucp.reshard.own_values import set_buffers, values_for
 from megatron_ucp.reshard.report import Report
 
@@ -134,7 +134,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
         filled = agree.collect(job.fill)
         sums, read_bytes = _checksums(filled, source)
-        job.check_overflows()
+        job.check_overflows(any(rounded for rounded, _ in planned.values))
         engine.refresh()
         with agree.together():
             notes = job.finish()
@@ -209,15 +209,15 @@ class _Job:
             self.plan, self.source.where, self.engine.tensor, checksums=self.how.checksums
         )
 
-    def check_overflows(self) -> None:
-        """Raises InexactError on every rank, before weights become infinite. Collective, where the
-        dtype of the training is another one."""
-        if may_overflow(self.source.manifest, self.engine.manifest):
-            found: dict[str, int] = {}
-            for one in agree.collect(lambda: in_masters(self.engine, self.plan)):
+    def check_overflows(self, rounds: bool) -> None:
+        """Raises InexactError on every rank, before weights become infinite. Collective, where any
+        rank `rounds`, or the dtype of the training is another one."""
+        if rounds or may_overflow(self.source.manifest, self.engine.manifest):
+            found: dict[tuple[str, str], int] = {}
+            for one in agree.collect(lambda: lost_in(self.engine, self.source, self.plan)):
                 found |= one
             if found:
-                raise too_large(found, "float16", str(self.source.folder), "train")
+                raise too_large(found, str(self.source.folder), "train")
 
     def finish(self) -> list[str]:
         """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""

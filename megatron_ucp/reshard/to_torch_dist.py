@@ -45,8 +45,9 @@ from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.outgoing import publish
 from megatron_ucp.reshard.output_folder import FileRun, in_threads, sync_all, written_aside
+from megatron_ucp.reshard.rounding import RoundingReader
 from megatron_ucp.reshard.target import Wanted
-from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, ThreadMemory, WindowReader, pool
+from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, ThreadMemory, pool
 
 _NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
@@ -193,8 +194,8 @@ class TorchDistJob:
         allow: frozenset[str],
         progress: Progress | None,
     ) -> None:
-        self.out, self.progress = out, progress
-        self.reader, self.memory = WindowReader(source, allow), ThreadMemory()
+        self.source, self.out, self.progress = source, out, progress
+        self.reader, self.memory = RoundingReader(source, allow), ThreadMemory()
         self.done = 0
         self.total = sum(chunk.archive.size_bytes for chunk in out.plan.chunks)
         self.stopped = threading.Event()
@@ -221,13 +222,15 @@ class TorchDistJob:
         self.reader.prove(weights, [(slot, slot.state) for slot in copies], _NARROW)
 
     def write(self, folder: Path) -> None:
-        """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError."""
+        """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError, and
+        InexactError for values that their dtype can't hold."""
         with written_aside(folder) as aside:
             make_files(aside, self.out.plan)
             jobs = [partial(self._chunk, aside, chunk) for chunk in self.out.plan.chunks]
             with pool() as threads:
                 in_threads(threads, jobs, self.stopped)
             self.reader.check(thorough=True)
+            self.reader.check_overflows(str(self.source.folder))
             finish_files(aside, self.out.plan, self.out.common)
             sync_all(aside)
             publish(aside, folder)
