@@ -45,7 +45,8 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
             if rank == 0:
                 left.enter_context(written_aside(folder))
                 out.begin(aside)
-        job = _Share(engine, out, holders, _writers(out, world))
+        with agree.together():
+            job = _Share(engine, out, holders, _writers(out, world))
         job.write(aside)
         with agree.together() as block:
             job.check()
@@ -98,28 +99,31 @@ class _Share:
         self.windows = Windows(engine.manifest, self.exact)
         self.overflows: dict[tuple[str, str], int] = {}
         self.written_bytes = 0
-        self.failure: OSError | None = None
+        self.kept = agree.KeptBack()
 
     def write(self, aside: Path) -> None:
-        """Every tensor in one order on all ranks. A rank that can't write goes on taking what the
-        others send it, or they would wait for ever."""
+        """Every tensor in one order on all ranks. A rank that can't go on still sends and takes
+        what the others wait for: whatever it is, as nothing of it is kept."""
         for number in self.out.in_order:
             one = self.out.tensors[number]
             step = WINDOW_BYTES // ITEMSIZE[one.saved_dtype]
             for low in range(0, one.elems, step):
                 memory = self._gathered(number, low, min(low + step, one.elems))
-                if memory is not None:
-                    self._write(aside, number, low, memory)
+                with self.kept:
+                    if memory is not None and self.kept.error is None:
+                        self._write(aside, number, low, memory)
 
     def check(self) -> None:
-        """Raises SaveError where this rank could not write."""
-        if self.failure is not None:
+        """Raises what went wrong on this rank: SaveError where it could not write."""
+        try:
+            self.kept.raise_kept()
+        except OSError as error:
             raise SaveError(
                 "the output could not be written; nothing is left of it",
-                file=self.failure.filename,
-                found=f"{type(self.failure).__name__}: {self.failure}",
+                file=error.filename,
+                found=f"{type(error).__name__}: {error}",
                 fix="free space or mend permissions on every rank, then try again",
-            ) from self.failure
+            ) from error
 
     def _write(self, aside: Path, number: int, low: int, exact: torch.Tensor) -> None:
         one = self.out.tensors[number]
@@ -127,51 +131,51 @@ class _Share:
         if one.is_rounded and (lost := lost_values(exact, memory)):
             key = one.name, one.dtype
             self.overflows[key] = self.overflows.get(key, 0) + lost
-        if self.failure is not None:
-            return
         try:
             handle = os.open(aside / one.file, os.O_WRONLY)
             try:
                 durable.write_at(handle, bytes_of(memory), one.place + low * memory.element_size())
             finally:
                 os.close(handle)
-            self.written_bytes += memory.nbytes
         except OSError as error:
             error.filename = error.filename or str(aside / one.file)
-            self.failure = error
+            raise
+        self.written_bytes += memory.nbytes
 
     def _gathered(self, number: int, low: int, high: int) -> torch.Tensor | None:
         """Elements [low, high) of a tensor, on the rank that writes it; None on the others, which
         send what they have of it."""
         one, writer = self.out.tensors[number], self.writers[number]
         plan = self.windows.plan(Slot(number, (), 0, VALUE), one.state, low, high)
-        mine = None
-        if writer == self.rank:
-            mine = torch.zeros(high - low, dtype=TORCH_DTYPES[one.saved_dtype])
+        dtype = TORCH_DTYPES[one.saved_dtype]
+        mine = torch.zeros(high - low, dtype=dtype) if writer == self.rank else None
         ordered = sorted(plan.ops, key=lambda op: (self._holder(op), op.target.offset))
-        for holder, ops in groupby(ordered, key=self._holder):
-            self._move(list(ops), holder, writer, mine)
+        for holder, found in groupby(ordered, key=self._holder):
+            ops = list(found)
+            packed = self._moved(ops, holder, writer, dtype)
+            with self.kept:
+                if mine is not None and packed is not None:
+                    _put(ops, packed.cpu(), mine)
         return mine
 
-    def _move(self, ops: list[Op], holder: int, writer: int, mine: torch.Tensor | None) -> None:
-        """The elements that one rank has of a window, to the rank that writes it."""
+    def _moved(
+        self, ops: list[Op], holder: int, writer: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """The elements that one rank has of a window, on the rank that writes it; None on the
+        others, and where this rank could not read them."""
+        count, packed = sum(op.box.numel for op in ops), None
         if self.rank == holder:
-            packed = torch.cat([self._values(op) for op in ops])
-            if mine is None:
-                dist.send(packed.to(self.device), writer)
-                return
-        elif mine is not None:
-            count = sum(op.box.numel for op in ops)
-            received = torch.empty(count, dtype=mine.dtype, device=self.device)
-            dist.recv(received, holder)
-            packed = received.cpu()
-        else:
-            return
-        at = 0
-        for op in ops:
-            values = packed[at : at + op.box.numel].view(op.shape).cpu()
-            torch.as_strided(mine, op.shape, op.target.strides, op.target.offset).copy_(values)
-            at += op.box.numel
+            with self.kept:
+                packed = torch.cat([self._values(op) for op in ops])
+                packed = packed if writer == holder else packed.to(self.device)
+            if writer != holder:
+                if packed is None:
+                    packed = torch.zeros(count, dtype=dtype, device=self.device)
+                dist.send(packed, writer)
+        elif self.rank == writer:
+            packed = torch.empty(count, dtype=dtype, device=self.device)
+            dist.recv(packed, holder)
+        return packed
 
     def _values(self, op: Op) -> torch.Tensor:
         """The elements of an operation, from this rank's memory, in the order of its dims."""
@@ -183,6 +187,15 @@ class _Share:
     def _holder(self, op: Op) -> int:
         slot = _source(op).slot
         return self.holders[slot.buffer, slot.cut, slot.part]
+
+
+def _put(ops: list[Op], packed: torch.Tensor, window: torch.Tensor) -> None:
+    """The packed elements of operations to their places in a window."""
+    at = 0
+    for op in ops:
+        values = packed[at : at + op.box.numel].view(op.shape)
+        torch.as_strided(window, op.shape, op.target.strides, op.target.offset).copy_(values)
+        at += op.box.numel
 
 
 def _source(op: Op) -> Any:
