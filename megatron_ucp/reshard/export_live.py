@@ -1,8 +1,8 @@
 """A live engine as a folder of a Hugging Face model, from the memory of all ranks.
 
-Each tensor has one rank that writes it. Every rank makes the same plans, window by window: a rank
-that has elements of a window packs them into one message to the writer, so that nobody holds more
-than a window of what is not its own.
+Each tensor has one rank that writes it. All of it is planned and proved before the first byte.
+Every rank then makes the same plans, window by window: a rank that has elements of a window packs
+them into one message to the writer, so that nobody holds more than a window of what is not its own.
 """
 
 import os
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.core.mesh import Coords
-from megatron_ucp.core.plan import Mean, Op, Slot, Windows
+from megatron_ucp.core.plan import Mean, Op, Slot, Windows, make_plan
+from megatron_ucp.core.proof import one_state, prove
 from megatron_ucp.core.shares import weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.engines.base import Engine
@@ -47,6 +48,7 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
                 out.begin(aside)
         with agree.together():
             job = _Share(engine, out, holders, _writers(out, world))
+            job.prove()
         job.write(aside)
         with agree.together() as block:
             job.check()
@@ -100,6 +102,18 @@ class _Share:
         self.overflows: dict[tuple[str, str], int] = {}
         self.written_bytes = 0
         self.kept = agree.KeptBack()
+
+    def prove(self) -> None:
+        """Plans everything that will be written, as every rank does, proves it, and looks every
+        holder up. Raises a UcpError before a byte moves."""
+        source = self.engine.manifest
+        slots = [Slot(number, (), 0, VALUE) for number in range(len(self.out.tensors))]
+        wants = [(slot, self.out.tensors[slot.buffer].state) for slot in slots]
+        plan = make_plan(source, self.exact, wants)
+        prove(one_state(plan, source.uncut | self.exact.uncut), source, self.exact)
+        for slot in plan.sources:
+            if (slot.buffer, slot.cut, slot.part) not in self.holders:
+                raise PlanError("no rank holds what the plan reads", found=slot)
 
     def write(self, aside: Path) -> None:
         """Every tensor in one order on all ranks. A rank that can't go on still sends and takes
