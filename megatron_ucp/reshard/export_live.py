@@ -52,6 +52,7 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
         job.write(aside)
         with agree.together() as block:
             job.check()
+            job.sync()
             block.value = job.overflows
         with agree.together():
             found = {name: count for held in block.values for name, count in held.items()}
@@ -101,6 +102,7 @@ class _Share:
         self.windows = Windows(engine.manifest, self.exact)
         self.overflows: dict[tuple[str, str], int] = {}
         self.written_bytes = 0
+        self.written: set[Path] = set()
         self.kept = agree.KeptBack()
 
     def prove(self) -> None:
@@ -139,21 +141,30 @@ class _Share:
                 fix="free space or mend permissions on every rank, then try again",
             ) from error
 
+    def sync(self) -> None:
+        """Brings what this rank wrote to disk: other machines can't do it for it. Raises
+        OSError."""
+        sync = durable.Syncs()
+        for path in sorted(self.written):
+            sync(path)
+
     def _write(self, aside: Path, number: int, low: int, exact: torch.Tensor) -> None:
         one = self.out.tensors[number]
         memory = exact.to(TORCH_DTYPES[one.dtype])
         if one.is_rounded and (lost := lost_values(exact, memory)):
             key = one.name, one.dtype
             self.overflows[key] = self.overflows.get(key, 0) + lost
+        path = aside / one.file
         try:
-            handle = os.open(aside / one.file, os.O_WRONLY)
+            handle = os.open(path, os.O_WRONLY)
             try:
                 durable.write_at(handle, bytes_of(memory), one.place + low * memory.element_size())
             finally:
                 os.close(handle)
         except OSError as error:
-            error.filename = error.filename or str(aside / one.file)
+            error.filename = error.filename or str(path)
             raise
+        self.written.add(path)
         self.written_bytes += memory.nbytes
 
     def _gathered(self, number: int, low: int, high: int) -> torch.Tensor | None:

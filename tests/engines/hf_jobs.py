@@ -1,7 +1,9 @@
 """What the ranks do with Hugging Face folders: engines of megatron-core's models load them, and
 save what is exported."""
 
-from contextlib import nullcontext
+import os
+import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
+from megatron_ucp.core import plan as planning
 from megatron_ucp.engines.megatron import models
+from megatron_ucp.reshard.export_live import _Share
 from tests.engines import pipeline_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
@@ -223,6 +227,69 @@ def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any
     found |= {"errors": errors, "left": sorted(p.name for p in Path(out).parent.iterdir())}
     close(engine)
     return found
+
+
+def _attempt(engine: Any, out: str) -> str:
+    """What an export that fails says on this rank."""
+    try:
+        engine.ucp_export_hf(out)
+    except (ucp.UcpError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def live_failures(setup: Staged, out: str) -> dict[str, Any]:
+    """Exports where one rank can't read its memory, and where the plan has a hole; what is said,
+    and what each rank had written by then. Then a good one: for each rank the files that it wrote,
+    those that it brought to disk, and when; and when rank 0 gave the folder its name."""
+    engine, rank = pipeline_jobs.make(setup), dist.get_rank()
+    pwrite, fsync, rename = os.pwrite, os.fsync, os.rename
+    written, synced, named = set[str](), dict[str, float](), list[float]()
+
+    def name_of(handle: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{handle}")).name
+
+    def noting_write(handle: int, data: Any, place: int) -> int:
+        written.add(name_of(handle))
+        return pwrite(handle, data, place)
+
+    def noting_sync(handle: int) -> None:
+        fsync(handle)
+        synced[name_of(handle)] = time.monotonic()
+
+    def noting_rename(old: Any, new: Any) -> None:
+        named.append(time.monotonic())
+        rename(old, new)
+
+    unread = mock.patch.object(_Share, "_values", side_effect=RuntimeError("unreadable"))
+    noting = [mock.patch("os.pwrite", noting_write), mock.patch("os.fsync", noting_sync)]
+    noting += [mock.patch("os.rename", noting_rename)] if rank == 0 else []
+    found: dict[str, Any] = {}
+    with ExitStack() as patched:
+        for one in noting:
+            patched.enter_context(one)
+        with unread if rank == dist.get_world_size() - 1 else nullcontext():
+            found["unread"] = _attempt(engine, out)
+        written.clear()
+        with mock.patch.object(planning._Planner, "_supply", _without("final_layernorm")):
+            found["hole"] = _attempt(engine, out), sorted(written)
+        found["left"] = sorted(p.name for p in Path(out).parent.iterdir())
+        synced.clear()
+        named.clear()
+        found["good"] = _attempt(engine, out)
+    close(engine)
+    return {**found, "written": sorted(written), "synced": synced, "named": named}
+
+
+def _without(part: str) -> Any:
+    """A planner with a defect: it forgets parameters."""
+    supply = planning._Planner._supply
+
+    def lacking(own: Any, slot: Any, state: str, index: int, member: Any, want: Any) -> Any:
+        if part not in member.param:
+            yield from supply(own, slot, state, index, member, want)
+
+    return lacking
 
 
 def stock_load(setup: Staged, folder: str, oracle: str) -> dict[str, Any]:
