@@ -37,6 +37,7 @@ from megatron_ucp.reshard.arguments import check_allow, plain_path
 from megatron_ucp.reshard.diff import Difference, weight_differences
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.merge import Merge, open_merge
 from megatron_ucp.reshard.model_config import config_for, family_of
 from megatron_ucp.reshard.outgoing import (
@@ -58,7 +59,7 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.overflows import Overflows, too_large
+from megatron_ucp.reshard.overflows import Overflows
 from megatron_ucp.reshard.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.windows import (
     THREADS,
@@ -164,8 +165,7 @@ def export_hf(
     started, folder = time.perf_counter(), Path(plain_path(dst))
     asked = _Asked(check_output(folder, dtype, allow, force), parse_size(max_shard_size))
     asked = replace(asked, config=config, family=family, tokenizer=tokenizer, merge=merge)
-    names = pipe_names(family or family_of(config), config)
-    told = Told(names=names, weights="weights" in allow)
+    told = Told(names=pipe_names(family or family_of(config), config), weights="weights" in allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, tag, rules, told))
         _check_source(source, folder, allow)
@@ -262,7 +262,8 @@ def _check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> N
 
 def _notes(source: Checkpoint, alone: bool) -> list[str]:
     """What the source has to say of an export; `alone`: no config says what its model is."""
-    return [*source.notes, *(unknown_padding(source.manifest) if alone else [])]
+    padding = unknown_padding(source.manifest) if alone else []
+    return [*source.notes, *replica_notes(source.manifest), *padding]
 
 
 def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Source:
@@ -306,8 +307,7 @@ class _Job:
             with pool() as threads:
                 self._write_tensors(threads, aside)
             self._check_read()
-            if self.overflows.found:
-                raise too_large(self.overflows.found, str(self.source.folder), "export")
+            self.overflows.check(str(self.source.folder), "export")
             self.out.finish(aside, beside)
             if verify:
                 self._verify(aside)

@@ -27,6 +27,7 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
 from megatron_ucp.reshard.export import Exported
+from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.outgoing import Beside, Outgoing, publish
 from megatron_ucp.reshard.output_folder import sync_all, written_aside
 from megatron_ucp.reshard.overflows import lost_values, too_large
@@ -63,11 +64,7 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside) -> 
                 out.finish(aside, beside)
                 sync_all(aside)
                 publish(aside, folder)
-    seconds, source = time.perf_counter() - started, engine.manifest
-    dtype = out.tensors[0].dtype if out.tensors else ""
-    sizes = (len(out.files), len(out.tensors), 0, job.written_bytes)
-    done = (seconds, False, tuple(out.notes), out.is_loadable)
-    return Exported(str(folder), str(source.mesh), dtype, *sizes, *done)
+    return job.result(folder, time.perf_counter() - started)
 
 
 def _holders(engine: Engine) -> dict[_Place, int]:
@@ -147,6 +144,14 @@ class _Share:
         sync = durable.Syncs()
         for path in sorted(self.written):
             sync(path)
+
+    def result(self, folder: Path, seconds: float) -> Exported:
+        """What was done."""
+        out, source = self.out, self.engine.manifest
+        dtype = out.tensors[0].dtype if out.tensors else ""
+        sizes = (len(out.files), len(out.tensors), 0, self.written_bytes)
+        done = (seconds, False, (*replica_notes(source), *out.notes), out.is_loadable)
+        return Exported(str(folder), str(source.mesh), dtype, *sizes, *done)
 
     def _write(self, aside: Path, number: int, low: int, exact: torch.Tensor) -> None:
         one = self.out.tensors[number]

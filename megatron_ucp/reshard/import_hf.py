@@ -27,6 +27,7 @@ from megatron_ucp.reshard.arguments import check_allow, one_target, parsed_confi
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted, refuse_unused
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.origin import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.output_folder import require_outside, require_plain
 from megatron_ucp.reshard.placed import with_stages
@@ -94,7 +95,7 @@ def import_hf(
         job.prove(outputs)
         write_tag(job, outputs, folder)
     pointer = point_at(folder, NATIVE, latest, 0)
-    notes = (*source.notes, *staged, *_notes(sizes, padded_vocab))
+    notes = *source.notes, *replica_notes(source.manifest), *staged, *_notes(sizes, padded_vocab)
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
     moved = len(outputs), job.reader.read_bytes, job.done, time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, pointer, notes)

@@ -60,6 +60,11 @@ class Overflows:
             with self._lock:
                 self.found[key] = self.found.get(key, 0) + lost
 
+    def check(self, file: str, verb: str) -> None:
+        """Raises InexactError that lists every tensor with values which its dtype can't hold."""
+        if self.found:
+            raise too_large(self.found, file, verb)
+
 
 def is_looked_at(source: Manifest, param: str, state: str, want: str) -> bool:
     """Whether values of a source's state may be lost in the dtype `want`. What the run itself

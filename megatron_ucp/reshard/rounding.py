@@ -10,7 +10,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.formats.base import Source
 from megatron_ucp.reshard.execute import TORCH_DTYPES
-from megatron_ucp.reshard.overflows import Overflows, is_looked_at, too_large
+from megatron_ucp.reshard.overflows import Overflows, is_looked_at
 from megatron_ucp.reshard.windows import WindowReader
 
 
@@ -51,8 +51,7 @@ class RoundingReader(WindowReader):
 
     def check_overflows(self, file: str) -> None:
         """Raises InexactError that lists every parameter with values which its dtype can't hold."""
-        if self._overflows.found:
-            raise too_large(self._overflows.found, file, "train")
+        self._overflows.check(file, "train")
 
     def _is_looked_at(self, target: Manifest, want: Want) -> bool:
         slot, state = want

@@ -68,7 +68,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     parallelism Megatron keeps the groups of experts apart. Raises UnsupportedError,
     StateMismatchError, and as `check_experts`."""
     check_experts(wanted.source, wanted.target.mesh, wanted.file)
-    match_ties(source.manifest, True, wanted.file)
+    match_ties(source.manifest, wanted.file)
     _check_states(source.manifest, wanted.file)
     _refuse_classes(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}

@@ -238,47 +238,55 @@ def _attempt(engine: Any, out: str) -> str:
     return ""
 
 
+class Disk:
+    """What this process writes, and brings to disk, and when it renames."""
+
+    def __init__(self) -> None:
+        self.written, self.synced, self.named = set[str](), dict[str, float](), list[float]()
+        self._pwrite, self._fsync, self._rename = os.pwrite, os.fsync, os.rename
+
+    def watched(self) -> ExitStack:
+        out = ExitStack()
+        for name, own in (("pwrite", self.write), ("fsync", self.sync), ("rename", self.rename)):
+            out.enter_context(mock.patch(f"os.{name}", own))
+        return out
+
+    def write(self, handle: int, data: Any, place: int) -> int:
+        self.written.add(_name_of(handle))
+        return self._pwrite(handle, data, place)
+
+    def sync(self, handle: int) -> None:
+        self._fsync(handle)
+        self.synced[_name_of(handle)] = time.monotonic()
+
+    def rename(self, old: Any, new: Any) -> None:
+        self.named.append(time.monotonic())
+        self._rename(old, new)
+
+
+def _name_of(handle: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{handle}")).name
+
+
 def live_failures(setup: Staged, out: str) -> dict[str, Any]:
     """Exports where one rank can't read its memory, and where the plan has a hole; what is said,
     and what each rank had written by then. Then a good one: for each rank the files that it wrote,
     those that it brought to disk, and when; and when rank 0 gave the folder its name."""
-    engine, rank = pipeline_jobs.make(setup), dist.get_rank()
-    pwrite, fsync, rename = os.pwrite, os.fsync, os.rename
-    written, synced, named = set[str](), dict[str, float](), list[float]()
-
-    def name_of(handle: int) -> str:
-        return Path(os.readlink(f"/proc/self/fd/{handle}")).name
-
-    def noting_write(handle: int, data: Any, place: int) -> int:
-        written.add(name_of(handle))
-        return pwrite(handle, data, place)
-
-    def noting_sync(handle: int) -> None:
-        fsync(handle)
-        synced[name_of(handle)] = time.monotonic()
-
-    def noting_rename(old: Any, new: Any) -> None:
-        named.append(time.monotonic())
-        rename(old, new)
-
+    engine, disk, found = pipeline_jobs.make(setup), Disk(), dict[str, Any]()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     unread = mock.patch.object(_Share, "_values", side_effect=RuntimeError("unreadable"))
-    noting = [mock.patch("os.pwrite", noting_write), mock.patch("os.fsync", noting_sync)]
-    noting += [mock.patch("os.rename", noting_rename)] if rank == 0 else []
-    found: dict[str, Any] = {}
-    with ExitStack() as patched:
-        for one in noting:
-            patched.enter_context(one)
-        with unread if rank == dist.get_world_size() - 1 else nullcontext():
-            found["unread"] = _attempt(engine, out)
-        written.clear()
-        with mock.patch.object(planning._Planner, "_supply", _without("final_layernorm")):
-            found["hole"] = _attempt(engine, out), sorted(written)
-        found["left"] = sorted(p.name for p in Path(out).parent.iterdir())
-        synced.clear()
-        named.clear()
+    with unread if is_last else nullcontext():
+        found["unread"] = _attempt(engine, out)
+    hole = mock.patch.object(planning._Planner, "_supply", _without("final_layernorm"))
+    with disk.watched(), hole:
+        found["hole"] = _attempt(engine, out), sorted(disk.written)
+    found["left"] = sorted(p.name for p in Path(out).parent.iterdir())
+    disk = Disk()
+    with disk.watched():
         found["good"] = _attempt(engine, out)
     close(engine)
-    return {**found, "written": sorted(written), "synced": synced, "named": named}
+    written = sorted(disk.written)
+    return {**found, "written": written, "synced": disk.synced, "named": disk.named}
 
 
 def _without(part: str) -> Any:

@@ -20,7 +20,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.deepspeed.target import Target
-from tests.reshard import paper
+from tests.reshard import paper, twins
 from tests.reshard.plain import edited, target
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -176,3 +176,20 @@ def test_paths_that_are_none(tmp_path: Path, source: Path) -> None:
     assert ucp.describe(source.parent) == ucp.describe(source)
     with pytest.raises(NotFoundError):
         ucp.describe(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("to", ["native", "universal", "torch_dist", "hf"])
+def test_copies_of_stages_that_nobody_compares_are_noted(tmp_path: Path, to: str) -> None:
+    """The first stage's is read; `verify --deep` looks at the others."""
+    note = "replicas not compared: embedding.word_embeddings.weight"
+    whole = paper.write(twins.model("gpt"), tmp_path / "whole" / "tag")
+    staged = tmp_path / "staged" / "tag"
+    assert note not in ucp.convert(whole, staged, mesh="pp=2,zero=1").notes
+    for number, source in enumerate((whole, staged)):
+        out = tmp_path / str(number)
+        if to == "hf":
+            found = ucp.export_hf(source, out).notes
+        else:
+            mesh = "dp=1,zero=1" if to == "native" else None
+            found = ucp.convert(source, out, to=to, mesh=mesh).notes
+        assert (note in found) is (source == staged)
