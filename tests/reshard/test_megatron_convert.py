@@ -42,6 +42,7 @@ from tests.formats.megatron_files import (
     swapped_chunks,
 )
 from tests.reshard import paper, twins
+from tests.reshard.plain import edited
 
 pytestmark = pytest.mark.long  # each writes and syncs several folders
 # one model of four layers; the others are there for their random states (test_megatron_random)
@@ -405,3 +406,27 @@ def test_what_a_manifest_says_of_the_mesh_that_wrote_it(said: object) -> None:
     assert one.written_on == (ucp.Mesh(tp=2, dp=2) if str(said)[-1] == "0" else ucp.Mesh())
     many = Manifest("zero1", ucp.Mesh(dp=2, zero=1), (), (), run={"saved_on": said})
     assert many.written_on == many.mesh
+
+
+@pytest.mark.parametrize("good", [0, 2, 3, 4, 5, 6, 7, 8])
+def test_the_clock_of_a_loss_scale(good: int, tmp_path: Path) -> None:
+    """Good steps since DeepSpeed's own scaler last changed its scale, of which three make it grow;
+    no more than Megatron's counter can have."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(2.0**8, 3, 1.0, 1, False)
+    scaler.cur_iter, scaler.last_overflow_iter = 2, 1  # a good step, and a bad one
+    since, scales = 0, [scaler.cur_scale]
+    for _ in range(good):
+        scaler.update_scale(False)
+        scales.append(scaler.cur_scale)
+        since = since + 1 if scales[-1] == scales[-2] else 0
+
+    def change(name: str, tree: dict[str, Any]) -> None:
+        if "optim_states" in name:
+            tree["optimizer_state_dict"]["loss_scaler"] = scaler
+
+    source = paper.write(paper.plain_model({"a": (4, 3)}, "float16"), tmp_path / "a" / "step7")
+    convert(edited(source, change), tmp_path / TAG, to="torch_dist")
+    found = _common(tmp_path / TAG)["optimizer"]["grad_scaler"]
+    assert float(found["scale"]) == scaler.cur_scale and found["growth_tracker"] == min(since, 2)
