@@ -47,8 +47,9 @@ from megatron_ucp.reshard.outgoing import publish
 from megatron_ucp.reshard.output_folder import FileRun, in_threads, sync_all, written_aside
 from megatron_ucp.reshard.rounding import RoundingReader
 from megatron_ucp.reshard.target import Wanted
-from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, ThreadMemory, pool
+from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, pool
 
+_FILES = 8  # not as many as there are cores: every machine writes the same folder
 _NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
 
@@ -77,7 +78,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     said = extras.client_state.get(ARGUMENTS_KEY)
     apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
     wishes = list(_wishes(params, states))
-    plan = plan_torch_dist(wanted.params, wishes, THREADS, apart=apart)
+    plan = plan_torch_dist(wanted.params, wishes, _FILES, apart=apart)
     common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
     out = Written(states, _weights(params), plan, common.output())
     notes += common.notes

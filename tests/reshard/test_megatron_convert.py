@@ -25,6 +25,7 @@ from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import to_torch_dist, windows
 from megatron_ucp.reshard.canonical import read_state
 from megatron_ucp.reshard.convert import convert
 from megatron_ucp.reshard.diff import diff
@@ -162,6 +163,20 @@ def test_the_written_folder_is_the_same_from_every_source(tmp_path: Path) -> Non
         convert(source, tmp_path / str(at) / TAG, to="torch_dist")
     one, two = (by_torch(tmp_path / str(at) / TAG) for at in range(2))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_written_folder_is_the_same_on_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of cores."""
+    found: list[dict[str, bytes]] = []
+    for threads in (1, 5):
+        for module in (windows, to_torch_dist):
+            monkeypatch.setattr(module, "THREADS", threads, raising=False)
+        out = tmp_path / str(threads) / TAG
+        convert(GOLDEN / "td_full_tp2dp2", out, to="torch_dist")
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1] and len(found[0]) > 3
 
 
 def test_experts_optimizer_follows_the_mesh(tmp_path: Path) -> None:
