@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -20,6 +23,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.registry import open_checkpoint
 from tests.reshard import paper, twins
 from tests.reshard.plain import edited, target
 
@@ -193,3 +197,44 @@ def test_copies_of_stages_that_nobody_compares_are_noted(tmp_path: Path, to: str
             mesh = "dp=1,zero=1" if to == "native" else None
             found = ucp.convert(source, out, to=to, mesh=mesh).notes
         assert (note in found) is (source == staged)
+
+
+def _without_base(tree: dict[str, Any]) -> None:
+    del tree["base_optimizer_state"]
+
+
+def _without_masters(tree: dict[str, Any]) -> None:
+    tree["single_partition_of_fp32_groups"].clear()
+
+
+def _without_states(tree: dict[str, Any]) -> None:
+    del tree["optimizer_state_dict"]
+
+
+def _of_another_kind(tree: dict[str, Any]) -> None:
+    tree["base_optimizer_state"] = 5
+
+
+@pytest.mark.parametrize(
+    ("zero", "state", "change"),
+    [
+        (1, "exp_avg", _without_base),
+        (1, "exp_avg", _of_another_kind),
+        (1, MASTER, _without_masters),
+        (3, "exp_avg", _without_states),
+    ],
+)
+def test_the_file_of_one_rank_lacks_what_the_others_have(
+    source: Path, zero: int, state: str, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """Findings, and a named error for whoever reads it first."""
+    out = source.parent.parent / "two" / "step7"
+    ucp.convert(source, out, target=target(2, zero))
+    last = next(out.glob("*zero_pp_rank_1_*optim_states.pt")).name
+    edited(out, lambda name, tree: change(tree["optimizer_state_dict"]) if name == last else None)
+    found = ucp.verify(out, deep=True).findings
+    assert found and all(str(one.file).endswith(last) for one in found)
+    with open_checkpoint(out) as checkpoint:
+        checkpoint.where(Slot(0, (), 0, state))
+        with pytest.raises(DamagedFileError, match=last):
+            checkpoint.where(Slot(0, (), 1, state))
