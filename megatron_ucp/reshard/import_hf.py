@@ -88,7 +88,7 @@ def import_hf(
     padded = _padded(sizes, padded_vocab)
     model = _model(twin.family, padded, asked.mesh.tp, str(src))
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
-        require_outside(folder, source.folder)
+        _check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
         manifest, outputs = _files(wanted, config)
         job = ConversionJob(source, manifest, frozenset(allow), progress)
@@ -99,6 +99,14 @@ def import_hf(
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
     moved = len(outputs), job.reader.read_bytes, job.done, time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, pointer, notes)
+
+
+def _check_source(source: HuggingFaceCheckpoint, folder: Path, allow: Collection[str]) -> None:
+    """Looks at every file before anything is written; the output lies elsewhere. Raises a
+    UcpError."""
+    require_outside(folder, source.folder)
+    for name in source.file_names:
+        source.check(name, allow)
 
 
 def _files(wanted: Wanted, config: Mapping[str, Any] | None) -> tuple[Manifest, list[Output]]:

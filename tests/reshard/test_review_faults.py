@@ -24,6 +24,7 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.adapter import scale_of
 from tests.reshard import paper, twins
@@ -263,3 +264,25 @@ def test_patterns_of_a_foreign_adapter_match_as_in_peft() -> None:
             assert scale_of(config, module, 2, "") == (2 if wanted else 4), (pattern, module)
             seen.add(wanted)
     assert seen == {True, False}
+
+
+def test_an_import_checks_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a conversion and an export do, before anything is written."""
+    source = paper.write(twins.model("llama"), tmp_path / "source" / "step7")
+    ucp.export_hf(source, tmp_path / "hf", max_shard_size=4000)
+    seen, bad = list[str](), {path.name for path in (tmp_path / "hf").glob("*-00002-*")}
+
+    def check(own: Any, name: str, *_: Any) -> None:
+        seen.append(name)
+        if name in bad:
+            raise DamagedFileError("planted", file=own.folder / name)
+
+    monkeypatch.setattr(HuggingFaceCheckpoint, "check", check)
+    with pytest.raises(DamagedFileError, match="planted"):
+        ucp.import_hf(tmp_path / "hf", tmp_path / "out", mesh="zero=1")
+    assert not (tmp_path / "out").exists() and len(bad) == 1
+    bad.clear()
+    seen.clear()
+    ucp.import_hf(tmp_path / "hf", tmp_path / "out", mesh="zero=1")
+    files = {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
+    assert {*seen} == files and len(files) > 2
