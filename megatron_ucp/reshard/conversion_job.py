@@ -176,14 +176,14 @@ def write_tag(
         sync_all(aside)
         names = [*(output.name for output in outputs), *of_ranks]
         entries = tuple(durable.entry_of(aside / name, name) for name in names)
-        manifest = _signed(job.manifest, job.source, entries)
+        manifest = signed(job.manifest, job.source, entries)
         run = {**manifest.run, PER_RANK: apart.what.as_value() if apart.what else {}}
         manifest = replace(manifest, run=run)
         require_free(folder)  # a save may have taken the name meanwhile
         durable.commit(aside, to_json(manifest), durable.Syncs())
 
 
-def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
+def signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
     """The manifest with what identifies the files. All of it comes from the source: whoever
     converts it again gets the same bytes."""
     recorded = source.recorded

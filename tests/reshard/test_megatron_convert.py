@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.errors import (
     ForeignFileError,
     LayoutError,
@@ -24,6 +24,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.durable import prune
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import to_torch_dist, windows
 from megatron_ucp.reshard.canonical import read_state
@@ -445,3 +446,51 @@ def test_the_clock_of_a_loss_scale(good: int, tmp_path: Path) -> None:
     convert(edited(source, change), tmp_path / TAG, to="torch_dist")
     found = _common(tmp_path / TAG)["optimizer"]["grad_scaler"]
     assert float(found["scale"]) == scaler.cur_scale and found["growth_tracker"] == min(since, 2)
+
+
+SAID = {"seed": 41, "run_id": "a" * 32, "data": {"epoch": 2}}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A folder for Megatron, of a run with a manifest on another mesh."""
+    model = twins.model("llama")
+    source = paper.write(replace(model, run=model.run | SAID), tmp_path / "a" / "step7")
+    convert(source, tmp_path / "cut" / "tag", target=ucp.Mesh(tp=2, dp=2, zero=1))
+    convert(tmp_path / "cut" / "tag", tmp_path / "one" / TAG, to="torch_dist")
+    return tmp_path / "one" / TAG
+
+
+def test_a_manifest_lies_beside_what_is_written(written: Path) -> None:
+    """As beside every other output: what no file of Megatron's has a place for goes on."""
+    with open_checkpoint(written) as checkpoint:
+        recorded = checkpoint.recorded
+        assert recorded is not None and checkpoint.extras.data_position == SAID["data"]
+        assert checkpoint.manifest.written_on == recorded.written_on
+    assert {key: recorded.run[key] for key in SAID} == SAID
+    assert (recorded.written_on.tp, recorded.written_on.dp) == (2, 2)
+    assert recorded.run["global_steps"] == 7 and recorded.run["moved_latest"] is False
+    assert recorded.run["converted_from"].startswith("tp=2,pp=1,dp=2")
+    assert prune(written.parent, keep=1) == [] and written.is_dir()
+
+
+def test_the_manifest_comes_from_the_source(written: Path, tmp_path: Path) -> None:
+    """Whoever converts it again gets the same bytes; it is read, and goes on."""
+    convert(tmp_path / "cut" / "tag", tmp_path / "two" / TAG, to="torch_dist")
+    outs = (written, tmp_path / "two" / TAG)
+    files = [{path.name: path.read_bytes() for path in out.iterdir()} for out in outs]
+    assert files[0] == files[1] and FILE_NAME in files[0]
+    back = tmp_path / "back" / "tag"
+    convert(written, back, target=ucp.Mesh(dp=2, zero=1))
+    assert ucp.describe(back).run["seed"] == SAID["seed"]
+    for out in (written, back):
+        assert diff(outs[1], out) == [] and verify(out, deep=True).findings == ()
+    (written / "__3_0.distcp").unlink()
+    assert verify(written).findings
+
+
+def test_the_mesh_of_a_model_that_megatron_has_no_arguments_for(tmp_path: Path) -> None:
+    source = paper.write(paper.plain_model({"a": (4, 3), "b": (5,)}), tmp_path / "a" / "step7")
+    convert(source, tmp_path / "cut", target=ucp.Mesh(dp=3, zero=1))
+    convert(tmp_path / "cut", tmp_path / TAG, to="torch_dist")
+    assert ucp.describe(tmp_path / TAG).written_on.dp == 3
