@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
 from megatron_ucp.core.flat import Fragment
+from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Fill, Mean, Op, Plan, Slot
@@ -42,6 +43,8 @@ def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
                 "the plan writes into a slot that nobody asked for", found=op.target.slot
             )
         by_slot[op.target.slot].setdefault(op.member, []).append(op)
+        if isinstance(op, Mean):
+            _prove_mean(op, source, target)
         for side in op.sources if isinstance(op, Mean) else (op.source,):
             last = side.offset + sum(
                 (n - 1) * s for n, s in zip(op.shape, side.strides, strict=True)
@@ -54,6 +57,21 @@ def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
         fills.setdefault(fill.slot, []).append(fill)
     for slot, members in by_slot.items():
         _prove_slot(slot, members, fills.get(slot, []), target)
+
+
+def _prove_mean(op: Mean, source: Manifest, target: Manifest) -> None:
+    """A mean is over every copy that the source's ranks have, each of them once."""
+    name = target.member(op.target.slot.buffer, op.member).param
+    layout = source.by_name[name].layout
+    copies = source.mesh.size(layout.axis) if isinstance(layout, Partial) else 0
+    slots = {side.slot for side in op.sources}
+    if not len(slots) == len(op.sources) == copies:
+        raise PlanError(
+            "a mean does not name every copy",
+            parameter=name,
+            expected=copies,
+            found=f"{len(slots)} of them, {len(op.sources)} summands",
+        )
 
 
 def _prove_slot(

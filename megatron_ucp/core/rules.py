@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Extent, Layout, ShardNC
+from megatron_ucp.core.layout import Extent, Layout, Partial, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UnsupportedError
 
@@ -44,16 +44,18 @@ class Rule:
         Raises LayoutError where the layout can't have such a share, UnsupportedError for another
         axis, RuleError for a vocabulary that is larger than the parameter.
         """
-        shape = list(local)
-        for cut in self.layout.cuts():
-            if cut.axis not in sizes:
+        shape, layout = list(local), self.layout
+        copied = (layout.axis,) if isinstance(layout, Partial) else ()
+        for axis in (*copied, *(cut.axis for cut in layout.cuts())):
+            if axis not in sizes:
                 raise UnsupportedError(
-                    "a rule cuts along an axis that does not cut this checkpoint's files",
+                    "a rule names an axis that does not cut this checkpoint's files",
                     parameter=name,
                     expected=" or ".join(sizes),
-                    found=cut.axis,
+                    found=axis,
                     fix="correct the rule",
                 )
+        for cut in layout.cuts():
             if cut.dim < len(shape):
                 shape[cut.dim] *= sizes[cut.axis]
         layout = self._with_parts(name, shape)

@@ -69,7 +69,11 @@ class Engine(Protocol):
         ...
 
     def mark_unusable(self) -> None:
-        """From now on the engine refuses to step and to save."""
+        """From now on the engine refuses to step, to save and to be exported."""
+        ...
+
+    def require_usable(self) -> None:
+        """Raises EngineUnusableError where the engine is marked."""
         ...
 
     def mark_usable(self) -> None:

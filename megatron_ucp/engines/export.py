@@ -15,8 +15,9 @@ from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.export import Exported, check_output
+from megatron_ucp.reshard.export import check_output
 from megatron_ucp.reshard.export_live import export_live
+from megatron_ucp.reshard.exported import Exported
 from megatron_ucp.reshard.model_config import config_for
 from megatron_ucp.reshard.outgoing import Outgoing, beside_weights, training_dtype
 from megatron_ucp.reshard.twin import twin_of
@@ -43,6 +44,7 @@ def export(
     folder = Path(dst)
     live = describe()
     with agree.together():
+        live.require_usable()
         if agree.world()[0] == 0:
             check_output(folder, dtype, ())
         dtype = None if dtype is None else dtype_name(dtype)

@@ -1,4 +1,5 @@
-"""Marks an engine unusable while and after a load fails: it refuses to step and to save."""
+"""Marks an engine unusable while and after a load fails: it refuses to step, to save and to be
+exported."""
 
 from typing import Any
 
@@ -20,9 +21,10 @@ def mark_unusable(engine: Any) -> None:
         setattr(engine, name, _refuse)
 
 
-def is_unusable(engine: Any) -> bool:
-    """Whether the mark is there."""
-    return _SAVED in engine.__dict__
+def require_usable(engine: Any) -> None:
+    """Raises EngineUnusableError where the mark is there."""
+    if _SAVED in engine.__dict__:
+        _refuse()
 
 
 def mark_usable(engine: Any) -> None:

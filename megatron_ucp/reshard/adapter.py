@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.errors import (
     DamagedFileError,
     ModelMismatchError,
     UnsupportedError,
     some_of,
 )
+from megatron_ucp.formats.patterns import problem_of
 
 PREFIX = "base_model.model."  # peft's wrappers, before the names of the base model
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -144,16 +146,26 @@ def scale_of(config: Mapping[str, Any], module: str, rank: int, file: str) -> fl
     ends of modules' names. Raises DamagedFileError for what is no such config."""
     alpha: Any = config.get("lora_alpha")
     patterns: Any = config.get("alpha_pattern") or {}
-    try:
-        for pattern, value in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = value
-                break
-    except (AttributeError, re.error) as error:
-        raise _no_number("scale", file, f"alpha_pattern {patterns!r}: {error}") from None
+    if not isinstance(patterns, dict):
+        raise _no_number("scale", file, f"alpha_pattern {patterns!r}")
+    for pattern, value in patterns.items():
+        if _is_end_of(module, pattern, file):
+            alpha = value
+            break
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise _no_number("scale", file, f"lora_alpha {alpha!r}")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _is_end_of(module: str, pattern: Any, file: str) -> bool:
+    """Whether a pattern matches a module's name, or what follows one of its dots. Raises
+    DamagedFileError for a pattern that is none, or that might be matched for ever."""
+    problem = problem_of(pattern) if isinstance(pattern, str) else "no text"
+    if problem or len(module) > LONGEST_NAME:
+        problem = problem or f"{module[:80]}... is too long to match"
+        raise _no_number("scale", file, f"alpha_pattern {pattern!r}: {problem}")
+    starts = (0, *(dot.end() for dot in re.finditer(r"\.", module)))
+    return any(re.compile(pattern).fullmatch(module, start) for start in starts)
 
 
 def _no_number(what: str, file: str, found: str) -> DamagedFileError:

@@ -85,6 +85,31 @@ class together:
         self.values = [value for _, value in found]
 
 
+class KeptBack:
+    """Blocks of a rank on whose messages others wait: its first error is kept, and it goes on, so
+    that nobody waits for ever. `raise_kept`, in a `together` block, tells all of them.
+
+    An interrupt is no error of the work, and goes on as it is.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> "KeptBack":
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
+
+    def raise_kept(self) -> None:
+        """Raises the error, if there was one."""
+        if self.error is not None:
+            raise self.error
+
+
 def _as_ucp_error(error: BaseException | None) -> UcpError | None:
     if error is None or isinstance(error, UcpError):
         return error

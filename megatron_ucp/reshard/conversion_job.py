@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.manifest import (
     CONVERTED_FROM,
@@ -35,7 +33,7 @@ from megatron_ucp.formats.pt.output import Output, Stored, Weight
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE
 from megatron_ucp.formats.pt.values import StorageRef
 from megatron_ucp.formats.pt.writer import write_pt
-from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of, tensor_at
+from megatron_ucp.reshard.execute import bytes_of, tensor_at
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.output_folder import (
     FileRun,
@@ -44,8 +42,8 @@ from megatron_ucp.reshard.output_folder import (
     sync_all,
     written_aside,
 )
-from megatron_ucp.reshard.overflows import Overflows, too_large
-from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
+from megatron_ucp.reshard.rounding import RoundingReader
+from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, pool
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
@@ -61,13 +59,11 @@ class ConversionJob:
         progress: Progress | None,
     ) -> None:
         self.source, self.manifest, self.progress = source, manifest, progress
-        self.reader, self.memory = WindowReader(source, allow), ThreadMemory()
+        self.reader, self.memory = RoundingReader(source, allow), ThreadMemory()
         self.total = self.done = 0
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._weights: dict[str, Manifest] = {}
-        self._unrounded: dict[str, Manifest] = {}  # of weights that get another dtype
-        self._overflows = Overflows()
 
     def prove(self, outputs: list[Output]) -> None:
         """Plans everything that will be written, proves it and looks every source up; raises before
@@ -79,11 +75,7 @@ class ConversionJob:
             if isinstance(payload, Weight) and payload.param not in self._weights:
                 self._weights[payload.param] = one = self._training_copy(payload.param)
                 slots = [Slot(0, cut, 0, MASTER) for cut in one.cuts_of(one.buffers[0])]
-                wants = [(slot, self._source_state(slot)) for slot in slots]
-                self.reader.prove(one, wants, NARROW)
-                if one.params[0].dtype != self.source.manifest.by_name[payload.param].dtype:
-                    self._unrounded[payload.param] = exact = self._exact(one, wants[0][1])
-                    self.reader.prove(exact, wants)
+                self.reader.prove(one, [(slot, self._source_state(slot)) for slot in slots], NARROW)
         self.total = sum(self._size(output, key) for output in outputs for key in output.payloads)
 
     def _source_state(self, slot: Slot) -> str:
@@ -96,11 +88,6 @@ class ConversionJob:
         axes = self.manifest.first_holder(name)[0].axes
         buffer = alone(name, size, ((MASTER, spec.dtype),), axes=axes)
         return Manifest("weight", replace(mesh, zero=0), (spec,), (buffer,))
-
-    def _exact(self, copy: Manifest, state: str) -> Manifest:
-        """A target that holds one parameter's masters as they are saved."""
-        dtype = self.source.manifest.states_of(copy.params[0].name)[state]
-        return replace(copy, buffers=(replace(copy.buffers[0], states=((MASTER, dtype),)),))
 
     def _storage(self, output: Output, key: str) -> tuple[int, str]:
         """Elements and dtype of a storage."""
@@ -146,24 +133,8 @@ class ConversionJob:
         for low in range(0, elems, step):
             memory = self.memory.take(min(step, elems - low), dtype)
             self.reader.fill(target, slot, self._source_state(slot), low, memory)
-            if isinstance(payload, Weight) and payload.param in self._unrounded:
-                exact = partial(self._unrounded_values, payload.param, slot, low, len(memory))
-                self._overflows.look(payload.param, memory, exact)
             self._count(memory.nbytes)
             yield bytes_of(memory)
-
-    def _unrounded_values(self, name: str, slot: Slot, low: int, elems: int) -> torch.Tensor:
-        """Masters of a weight that gets another dtype than in the source, as they are saved."""
-        exact = self._unrounded[name]
-        out = torch.empty(elems, dtype=TORCH_DTYPES[exact.buffers[0].states[0][1]])
-        self.reader.fill(exact, slot, self._source_state(slot), low, out)
-        return out
-
-    def check_overflows(self) -> None:
-        """Raises InexactError that lists every parameter with values which its dtype can't hold."""
-        if found := self._overflows.found:
-            dtype = self.manifest.by_name[min(found)].dtype
-            raise too_large(found, dtype, str(self.source.folder), "train")
 
     def _stored(self, payload: Stored) -> Iterator[memoryview]:
         """A tensor that is no parameter's: of client state, of the scheduler."""
@@ -205,21 +176,21 @@ def write_tag(
         with pool() as threads:
             in_threads(threads, files, job.stopped)
         job.reader.check(thorough=True)
-        job.check_overflows()
+        job.reader.check_overflows(str(job.source.folder))
         of_ranks = [file_name(rank) for rank in range(len(apart.ranks))]
         for name, own in zip(of_ranks, apart.ranks, strict=True):
             (aside / name).write_text(text_of(own), encoding="utf-8")
         sync_all(aside)
         names = [*(output.name for output in outputs), *of_ranks]
         entries = tuple(durable.entry_of(aside / name, name) for name in names)
-        manifest = _signed(job.manifest, job.source, entries)
+        manifest = signed(job.manifest, job.source, entries)
         run = {**manifest.run, PER_RANK: apart.what.as_value() if apart.what else {}}
         manifest = replace(manifest, run=run)
         require_free(folder)  # a save may have taken the name meanwhile
         durable.commit(aside, to_json(manifest), durable.Syncs())
 
 
-def _signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
+def signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:
     """The manifest with what identifies the files. All of it comes from the source: whoever
     converts it again gets the same bytes."""
     recorded = source.recorded

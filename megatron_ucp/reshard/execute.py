@@ -130,7 +130,10 @@ def execute(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous tensor on the CPU. Raises ValueError for one with gaps: it would
+    be that of a copy, in which everything that is read is lost."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor with gaps has no memory of its own: strides {tensor.stride()}")
     return memoryview(cast("Any", tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 

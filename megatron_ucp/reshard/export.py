@@ -36,7 +36,9 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import check_allow, plain_path
 from megatron_ucp.reshard.diff import Difference, weight_differences
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
+from megatron_ucp.reshard.exported import Exported
 from megatron_ucp.reshard.findings import Progress, checked
+from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.merge import Merge, open_merge
 from megatron_ucp.reshard.model_config import config_for, family_of
 from megatron_ucp.reshard.outgoing import (
@@ -73,35 +75,6 @@ ROWS_AT_ONCE = 128  # of tiles that are joined
 _ALLOWED = frozenset({"mean", "stale", "weights"})
 _OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
 LIVE_EXPORT = "ucp_export_hf"  # of an attached engine: what writes its weights
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export did. `read_bytes` and `written_bytes` are of tensors; `notes` say what is not
-    as in the source; `verified` whether the files were read back and compared; `loadable` whether
-    there is a config, without which no library loads the folder; `proved` what was compared."""
-
-    path: str
-    source_mesh: str
-    dtype: str
-    files: int
-    tensors: int
-    read_bytes: int
-    written_bytes: int
-    seconds: float
-    verified: bool
-    notes: tuple[str, ...]
-    loadable: bool = True
-    proved: str = ""
-
-    def __str__(self) -> str:
-        lacks = "" if self.loadable else "; NO LIBRARY LOADS IT YET: it has no config"
-        return (
-            f"wrote {self.path}: {self.source_mesh} -> Hugging Face; {self.tensors} tensors in "
-            f"{self.dtype}, {say.amount(self.written_bytes)} in {self.files} "
-            f"file{'s' if self.files != 1 else ''}, {say.duration(self.seconds)}, "
-            f"{self.proved}{lacks}"
-        )
 
 
 def export_hf(
@@ -282,7 +255,8 @@ def _check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> N
 
 def _notes(source: Checkpoint, alone: bool) -> list[str]:
     """What the source has to say of an export; `alone`: no config says what its model is."""
-    return [*source.notes, *(unknown_padding(source.manifest) if alone else [])]
+    padding = unknown_padding(source.manifest) if alone else []
+    return [*source.notes, *replica_notes(source.manifest), *padding]
 
 
 def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Source:
@@ -326,7 +300,7 @@ class _Job:
             with pool() as threads:
                 self._write_tensors(threads, aside)
             self._check_read()
-            self.out.check_overflows(self.overflows.found, str(self.source.folder))
+            self.overflows.check(str(self.source.folder), "export")
             self.out.finish(aside, beside)
             if verify:
                 self._verify(aside)

@@ -33,6 +33,7 @@ from megatron_ucp.reshard.arguments import (
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted
 from megatron_ucp.reshard.findings import Progress, checked
+from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.origin import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.output_folder import require_outside, require_plain
 from megatron_ucp.reshard.placed import with_stages
@@ -91,21 +92,28 @@ def import_hf(
     started, folder = time.perf_counter(), Path(plain_path(dst))
     asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
-    padded = _padded(sizes, padded_vocab)
-    model = _model(twin.family, padded, asked.mesh.tp, str(src))
+    model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
-        require_outside(folder, source.folder)
+        _check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
         manifest, outputs = _files(wanted, config)
         job = ConversionJob(source, manifest, frozenset(allow), progress)
         job.prove(outputs)
         write_tag(job, outputs, folder)
+        notes = (*source.notes, *replica_notes(source.manifest), *staged)
         proved = checked(source)
-    pointer = point_at(folder, NATIVE, latest, 0)
-    notes = (*source.notes, *staged, *_notes(sizes, padded_vocab))
+    pointer, notes = point_at(folder, NATIVE, latest, 0), (*notes, *_notes(sizes, padded_vocab))
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
     moved = len(outputs), job.reader.read_bytes, job.done, time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, pointer, notes, proved)
+
+
+def _check_source(source: HuggingFaceCheckpoint, folder: Path, allow: Collection[str]) -> None:
+    """Looks at every file before anything is written; the output lies elsewhere. Raises a
+    UcpError."""
+    require_outside(folder, source.folder)
+    for name in source.file_names:
+        source.check(name, allow)
 
 
 def _files(wanted: Wanted, config: Mapping[str, Any] | None) -> tuple[Manifest, list[Output]]:

@@ -22,7 +22,7 @@ from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.formats.pt.known import KNOWN
 from megatron_ucp.formats.pt.pickler import check_stand
 from megatron_ucp.formats.pt.strangers import named_in
-from megatron_ucp.reshard.match import scheduler_for
+from megatron_ucp.reshard.match import replica_notes, scheduler_for
 from megatron_ucp.reshard.target import Wanted
 
 CLIP_GRAD = 1.0  # DeepSpeed's default
@@ -37,7 +37,7 @@ class Origin:
         self.source, self.extras = source, source.extras
         self.manifest = with_model(source.manifest)
         self.config: Mapping[str, Any] = self.extras.config or {}
-        self.notes: list[str] = []
+        self.notes = replica_notes(self.manifest)
         self.apart = Apart()
         self._declared = ruled or says_layouts(self.manifest)
         trained = [spec.dtype for spec in self.manifest.params if spec.kind == "trainable"]

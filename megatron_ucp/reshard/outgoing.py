@@ -26,7 +26,6 @@ from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.output_folder import require_free
-from megatron_ucp.reshard.overflows import too_large
 from megatron_ucp.reshard.twin import Twin
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -173,14 +172,6 @@ class Outgoing:
                 (folder / name).write_text(what, encoding="utf-8")
         written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
-
-    def check_overflows(self, overflows: Mapping[str, int], file: str) -> None:
-        """Raises InexactError that lists every tensor with finite values (tensor -> how many) which
-        its dtype can't hold."""
-        if not overflows:
-            return
-        dtype = next(one.dtype for one in self.tensors if one.name == min(overflows))
-        raise too_large(overflows, dtype, file, "export")
 
 
 def training_dtype(manifest: Manifest) -> str:

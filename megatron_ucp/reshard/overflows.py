@@ -1,19 +1,24 @@
 """Finite values that a dtype can't hold: they would become infinite without a word."""
 
+import math
 import threading
 from collections.abc import Callable, Mapping
-from math import isfinite
 
 import torch
 
+from megatron_ucp.core.box import strides
+from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Plan
+from megatron_ucp.core.plan import LOSSLESS, Cast, Copy, Op, Plan, Side
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import InexactError, some_of
-from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.formats.base import Source
+from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 
 _NARROW = "float16"  # the others that train have the range of float32
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+Lost = Mapping[tuple[str, str], int]  # (name of a tensor, dtype) -> how many values
 
 
 def lost_values(exact: torch.Tensor, rounded: torch.Tensor) -> int:
@@ -21,13 +26,16 @@ def lost_values(exact: torch.Tensor, rounded: torch.Tensor) -> int:
     return int((exact.isfinite() & ~rounded.isfinite()).sum())
 
 
-def too_large(found: Mapping[str, int], dtype: str, file: str, verb: str) -> InexactError:
-    """The error for tensors (name -> how many values) that a dtype can't hold."""
-    listed = [f"{name}: {count}" for name, count in sorted(found.items())]
+def too_large(found: Lost, file: str, verb: str) -> InexactError:
+    """The error for tensors with values that their dtype can't hold; of several dtypes, the
+    first tensor's."""
+    parameter, dtype = min(found)
+    counts = sorted((name, count) for (name, own), count in found.items() if own == dtype)
+    listed = [f"{name}: {count}" for name, count in counts]
     return InexactError(
         f"values are too large for {dtype}",
         file=file,
-        parameter=min(found),
+        parameter=parameter,
         expected=f"at most {torch.finfo(TORCH_DTYPES[dtype]).max:g}",
         found=f"larger values in {some_of(listed, between='; ')}",
         fix=f"{verb} in bfloat16 or float32",
@@ -39,17 +47,32 @@ class Overflows:
     a total is `found` once they are done."""
 
     def __init__(self) -> None:
-        self.found: dict[str, int] = {}
+        self.found: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
 
     def look(self, name: str, rounded: torch.Tensor, exact: Callable[[], torch.Tensor]) -> None:
         """Looks at a window of a tensor; `exact` reads it again, as it was before it was rounded,
         where some of it is not finite."""
-        if not len(rounded) or all(isfinite(float(one)) for one in torch.aminmax(rounded)):
+        if not len(rounded) or all(math.isfinite(float(one)) for one in torch.aminmax(rounded)):
             return
         if lost := lost_values(exact(), rounded):
+            key = name, dtype_name(rounded.dtype)
             with self._lock:
-                self.found[name] = self.found.get(name, 0) + lost
+                self.found[key] = self.found.get(key, 0) + lost
+
+    def check(self, file: str, verb: str) -> None:
+        """Raises InexactError that lists every tensor with values which its dtype can't hold."""
+        if self.found:
+            raise too_large(self.found, file, verb)
+
+
+def is_looked_at(source: Manifest, param: str, state: str, want: str) -> bool:
+    """Whether values of a source's state may be lost in the dtype `want`. What the run itself
+    computed with, its masters rounded to the dtype of its training, is as it was."""
+    have = source.states_of(param)[state]
+    if have == want or (have, want) in LOSSLESS or not {have, want} <= _FLOATS:
+        return False
+    return state != MASTER or source.by_name[param].dtype != want
 
 
 def may_overflow(source: Manifest, target: Manifest) -> bool:
@@ -62,18 +85,55 @@ def may_overflow(source: Manifest, target: Manifest) -> bool:
     )
 
 
-def in_masters(engine: Engine, plan: Plan) -> dict[str, int]:
-    """Of this rank's masters, which were filled: parameter -> how many values its weights can't
-    hold."""
-    out: dict[str, int] = {}
+def lost_in(engine: Engine, source: Source, plan: Plan) -> dict[tuple[str, str], int]:
+    """What this rank's memory, which was filled, lost of the checkpoint's values, and what weights
+    will lose of the masters. Raises DamagedFileError where the source can't be read again."""
+    return {**_in_masters(engine, plan), **_in_casts(engine, source, plan)}
+
+
+def _in_casts(engine: Engine, source: Source, plan: Plan) -> dict[tuple[str, str], int]:
+    """Of what was rounded as it was read."""
+    out: dict[tuple[str, str], int] = {}
+    for op in plan.ops:
+        if not isinstance(op, Cast) or op.lossless:
+            continue
+        values = _memory_of(engine, op)
+        name = engine.manifest.member(op.target.slot.buffer, op.member).param
+        key = name, dtype_name(values.dtype)
+        if not is_looked_at(source.manifest, name, op.source.slot.state, key[1]):
+            continue
+        if values.isfinite().all():
+            continue
+        if lost := lost_values(_read_again(source, op).to(values.device), values):
+            out[key] = out.get(key, 0) + lost
+    return out
+
+
+def _read_again(source: Source, op: Copy) -> torch.Tensor:
+    """The values of a copy as they are saved, in its shape."""
+    dtype = TORCH_DTYPES[source.where(op.source.slot).dtype]
+    flat = torch.empty(math.prod(op.shape), dtype=dtype)
+    exact = Copy(op.source, Side(op.target.slot, 0, strides(op.shape)), op.shape, op.member, op.box)
+    execute(Plan((), (exact,), ()), source.where, lambda _: flat)
+    return flat.view(op.shape)
+
+
+def _memory_of(engine: Engine, op: Op) -> torch.Tensor:
+    """What an operation filled."""
+    flat = engine.tensor(op.target.slot)
+    first = flat.storage_offset() + op.target.offset
+    return torch.as_strided(flat, op.shape, op.target.strides, first)
+
+
+def _in_masters(engine: Engine, plan: Plan) -> dict[tuple[str, str], int]:
+    """Of masters whose weights are narrower."""
+    out: dict[tuple[str, str], int] = {}
     specs = engine.manifest.by_name
     for op in plan.ops:
         name = engine.manifest.member(op.target.slot.buffer, op.member).param
         if op.target.slot.state != MASTER or specs[name].dtype != _NARROW:
             continue
-        flat = engine.tensor(op.target.slot)
-        first = flat.storage_offset() + op.target.offset
-        values = torch.as_strided(flat, op.shape, op.target.strides, first)
+        values = _memory_of(engine, op)
         if lost := lost_values(values, values.to(TORCH_DTYPES[_NARROW])):
-            out[name] = out.get(name, 0) + lost
+            out[name, _NARROW] = out.get((name, _NARROW), 0) + lost
     return out

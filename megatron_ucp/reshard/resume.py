@@ -46,10 +46,11 @@ from megatron_ucp.reshard.match import (
     match_params,
     match_ties,
     one_value,
+    replica_notes,
     require_alone,
     source_states,
 )
-from megatron_ucp.reshard.overflows import in_masters, may_overflow, too_large
+from megatron_ucp.reshard.overflows import lost_in, may_overflow, too_large
 from megatron_ucp.reshard.own_values import set_buffers, values_for
 from megatron_ucp.reshard.report import Report
 
@@ -140,7 +141,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
         job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
         filled = agree.collect(job.fill)
         sums, read_bytes = _checksums(filled, source)
-        job.check_overflows()
+        job.check_overflows(planned.values)
         engine.refresh()
         with agree.together():
             notes = job.finish()
@@ -192,7 +193,8 @@ class _Job:
         optimizer = how.optimizer and engine.has_optimizer
         engine.check(source, optimizer)
         fit = _fit(source.manifest, bare, how.allow, optimizer, file)
-        replicas = match_ties(source.manifest, optimizer, file)
+        if optimizer:
+            match_ties(source.manifest, file)
         require_alone(bare, fit, optimizer and engine.has_one_step, file)
         states = _states(bare, source.manifest, fit, optimizer, file)
         target = _with_states(engine, states)
@@ -201,7 +203,8 @@ class _Job:
         how, apart = _with_own(source, bare, replace(how, optimizer=optimizer))
         extras = _extras(engine, source, how)
         own = [number for number, _, _ in engine.parts() if bare.buffers[number].stepped]
-        notes = [*source.notes, *_described(fit, replicas), *settings, *apart, *extras.notes]
+        said = _described(fit, source.manifest)
+        notes = [*source.notes, *said, *settings, *apart, *extras.notes]
         scalars = {number: _scalars(bare.buffers[number], source.manifest) for number in own}
         held = {number: states[number] for number in own}
         return cls(engine, source, how, plan, extras, held, scalars, groups, notes)
@@ -215,15 +218,16 @@ class _Job:
             self.plan, self.source.where, self.engine.tensor, checksums=self.how.checksums
         )
 
-    def check_overflows(self) -> None:
-        """Raises InexactError on every rank, before weights become infinite. Collective, where the
-        dtype of the training is another one."""
-        if may_overflow(self.source.manifest, self.engine.manifest):
-            found: dict[str, int] = {}
-            for one in agree.collect(lambda: in_masters(self.engine, self.plan)):
+    def check_overflows(self, inexact: Sequence[tuple[int, int]]) -> None:
+        """Raises InexactError on every rank, before weights become infinite. Collective, where any
+        rank rounds (`inexact`, of all of them), or the dtype of the training is another one."""
+        rounds = any(rounded for rounded, _ in inexact)
+        if rounds or may_overflow(self.source.manifest, self.engine.manifest):
+            found: dict[tuple[str, str], int] = {}
+            for one in agree.collect(lambda: lost_in(self.engine, self.source, self.plan)):
                 found |= one
             if found:
-                raise too_large(found, "float16", str(self.source.folder), "train")
+                raise too_large(found, str(self.source.folder), "train")
 
     def finish(self) -> list[str]:
         """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""
@@ -420,7 +424,7 @@ def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
     return [found.get(number) for number in range(len(bare.groups))]
 
 
-def _described(fit: Fit, replicas: Sequence[str]) -> list[str]:
+def _described(fit: Fit, source: Manifest) -> list[str]:
     """Notes for what metadata already shows to be not carried over."""
     found: dict[str, Sequence[str]] = {
         "kept from the engine: not in the checkpoint": fit.skipped,
@@ -430,8 +434,7 @@ def _described(fit: Fit, replicas: Sequence[str]) -> list[str]:
         "new, with the engine's values, their states begin afresh": fit.new,
         "frozen from here on, their states dropped": fit.frozen,
     }
-    copies = [f"replicas not compared: {name}" for name in replicas]
-    return copies + _named(found)
+    return replica_notes(source) + _named(found)
 
 
 def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import TIED
-from megatron_ucp.core.layout import Partial
+from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT
 from megatron_ucp.core.rules import Rename, Rule, RuleSet
@@ -23,11 +23,18 @@ from megatron_ucp.reshard.canonical import HeldAt, read_copy
 from megatron_ucp.reshard.findings import Progress
 
 _BLOCK_BYTES = 4 * 2**20
-# Under Partial every rank holds a copy of its own, which is all that is known before somebody says
-# more.
-_NOTHING_KNOWN = RuleSet(
-    "nothing", (Rule("(?s:.*)", Partial(*DENSE_CUT)),), (Rename("(?P<name>(?s:.*))", "{name}"),)
-)
+
+
+class _NothingKnown(RuleSet):
+    """Under Partial every rank holds a copy of its own, which is all that is known before somebody
+    says more."""
+
+    def declare(self, name: str, local: Ints, sizes: Mapping[str, int]) -> ParamSpec:
+        return ParamSpec(name, local, "", layout=Partial(*DENSE_CUT))
+
+
+_ANY = Rule("(?s:.*)", Replicate())  # says that every name has a rule
+_NOTHING_KNOWN = _NothingKnown("nothing", (_ANY,), (Rename("(?P<name>(?s:.*))", "{name}"),))
 ONE, EQUAL, CONSTANT, DIFFERENT = "one", "equal", "constant", "different"
 
 

@@ -94,7 +94,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     not known."""
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
     _check_cuts(wanted)
-    match_ties(source, True, file)
+    match_ties(source, file)
     groups = _with_experts_apart(wanted.named_groups(), mesh, source.mesh)
     shapes = _local_shapes(wanted, mesh)
     groups = [_as_stepped(wanted, one, shapes) for one in groups]
@@ -260,7 +260,7 @@ def _check_stacks(
 def universal_manifest(wanted: Wanted) -> Manifest:
     """The same parameters, each one whole and in a buffer of its own. Raises a UcpError."""
     source = wanted.source
-    match_ties(source, True, wanted.file)
+    match_ties(source, wanted.file)
     groups, specs = wanted.named_groups(), wanted.params
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(groups):

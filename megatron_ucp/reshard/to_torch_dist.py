@@ -12,15 +12,17 @@ from isal.isal_zlib import crc32
 
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import SAVED_ON, Manifest, ParamSpec
+from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import TENSOR
 from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError, some_of
+from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.durable import write_at
+from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, CLIENT_KEYS
 from megatron_ucp.formats.megatron.torch_dist import BACKEND
@@ -30,6 +32,7 @@ from megatron_ucp.formats.megatron.writer import (
     PlannedChunk,
     TorchDistPlan,
     Wish,
+    entries_of,
     finish_files,
     make_files,
     plan_torch_dist,
@@ -39,27 +42,49 @@ from megatron_ucp.formats.pt.known import KNOWN
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.strangers import named_in
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard.conversion_job import signed
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.expert_meshes import check_experts
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.match import match_ties
-from megatron_ucp.reshard.outgoing import publish
-from megatron_ucp.reshard.output_folder import FileRun, in_threads, sync_all, written_aside
+from megatron_ucp.reshard.output_folder import (
+    FileRun,
+    in_threads,
+    require_free,
+    sync_all,
+    written_aside,
+)
+from megatron_ucp.reshard.rounding import RoundingReader
 from megatron_ucp.reshard.target import Wanted
-from megatron_ucp.reshard.windows import THREADS, WINDOW_BYTES, ThreadMemory, WindowReader, pool
+from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, pool
 
+_FILES = 8  # not as many as there are cores: every machine writes the same folder
 _NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 
 
 @dataclass(frozen=True)
 class Written:
     """What is written: the target as chunks, the manifest of its training copies, the plan of the
-    files, and `common.pt`."""
+    files, and `common.pt`; and the mesh that it is for."""
 
     states: Manifest
     weights: Manifest
     plan: TorchDistPlan
     common: Output
+    mesh: Mesh
+
+    @property
+    def recorded(self) -> Manifest:
+        """What lies beside the files as a manifest, without what identifies them. Where an element
+        lies is said by the files' own index."""
+        values = [one for one in self.weights.buffers if one.states[0][0] == VALUE]
+        return replace(self.states, buffers=(*self.states.buffers, *values))
+
+    @property
+    def saved_on(self) -> str:
+        """The mesh as a reader of the files finds it."""
+        said = plain_arguments(self.common.tree.get("args"))
+        return str(mesh_of(said) if said else self.mesh)
 
 
 def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) -> Written:
@@ -67,7 +92,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     parallelism Megatron keeps the groups of experts apart. Raises UnsupportedError,
     StateMismatchError, and as `check_experts`."""
     check_experts(wanted.source, wanted.target.mesh, wanted.file)
-    match_ties(source.manifest, True, wanted.file)
+    match_ties(source.manifest, wanted.file)
     _check_states(source.manifest, wanted.file)
     _refuse_classes(source.manifest, wanted.file)
     params = {name: _chunked(spec) for name, spec in wanted.params.items()}
@@ -76,9 +101,9 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     said = extras.client_state.get(ARGUMENTS_KEY)
     apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
     wishes = list(_wishes(params, states))
-    plan = plan_torch_dist(wanted.params, wishes, THREADS, apart=apart)
+    plan = plan_torch_dist(wanted.params, wishes, _FILES, apart=apart)
     common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
-    out = Written(states, _weights(params), plan, common.output())
+    out = Written(states, _weights(params), plan, common.output(), mesh)
     notes += common.notes
     if extras.modules:
         notes.append(f"left out: extra states of modules: {some_of(sorted(extras.modules))}")
@@ -193,8 +218,8 @@ class TorchDistJob:
         allow: frozenset[str],
         progress: Progress | None,
     ) -> None:
-        self.out, self.progress = out, progress
-        self.reader, self.memory = WindowReader(source, allow), ThreadMemory()
+        self.source, self.out, self.progress = source, out, progress
+        self.reader, self.memory = RoundingReader(source, allow), ThreadMemory()
         self.done = 0
         self.total = sum(chunk.archive.size_bytes for chunk in out.plan.chunks)
         self.stopped = threading.Event()
@@ -221,16 +246,21 @@ class TorchDistJob:
         self.reader.prove(weights, [(slot, slot.state) for slot in copies], _NARROW)
 
     def write(self, folder: Path) -> None:
-        """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError."""
+        """The folder, whole or not at all. Raises SaveError, UsageError, DamagedFileError, and
+        InexactError for values that their dtype can't hold."""
         with written_aside(folder) as aside:
             make_files(aside, self.out.plan)
             jobs = [partial(self._chunk, aside, chunk) for chunk in self.out.plan.chunks]
             with pool() as threads:
                 in_threads(threads, jobs, self.stopped)
             self.reader.check(thorough=True)
+            self.reader.check_overflows(str(self.source.folder))
             finish_files(aside, self.out.plan, self.out.common)
             sync_all(aside)
-            publish(aside, folder)
+            require_free(folder)  # a save may have taken the name meanwhile
+            manifest = signed(self.out.recorded, self.source, tuple(entries_of(aside)))
+            run = {**manifest.run, SAVED_ON: self.out.saved_on}
+            durable.commit(aside, to_json(replace(manifest, run=run)), durable.Syncs())
 
     def _chunk(self, aside: Path, chunk: PlannedChunk) -> FileRun | None:
         """One chunk. Runs in a thread of its own."""
@@ -247,7 +277,7 @@ class TorchDistJob:
                 self.reader.fill(target, Slot(number, (), 0, state), state, low, memory)
                 data = bytes_of(memory)
                 crc = crc32(data, crc)
-                write_at(file.fileno(), data, chunk.data_offset + low * size)
+                durable.write_at(file.fileno(), data, chunk.data_offset + low * size)
                 self._count(memory.nbytes)
         write_around(aside, chunk, crc)
         return (path, 0, 0) if elems * size > WINDOW_BYTES else None

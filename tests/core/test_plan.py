@@ -281,6 +281,26 @@ def test_copies_of_a_partial_parameter_are_averaged_only_on_request():
     assert isinstance(op, Mean) and len(op.sources) == 2
 
 
+def test_a_mean_names_every_copy():
+    source, target = one(Partial("tp"), (4,), 3), one(Partial("tp"), (4,), 1)
+    plan = make_plan(source, target, all_wants(target, "fp32"), ALLOW)
+    prove(plan, source, target)
+    (op,) = plan.ops
+    assert isinstance(op, Mean)
+    for sources in (op.sources[:2], op.sources[:2] + op.sources[:1]):
+        with pytest.raises(PlanError, match="every copy"):
+            prove(replace(plan, ops=(replace(op, sources=sources),)), source, target)
+
+
+def test_copies_along_an_axis_that_cuts_no_buffer_have_no_mean():
+    """The buffers hold one of them."""
+    source, target = one(Partial("sp"), (4,), 1), one(Partial("sp"), (4,), 1)
+    source = replace(source, mesh=Mesh(sp=2))
+    plan = make_plan(source, target, all_wants(target, "fp32"), ALLOW)
+    with pytest.raises(PlanError, match="every copy"):
+        prove(plan, source, target)
+
+
 def test_each_rank_keeps_its_own_copy_of_a_partial_parameter():
     source = one(Partial("tp"), (4,), 2)
     ops = make_plan(source, source, all_wants(source, "fp32")).ops

@@ -77,6 +77,7 @@ def test_vocabulary() -> None:
         (Rule("a", ShardNC("tp", 0, (3, 3))), (3, 4), LayoutError, "can't be cut"),
         (Rule("a", ShardNC("tp", 0, (), 1), 4), (3, 4), RuleError, "equal parts"),
         (Rule("a", Shard("ep", 0)), (3, 4), UnsupportedError, "an axis that does not cut"),
+        (Rule("a", Partial("ep")), (3, 4), UnsupportedError, "an axis that does not cut"),
     ],
 )
 def test_a_share_that_the_layout_can_not_have(

@@ -1,7 +1,9 @@
 """What the ranks do with Hugging Face folders: engines of megatron-core's models load them, and
 save what is exported."""
 
-from contextlib import nullcontext
+import os
+import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
+from megatron_ucp.core import plan as planning
 from megatron_ucp.engines.megatron import models
+from megatron_ucp.reshard.export_live import _Share
 from tests.engines import pipeline_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
@@ -223,6 +227,77 @@ def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any
     found |= {"errors": errors, "left": sorted(p.name for p in Path(out).parent.iterdir())}
     close(engine)
     return found
+
+
+def _attempt(engine: Any, out: str) -> str:
+    """What an export that fails says on this rank."""
+    try:
+        engine.ucp_export_hf(out)
+    except (ucp.UcpError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Disk:
+    """What this process writes, and brings to disk, and when it renames."""
+
+    def __init__(self) -> None:
+        self.written, self.synced, self.named = set[str](), dict[str, float](), list[float]()
+        self._pwrite, self._fsync, self._rename = os.pwrite, os.fsync, os.rename
+
+    def watched(self) -> ExitStack:
+        out = ExitStack()
+        for name, own in (("pwrite", self.write), ("fsync", self.sync), ("rename", self.rename)):
+            out.enter_context(mock.patch(f"os.{name}", own))
+        return out
+
+    def write(self, handle: int, data: Any, place: int) -> int:
+        self.written.add(_name_of(handle))
+        return self._pwrite(handle, data, place)
+
+    def sync(self, handle: int) -> None:
+        self._fsync(handle)
+        self.synced[_name_of(handle)] = time.monotonic()
+
+    def rename(self, old: Any, new: Any) -> None:
+        self.named.append(time.monotonic())
+        self._rename(old, new)
+
+
+def _name_of(handle: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{handle}")).name
+
+
+def live_failures(setup: Staged, out: str) -> dict[str, Any]:
+    """Exports where one rank can't read its memory, and where the plan has a hole; what is said,
+    and what each rank had written by then. Then a good one: for each rank the files that it wrote,
+    those that it brought to disk, and when; and when rank 0 gave the folder its name."""
+    engine, disk, found = pipeline_jobs.make(setup), Disk(), dict[str, Any]()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    unread = mock.patch.object(_Share, "_values", side_effect=RuntimeError("unreadable"))
+    with unread if is_last else nullcontext():
+        found["unread"] = _attempt(engine, out)
+    hole = mock.patch.object(planning._Planner, "_supply", _without("final_layernorm"))
+    with disk.watched(), hole:
+        found["hole"] = _attempt(engine, out), sorted(disk.written)
+    found["left"] = sorted(p.name for p in Path(out).parent.iterdir())
+    disk = Disk()
+    with disk.watched():
+        found["good"] = _attempt(engine, out)
+    close(engine)
+    written = sorted(disk.written)
+    return {**found, "written": written, "synced": disk.synced, "named": disk.named}
+
+
+def _without(part: str) -> Any:
+    """A planner with a defect: it forgets parameters."""
+    supply = planning._Planner._supply
+
+    def lacking(own: Any, slot: Any, state: str, index: int, member: Any, want: Any) -> Any:
+        if part not in member.param:
+            yield from supply(own, slot, state, index, member, want)
+
+    return lacking
 
 
 def stock_load(setup: Staged, folder: str, oracle: str) -> dict[str, Any]:

@@ -150,7 +150,12 @@ def attempt(
             method()
         except ucp.UcpError as error:
             refusals.append(type(error).__name__)
-    out["refuses"] = refusals == ["EngineUnusableError"] * 2
+    if marked:  # what is half of another model is none to give away
+        try:
+            ucp.export_hf(engine, f"{folder}_half_loaded")
+        except ucp.UcpError as error:
+            refusals.append(type(error).__name__)
+    out["refuses"] = refusals == ["EngineUnusableError"] * 3
     if not out["refuses"] and refusals:
         raise AssertionError(f"the engine refuses only a part: {refusals}")
     if then:

@@ -7,6 +7,7 @@ import enum
 import os
 import types
 import zoneinfo
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -222,6 +223,31 @@ def evaluate(setup: Setup, folder: str, of: str = "weights", plant: bool = False
     out = {"wrong": wrong, "count": len(have), "finite": is_steady(engine)}
     out |= {"steps": engine.global_steps, "note": state["note"]}
     engine.destroy()
+    return out
+
+
+@torch.no_grad()
+def large(net: torch.nn.Module) -> None:
+    """Two weights that are too large for fp16, of which one is so in any dtype."""
+    first = next(one for one in net.parameters() if one.numel() > 1).view(-1)
+    first[0], first[1] = 1e5, float("inf")
+
+
+def evaluate_large(origin: Setup, targets: list[Setup], folder: str) -> list[dict[str, Any]]:
+    """Loads weights that are too large for fp16 into engines without an optimizer."""
+    make = replace(origin, extra={**origin.extra, "prepare": large})
+    engine = make_engine(make)
+    engine.save_checkpoint(folder, tag="large")
+    engine.destroy()
+    out: list[dict[str, Any]] = []
+    for target in targets:
+        engine = make_engine(target)
+        try:
+            ucp.load(engine, folder, tag="large")
+            out.append({"error": "", "found": ""})
+        except ucp.UcpError as error:
+            out.append({"error": f"{type(error).__name__}: {error}", "found": error.found})
+        engine.destroy()
     return out
 
 

@@ -396,3 +396,27 @@ def test_from_memory_as_from_files(
         assert "No space left on device" in full
         assert usage == ["UsageError"] * 3 and overflow.startswith("InexactError: larger values")
     assert found[0]["left"] == ["memory"]  # rank 0 takes away what is left
+
+
+@pytest.mark.parametrize("target", [{"tp": 2, "zero": 1}, {"tp": 1, "zero": 3}])
+def test_one_fate_of_an_export_from_memory(
+    sources: Sources, tmp_path: Path, target: dict[str, int]
+) -> None:
+    """Whatever goes wrong on one rank, nobody waits for it, and nothing is left. The whole plan is
+    proved before a byte is written, and what each rank wrote is on disk before the folder has its
+    name."""
+    out = tmp_path / "ranks" / "memory"
+    out.parent.mkdir()
+    args = setup("llama", **target), str(out)
+    found = sources.ranks.run(2, JOBS + "live_failures", *args, timeout_s=120)
+    assert "RankError: another rank failed" in found[0]["unread"]
+    assert found[1]["unread"] == "RuntimeError: unreadable"
+    for rank in found:
+        what, written = rank["hole"]
+        assert "PlanError: an element of the target has no source" in what and written == []
+    assert found[0]["left"] == []
+    (named,) = found[0]["named"]
+    assert any(rank["written"] for rank in found[1:])
+    for rank in found:
+        assert rank["good"] == "" and {*rank["written"]} <= {*rank["synced"]}
+        assert all(rank["synced"][name] < named for name in rank["written"])

@@ -145,6 +145,17 @@ def test_a_wrong_weight_is_seen(sources: Sources) -> None:
         assert rank["wrong"]
 
 
+@pytest.mark.parametrize("origin", [Setup(1, "bf16"), Setup(3, "fp32")])
+def test_weights_that_fp16_can_not_hold(ranks: RankPool, tmp_path: Path, origin: Setup) -> None:
+    """What is infinite itself is kept; bf16 holds them all."""
+    targets = [evaluating(0, "fp16"), evaluating(3, "fp16"), evaluating(0, "bf16")]
+    for rank in ranks.run(2, JOBS + "evaluate_large", origin, targets, str(tmp_path)):
+        for found in rank[:2]:
+            assert found["error"].startswith("InexactError: values are too large for float16")
+            assert found["found"].endswith(": 1") and ";" not in found["found"]
+        assert rank[2] == {"error": "", "found": ""}
+
+
 def test_it_is_saved_where_deepspeed_can(ranks: RankPool, tmp_path: Path) -> None:
     """At ZeRO-3 such an engine has no writer; a wrapper around no optimizer has no state."""
     for setup in (evaluating(3, "bf16"), evaluating(0, "bf16")):

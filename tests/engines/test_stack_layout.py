@@ -146,6 +146,7 @@ def broken_load(engine: Any, folder: str, attempt: Any) -> None:
         attempt("broken", lambda: ucp.load(engine.handle, folder))
     attempt("step", engine.optimizer.step)
     attempt("save", lambda: ucp.save(engine.handle, folder))
+    attempt("export", lambda: ucp.export_hf(engine.handle, f"{folder}_hf"))
     ucp.load(engine.handle, folder)
     attempt("usable", engine.optimizer.step)
 
@@ -165,6 +166,7 @@ def test_refusals(ranks: RankPool, tmp_checkpoints: Any) -> None:
             "broken": "DamagedFileError: the operating system refused",
             "step": "EngineUnusableError",
             "save": "EngineUnusableError",
+            "export": "EngineUnusableError",
             "usable": "nothing",
         }
         for name, text in says.items():

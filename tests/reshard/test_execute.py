@@ -13,6 +13,7 @@ from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.pt import reader as pt_file
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard import execute
+from megatron_ucp.reshard.execute import bytes_of
 
 ROWS, COLUMNS = 96, 512  # large enough to be read row by row
 SOURCE, TARGET = Slot(0, (), 0, "master"), Slot(1, (), 0, "master")
@@ -198,3 +199,13 @@ def test_blocks_that_take_turns_in_each_row(
     if staging_bytes > 64:
         assert counts.read_bytes == tensor.nbytes and not counts.unsummed_bytes
         assert sum(run.size for run in counts.runs) == tensor.nbytes
+
+
+def test_the_memory_of_a_tensor_with_gaps() -> None:
+    """What is read into a copy of it would be lost."""
+    whole = torch.zeros(4, 6)
+    bytes_of(whole)[:4] = b"\0\0\x80\x3f"
+    assert whole[0, 0] == 1 and len(bytes_of(whole[:, :0])) == 0
+    for part in (whole[:, :3], whole.t(), whole[::2]):
+        with pytest.raises(ValueError, match="with gaps"):
+            bytes_of(part)

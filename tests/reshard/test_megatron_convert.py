@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.errors import (
     ForeignFileError,
     LayoutError,
@@ -24,7 +24,9 @@ from megatron_ucp.errors import (
 from megatron_ucp.families import find_family
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.durable import prune
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard import to_torch_dist, windows
 from megatron_ucp.reshard.canonical import read_state
 from megatron_ucp.reshard.convert import convert
 from megatron_ucp.reshard.diff import diff
@@ -42,6 +44,7 @@ from tests.formats.megatron_files import (
     swapped_chunks,
 )
 from tests.reshard import paper, twins
+from tests.reshard.plain import edited
 
 pytestmark = pytest.mark.long  # each writes and syncs several folders
 # one model of four layers; the others are there for their random states (test_megatron_random)
@@ -161,6 +164,20 @@ def test_the_written_folder_is_the_same_from_every_source(tmp_path: Path) -> Non
         convert(source, tmp_path / str(at) / TAG, to="torch_dist")
     one, two = (by_torch(tmp_path / str(at) / TAG) for at in range(2))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_written_folder_is_the_same_on_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of cores."""
+    found: list[dict[str, bytes]] = []
+    for threads in (1, 5):
+        for module in (windows, to_torch_dist):
+            monkeypatch.setattr(module, "THREADS", threads, raising=False)
+        out = tmp_path / str(threads) / TAG
+        convert(GOLDEN / "td_full_tp2dp2", out, to="torch_dist")
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1] and len(found[0]) > 3
 
 
 def test_experts_optimizer_follows_the_mesh(tmp_path: Path) -> None:
@@ -405,3 +422,75 @@ def test_what_a_manifest_says_of_the_mesh_that_wrote_it(said: object) -> None:
     assert one.written_on == (ucp.Mesh(tp=2, dp=2) if str(said)[-1] == "0" else ucp.Mesh())
     many = Manifest("zero1", ucp.Mesh(dp=2, zero=1), (), (), run={"saved_on": said})
     assert many.written_on == many.mesh
+
+
+@pytest.mark.parametrize("good", [0, 2, 3, 4, 5, 6, 7, 8])
+def test_the_clock_of_a_loss_scale(good: int, tmp_path: Path) -> None:
+    """Good steps since DeepSpeed's own scaler last changed its scale, of which three make it grow;
+    no more than Megatron's counter can have."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(2.0**8, 3, 1.0, 1, False)
+    scaler.cur_iter, scaler.last_overflow_iter = 2, 1  # a good step, and a bad one
+    since, scales = 0, [scaler.cur_scale]
+    for _ in range(good):
+        scaler.update_scale(False)
+        scales.append(scaler.cur_scale)
+        since = since + 1 if scales[-1] == scales[-2] else 0
+
+    def change(name: str, tree: dict[str, Any]) -> None:
+        if "optim_states" in name:
+            tree["optimizer_state_dict"]["loss_scaler"] = scaler
+
+    source = paper.write(paper.plain_model({"a": (4, 3)}, "float16"), tmp_path / "a" / "step7")
+    convert(edited(source, change), tmp_path / TAG, to="torch_dist")
+    found = _common(tmp_path / TAG)["optimizer"]["grad_scaler"]
+    assert float(found["scale"]) == scaler.cur_scale and found["growth_tracker"] == min(since, 2)
+
+
+SAID = {"seed": 41, "run_id": "a" * 32, "data": {"epoch": 2}}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A folder for Megatron, of a run with a manifest on another mesh."""
+    model = twins.model("llama")
+    source = paper.write(replace(model, run=model.run | SAID), tmp_path / "a" / "step7")
+    convert(source, tmp_path / "cut" / "tag", target=ucp.Mesh(tp=2, dp=2, zero=1))
+    convert(tmp_path / "cut" / "tag", tmp_path / "one" / TAG, to="torch_dist")
+    return tmp_path / "one" / TAG
+
+
+def test_a_manifest_lies_beside_what_is_written(written: Path) -> None:
+    """As beside every other output: what no file of Megatron's has a place for goes on."""
+    with open_checkpoint(written) as checkpoint:
+        recorded = checkpoint.recorded
+        assert recorded is not None and checkpoint.extras.data_position == SAID["data"]
+        assert checkpoint.manifest.written_on == recorded.written_on
+    assert {key: recorded.run[key] for key in SAID} == SAID
+    assert (recorded.written_on.tp, recorded.written_on.dp) == (2, 2)
+    assert recorded.run["global_steps"] == 7 and recorded.run["moved_latest"] is False
+    assert recorded.run["converted_from"].startswith("tp=2,pp=1,dp=2")
+    assert prune(written.parent, keep=1) == [] and written.is_dir()
+
+
+def test_the_manifest_comes_from_the_source(written: Path, tmp_path: Path) -> None:
+    """Whoever converts it again gets the same bytes; it is read, and goes on."""
+    convert(tmp_path / "cut" / "tag", tmp_path / "two" / TAG, to="torch_dist")
+    outs = (written, tmp_path / "two" / TAG)
+    files = [{path.name: path.read_bytes() for path in out.iterdir()} for out in outs]
+    assert files[0] == files[1] and FILE_NAME in files[0]
+    back = tmp_path / "back" / "tag"
+    convert(written, back, target=ucp.Mesh(dp=2, zero=1))
+    assert ucp.describe(back).run["seed"] == SAID["seed"]
+    for out in (written, back):
+        assert diff(outs[1], out) == [] and verify(out, deep=True).findings == ()
+    (written / "__3_0.distcp").unlink()
+    assert verify(written).findings
+
+
+def test_the_mesh_of_a_model_that_megatron_has_no_arguments_for(tmp_path: Path) -> None:
+    source = paper.write(paper.plain_model({"a": (4, 3), "b": (5,)}), tmp_path / "a" / "step7")
+    convert(source, tmp_path / "cut", target=ucp.Mesh(dp=3, zero=1))
+    convert(tmp_path / "cut", tmp_path / TAG, to="torch_dist")
+    assert ucp.describe(tmp_path / TAG).written_on.dp == 3

@@ -1,7 +1,9 @@
 """Faults that a review found in files and conversions, each as a user meets it."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 import megatron_ucp as ucp
 from megatron_ucp.cli import main
 from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
     DamagedFileError,
     ForeignFileError,
@@ -20,7 +24,10 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.deepspeed.target import Target
-from tests.reshard import paper
+from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
+from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.adapter import scale_of
+from tests.reshard import paper, twins
 from tests.reshard.plain import edited, target
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -176,3 +183,106 @@ def test_paths_that_are_none(tmp_path: Path, source: Path) -> None:
     assert ucp.describe(source.parent) == ucp.describe(source)
     with pytest.raises(NotFoundError):
         ucp.describe(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("to", ["native", "universal", "torch_dist", "hf"])
+def test_copies_of_stages_that_nobody_compares_are_noted(tmp_path: Path, to: str) -> None:
+    """The first stage's is read; `verify --deep` looks at the others."""
+    note = "replicas not compared: embedding.word_embeddings.weight"
+    whole = paper.write(twins.model("gpt"), tmp_path / "whole" / "tag")
+    staged = tmp_path / "staged" / "tag"
+    assert note not in ucp.convert(whole, staged, mesh="pp=2,zero=1").notes
+    for number, source in enumerate((whole, staged)):
+        out = tmp_path / str(number)
+        if to == "hf":
+            found = ucp.export_hf(source, out).notes
+        else:
+            mesh = "dp=1,zero=1" if to == "native" else None
+            found = ucp.convert(source, out, to=to, mesh=mesh).notes
+        assert (note in found) is (source == staged)
+
+
+def _without_base(tree: dict[str, Any]) -> None:
+    del tree["base_optimizer_state"]
+
+
+def _without_masters(tree: dict[str, Any]) -> None:
+    tree["single_partition_of_fp32_groups"].clear()
+
+
+def _without_states(tree: dict[str, Any]) -> None:
+    del tree["optimizer_state_dict"]
+
+
+def _of_another_kind(tree: dict[str, Any]) -> None:
+    tree["base_optimizer_state"] = 5
+
+
+@pytest.mark.parametrize(
+    ("zero", "state", "change"),
+    [
+        (1, "exp_avg", _without_base),
+        (1, "exp_avg", _of_another_kind),
+        (1, MASTER, _without_masters),
+        (3, "exp_avg", _without_states),
+    ],
+)
+def test_the_file_of_one_rank_lacks_what_the_others_have(
+    source: Path, zero: int, state: str, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """Findings, and a named error for whoever reads it first."""
+    out = source.parent.parent / "two" / "step7"
+    ucp.convert(source, out, target=target(2, zero))
+    last = next(out.glob("*zero_pp_rank_1_*optim_states.pt")).name
+    edited(out, lambda name, tree: change(tree["optimizer_state_dict"]) if name == last else None)
+    found = ucp.verify(out, deep=True).findings
+    assert found and all(str(one.file).endswith(last) for one in found)
+    with open_checkpoint(out) as checkpoint:
+        checkpoint.where(Slot(0, (), 0, state))
+        with pytest.raises(DamagedFileError, match=last):
+            checkpoint.where(Slot(0, (), 1, state))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("(?=q)q_proj", "look-around"), ("(x+x+)+y", "too many ways"), ("[", "no regular")],
+)
+def test_a_pattern_of_a_foreign_adapter_that_may_never_end(pattern: str, said: str) -> None:
+    with pytest.raises(DamagedFileError, match=said) as raised:
+        scale_of({"lora_alpha": 8, "alpha_pattern": {pattern: 3}}, "x" * 40, 2, "config")
+    assert repr(pattern)[1:-1] in str(raised.value.found)
+
+
+def test_patterns_of_a_foreign_adapter_match_as_in_peft() -> None:
+    patterns = ("q_proj", "^q_proj", r"layers\.1\..*_proj", ".*", "attn|mlp", "1.q_proj", "^m.*")
+    modules = ("q_proj", "m.layers.1.q_proj", "m.layers.11.q_proj", "m.mlp", "m.xq_proj", "mlp.m")
+    seen = set[bool]()
+    for pattern in patterns:
+        for module in modules:
+            wanted = re.match(rf"(.*\.)?({pattern})$", module) is not None  # peft 0.15
+            config = {"lora_alpha": 8, "alpha_pattern": {pattern: 4}}
+            assert scale_of(config, module, 2, "") == (2 if wanted else 4), (pattern, module)
+            seen.add(wanted)
+    assert seen == {True, False}
+
+
+def test_an_import_checks_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a conversion and an export do, before anything is written."""
+    source = paper.write(twins.model("llama"), tmp_path / "source" / "step7")
+    ucp.export_hf(source, tmp_path / "hf", max_shard_size=4000)
+    seen, bad = list[str](), {path.name for path in (tmp_path / "hf").glob("*-00002-*")}
+
+    def check(own: Any, name: str, *_: Any) -> None:
+        seen.append(name)
+        if name in bad:
+            raise DamagedFileError("planted", file=own.folder / name)
+
+    monkeypatch.setattr(HuggingFaceCheckpoint, "check", check)
+    with pytest.raises(DamagedFileError, match="planted"):
+        ucp.import_hf(tmp_path / "hf", tmp_path / "out", mesh="zero=1")
+    assert not (tmp_path / "out").exists() and len(bad) == 1
+    bad.clear()
+    seen.clear()
+    ucp.import_hf(tmp_path / "hf", tmp_path / "out", mesh="zero=1")
+    files = {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
+    assert {*seen} == files and len(files) > 2

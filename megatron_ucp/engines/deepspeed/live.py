@@ -26,7 +26,7 @@ from megatron_ucp.engines.deepspeed.stage import (
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.engines.settings import built_groups, scalar_state, set_group
-from megatron_ucp.engines.unusable import mark_unusable, mark_usable
+from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_usable
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
@@ -179,6 +179,9 @@ class LiveEngine:
 
     def mark_usable(self) -> None:
         mark_usable(self.engine)
+
+    def require_usable(self) -> None:
+        require_usable(self.engine)
 
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():

@@ -47,7 +47,7 @@ from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.muon import check_momentum
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFile
-from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
+from megatron_ucp.formats.deepspeed.optimizer_formats import element_of, reader_for
 from megatron_ucp.formats.deepspeed.own_values import differs_in, held_by
 from megatron_ucp.formats.deepspeed.paths import (
     expert_optimizer_name,
@@ -474,9 +474,9 @@ class NativeCheckpoint(TagFolder):
         plain = isinstance(reader, PlainFile) and not self.names.optimizer
         if slot.state == VALUE or (slot.state == MASTER and plain):
             return self.weight(param, slot.cut)
-        of_experts = not EXPERTS.isdisjoint(buffer.axes)
-        tree, file = self._optimizer_of_rank(rank, of_experts)
-        ref = reader.element(tree, self.contents.indices[slot.buffer], slot.state)
+        tree, file = self._optimizer_of_rank(rank, not EXPERTS.isdisjoint(buffer.axes))
+        index, path = self.contents.indices[slot.buffer], self.full_path(file)
+        ref = element_of(reader, tree, index, slot.state, path)
         if isinstance(reader, Unpartitioned):
             ref = own_slice(ref, self.manifest.by_name[param].shape, param)
         return ref, file

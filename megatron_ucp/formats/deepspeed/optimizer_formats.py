@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
 from megatron_ucp.formats.deepspeed.muon import is_offloaded
 from megatron_ucp.formats.deepspeed.optimizer_files import OptimizerFile, Zero3File, Zero12File
 from megatron_ucp.formats.deepspeed.plain_values import Tree
 from megatron_ucp.formats.deepspeed.stage_0_files import FusedFlatFile, PlainFile, UnfusedFile
+from megatron_ucp.formats.deepspeed.stage_order import wrong_structure
+from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
 def reader_for(
@@ -35,3 +38,13 @@ def reader_for(
         found=", ".join(map(str, tree))[:200],
         expected="single_partition_of_fp32_groups, fp32_flat_groups, fp32_groups or state",
     )
+
+
+def element_of(
+    reader: OptimizerFile, tree: Tree, index: int, state: str, file: str
+) -> TensorRef | None:
+    """`reader.element`. Raises DamagedFileError for a file that lacks what the first one has."""
+    try:
+        return reader.element(tree, index, state)
+    except WRONG_STRUCTURE as error:
+        raise wrong_structure(error, file) from error

@@ -13,7 +13,7 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
 from megatron_ucp.formats.megatron.arguments import written_arguments
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER, good_steps
 from megatron_ucp.formats.megatron.groups import is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.schedule import OF_WSD, is_schedule
@@ -199,17 +199,15 @@ class CommonFile:
     # ------------------------------------------------ the rest
 
     def _scaler(self, out: Output) -> dict[str, Any]:
-        """The loss scale, where it changes. Megatron counts the good steps since its last
-        change."""
+        """The loss scale, where it changes."""
         found = self.scaler
         if not found.get("dynamic"):
             return {}
-        good = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
         scale = struct.pack("<f", float(found["cur_scale"]))
         allowed = found.get("cur_hysteresis", found.get("delayed_shift", 2))
         return {
             "scale": out.tensor(scale, "float32", (1,)),
-            "growth_tracker": good % int(found.get("scale_window", 1000)),
+            "growth_tracker": good_steps(found, int(found.get("scale_window", 1000))),
             "hysteresis_tracker": int(allowed),
         }
 

@@ -109,6 +109,19 @@ def canonical_scaler(
     }
 
 
+def good_steps(scaler: Mapping[str, Any], interval: int) -> int:
+    """Megatron's `growth_tracker` of a loss scale in its canonical form, for a scale that grows
+    after `interval` good steps: those since it last changed.
+
+    DeepSpeed counts them since the last bad one, and doubles the scale in the first good step after
+    each `scale_window` of them.
+    """
+    good = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1
+    window = int(scaler.get("scale_window", interval))
+    since = good if good <= window else (good - 1) % window
+    return min(max(since, 0), interval - 1)
+
+
 def _number(value: Any, tensors: Tensors) -> float | None:
     if isinstance(value, TensorRef):
         return number_in(tensors(value), "")

@@ -323,6 +323,8 @@ class MegatronFolder:
         out: dict[str, Any] = {**counters}
         if self.arguments:
             out |= {SAVED_ON: str(self.saved_on), ARGUMENTS: _of_model(self.arguments)}
+        elif self.recorded is not None:
+            out[SAVED_ON] = str(self.recorded.written_on)
         return out
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.manifest import ParamSpec
+from megatron_ucp.core.manifest import FileEntry, ParamSpec
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.formats.durable import write_at
+from megatron_ucp.formats.durable import entry_of, write_at
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
@@ -34,6 +34,7 @@ from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.writer import TensorArchive, tensor_archive, write_pt
 
 WEIGHT = "weight"  # what a plan calls the training copy of a parameter
+_DATA = ".distcp"
 ADAM_STATES = (MASTER, "exp_avg", "exp_avg_sq")  # of Adam, which are all that Megatron-LM loads
 _METADATA = {
     "sharded_backend": BACKEND,
@@ -227,6 +228,17 @@ def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:
     write_pt(folder / common.name, common.tree, lambda storage: [_bytes(common, storage.key)])
     (folder / INDEX_FILE).write_bytes(index_bytes(plan))
     (folder / METADATA_FILE).write_text(json.dumps(_METADATA))
+
+
+def entries_of(folder: Path) -> list[FileEntry]:
+    """A manifest's lines about the files, but the index, whose name is none that a manifest may
+    list. Of the large ones the size alone: the index says their places, and each chunk has its
+    CRC-32. Raises OSError."""
+    return [
+        FileEntry(path.name, path.stat().st_size) if path.suffix == _DATA else entry_of(path)
+        for path in sorted(folder.iterdir())
+        if path.name != INDEX_FILE
+    ]
 
 
 def _bytes(output: Output, key: str) -> bytes:

@@ -11,7 +11,7 @@ from megatron_ucp.engines.megatron.engine.inner import RATES
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.megatron.extras import OPERATIONS
+from megatron_ucp.formats.megatron.extras import OPERATIONS, good_steps
 from megatron_ucp.reshard.resume import How
 
 if TYPE_CHECKING:
@@ -186,8 +186,7 @@ def _set_schedule(
 
 
 def _set_scaler(scaler: Any, saved: Mapping[str, Any], notes: list[str]) -> None:
-    """Carries the loss scale from fp16 to fp16; every other target ignores it. megatron-core counts
-    the good steps since the scale last changed, DeepSpeed all steps and the last bad one."""
+    """Carries the loss scale from fp16 to fp16; every other target ignores it."""
     if scaler is None or not saved:
         return
     dynamic = hasattr(scaler, "_growth_tracker")
@@ -200,9 +199,5 @@ def _set_scaler(scaler: Any, saved: Mapping[str, Any], notes: list[str]) -> None
     if not dynamic:
         return  # a constant is the configuration's
     scaler._scale.fill_(saved["cur_scale"])
-    good = int(saved.get("cur_iter", 0)) - int(saved.get("last_overflow_iter", -1)) - 1
-    window = int(saved.get("scale_window", scaler.growth_interval))
-    # DeepSpeed doubles the scale in the first good step after each `window` of them
-    since = good if good <= window else (good - 1) % window
-    scaler._growth_tracker = min(max(since, 0), scaler.growth_interval - 1)
+    scaler._growth_tracker = good_steps(saved, scaler.growth_interval)
     scaler._hysteresis_tracker = int(saved.get("cur_hysteresis", scaler.hysteresis))

@@ -28,7 +28,7 @@ from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
 from megatron_ucp.engines.settings import built_groups, set_group
-from megatron_ucp.engines.unusable import mark_unusable, mark_usable
+from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_usable
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree
@@ -156,6 +156,9 @@ class LiveMegatron:
 
     def mark_usable(self) -> None:
         mark_usable(self.stack.optimizer)
+
+    def require_usable(self) -> None:
+        require_usable(self.stack.optimizer)
 
     def wait_for_gathers(self) -> None:
         """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets

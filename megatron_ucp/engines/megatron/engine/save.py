@@ -51,20 +51,20 @@ from megatron_ucp.engines.saves import (
     run_of,
     where_to,
 )
-from megatron_ucp.engines.unusable import is_unusable
-from megatron_ucp.errors import EngineUnusableError, SaveError, UnsupportedError, UsageError
+from megatron_ucp.engines.unusable import require_usable
+from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.durable import Syncs, aside_of, begin, entry_of, write_at
+from megatron_ucp.formats.durable import Syncs, aside_of, begin, write_at
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
     WEIGHT,
     PlannedChunk,
     TorchDistPlan,
     Wish,
+    entries_of,
     finish_files,
     make_files,
     plan_torch_dist,
@@ -79,7 +79,6 @@ from megatron_ucp.reshard.output_folder import begin_sync
 
 _WINDOW_BYTES = 8 << 20
 _BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the next one is summed
-_DATA = ".distcp"
 
 
 def save(
@@ -161,7 +160,7 @@ def _save(
                 job.finish(aside, arguments, sync)
                 said = {TAG: tag, RUN: run_of(job.stack).id}
                 said |= {PER_RANK: apart.as_value()} if apart else {}
-                whole = _recorded(job.manifest, _entries(aside), how.loader, said)
+                whole = _recorded(job.manifest, entries_of(aside), how.loader, said)
                 job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
                 job.notes += prune(folder, how.keep_latest, job.stack)
                 written_bytes = whole.size_bytes
@@ -182,11 +181,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
     """The engine with the states that its optimizers have now. Collective."""
     with agree.together():
         refuse_strange(_kept(stack), SaveError)
-        if is_unusable(stack.optimizer):
-            raise EngineUnusableError(
-                "a load failed after bytes were written into this engine",
-                fix="load a checkpoint first",
-            )
+        require_usable(stack.optimizer)
     live = describe(stack)
     live.finish_gathers()
     with agree.together() as told:
@@ -359,16 +354,6 @@ def _write(handle: int, elements: torch.Tensor, chunk: PlannedChunk, aside: Path
         write_at(handle, window, chunk.data_offset + done)
         done += len(window)
     write_around(aside, chunk, crc)
-
-
-def _entries(aside: Path) -> list[FileEntry]:
-    """Lines about the files, but the index, whose name is none that a manifest may list. Of the
-    large ones the size alone: the index says their places, and each chunk has its CRC-32."""
-    return [
-        FileEntry(path.name, path.stat().st_size) if path.suffix == _DATA else entry_of(path)
-        for path in sorted(aside.iterdir())
-        if path.name != INDEX_FILE
-    ]
 
 
 def _recorded(
