@@ -22,7 +22,6 @@ from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
-from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.reshard.arguments import (
     check_allow,
     check_switch,
@@ -96,15 +95,12 @@ def import_hf(
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
         _check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
-        manifest, outputs = _files(wanted, config)
-        job = ConversionJob(source, manifest, frozenset(allow), progress)
-        job.prove(outputs)
-        write_tag(job, outputs, folder)
+        job, files = _written(source, wanted, config, folder, frozenset(allow), progress)
         notes = (*source.notes, *replica_notes(source.manifest), *staged)
         proved = checked(source)
     pointer, notes = point_at(folder, NATIVE, latest, 0), (*notes, *_notes(sizes, padded_vocab))
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
-    moved = len(outputs), job.reader.read_bytes, job.done, time.perf_counter() - started
+    moved = files, job.reader.read_bytes, job.done, time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, pointer, notes, proved)
 
 
@@ -116,9 +112,21 @@ def _check_source(source: HuggingFaceCheckpoint, folder: Path, allow: Collection
         source.check(name, allow)
 
 
-def _files(wanted: Wanted, config: Mapping[str, Any] | None) -> tuple[Manifest, list[Output]]:
+def _written(
+    source: HuggingFaceCheckpoint,
+    wanted: Wanted,
+    config: Mapping[str, Any] | None,
+    folder: Path,
+    allow: frozenset[str],
+    progress: Progress | None,
+) -> tuple[ConversionJob, int]:
+    """Writes the files; the job that did, and how many they are."""
     manifest, settings = target_manifest(wanted), _settings(wanted.target, config)
-    return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())
+    outputs = list(NativeWriter(manifest, settings, wanted.layers).outputs())
+    job = ConversionJob(source, manifest, allow, progress)
+    job.prove(outputs)
+    write_tag(job, outputs, folder)
+    return job, len(outputs)
 
 
 def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:

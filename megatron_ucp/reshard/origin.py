@@ -37,7 +37,7 @@ class Origin:
         self.source, self.extras = source, source.extras
         self.manifest = with_model(source.manifest)
         self.config: Mapping[str, Any] = self.extras.config or {}
-        self.notes = replica_notes(self.manifest)
+        self.notes: list[str] = []
         self.apart = Apart()
         self._declared = ruled or says_layouts(self.manifest)
         trained = [spec.dtype for spec in self.manifest.params if spec.kind == "trainable"]
@@ -85,6 +85,7 @@ class Origin:
     def wanted(self, target: Target, config: Mapping[str, Any] | None) -> Wanted:
         """What is asked for: the target with everything that the config of its job says, or else
         the source's. Raises UsageError."""
+        self.notes += replica_notes(self.manifest)
         if config is None and self.extras.config is None and target.dtype is None:
             target = replace(target, dtype=self.dtype)
         target = target.completed(self.config if config is None else config)

@@ -251,7 +251,7 @@ def draw(found: Preview, file: str | Path) -> None:
         raise UsageError("a picture needs matplotlib", fix="pip install matplotlib") from None
     if Path(file).suffix.lower() not in _PICTURES:
         raise UsageError(
-            "there is no picture of this kind",
+            "the picture can't be written: there is none of this kind",
             file=file,
             expected=f"a name that ends in {', '.join(_PICTURES)}",
             found=Path(file).suffix or "no ending",
