@@ -80,7 +80,8 @@ def load(
 
     Raises:
         UcpError: On every rank. Where metadata could show the reason, the engine is unchanged;
-            where it could not, the engine refuses to step and to save until a load succeeds.
+            where it could not, the engine refuses to step, to save and to be exported until a
+            load succeeds.
 
     Example:
         >>> report = ucp.load(engine, "checkpoints")
