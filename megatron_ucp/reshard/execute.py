@@ -25,6 +25,7 @@ from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Where
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.reshard.findings import Progress
 
 STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
@@ -94,9 +95,11 @@ def execute(
     checksums: bool = True,
     over_gaps: int = 1,
     staging: "Staging | None" = None,
+    progress: Progress | None = None,
 ) -> Counts:
     """Fills every wanted slot. `target` gives the flat tensor of a slot (any device, any dtype of
-    the plan). `staging` is kept from one call to the next where there are many.
+    the plan). `staging` is kept from one call to the next where there are many. `progress` is told
+    the bytes after each record.
 
     Rows with gaps between them are read for themselves, as what lies between is for other ranks;
     over short gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
@@ -106,6 +109,7 @@ def execute(
     places = {slot: locate(slot) for slot in plan.sources}
     tensor_of = functools.cache(target)
     ordered = sorted(plan.ops, key=lambda op: _file_order(op, places))
+    total = 0 if progress is None else _size(plan, places)
     for _, ops in itertools.groupby(ordered, key=lambda op: _record_of(op, places)):
         blocks: list[_Block] = []
         for op in ops:
@@ -125,8 +129,17 @@ def execute(
                 blocks += _blocks_of(op.source, op.shape, where, out, most, over_gaps)
         if blocks:
             _read_blocks(blocks, _copy, staging, checksums, counts)
+        if progress is not None:
+            progress(min(counts.read_bytes, total), total)
     fill_padding(plan.fills, target)
     return counts
+
+
+def _size(plan: Plan, places: dict[Slot, Where]) -> int:
+    """Bytes that a plan wants of files."""
+    sides = [(op, op.sources if isinstance(op, Mean) else (op.source,)) for op in plan.ops]
+    sizes = ((op.box.numel, ITEMSIZE[places[side.slot].dtype]) for op, of in sides for side in of)
+    return sum(elems * itemsize for elems, itemsize in sizes)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.manifest import RUN, Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
@@ -214,9 +215,11 @@ class _Job:
         self.engine.mark_unusable()
         if self.how.optimizer:
             self.engine.allocate(self.states)
-        return execute(
-            self.plan, self.source.where, self.engine.tensor, checksums=self.how.checksums
-        )
+        where, checksums = self.source.where, self.how.checksums
+        with say.progress("load") as advance:
+            return execute(
+                self.plan, where, self.engine.tensor, checksums=checksums, progress=advance
+            )
 
     def check_overflows(self, inexact: Sequence[tuple[int, int]]) -> None:
         """Raises InexactError on every rank, before weights become infinite. Collective, where any

@@ -209,3 +209,17 @@ def test_the_memory_of_a_tensor_with_gaps() -> None:
     for part in (whole[:, :3], whole.t(), whole[::2]):
         with pytest.raises(ValueError, match="with gaps"):
             bytes_of(part)
+
+
+def test_progress_counts_the_bytes_that_are_wanted(file: Path, tensor: torch.Tensor) -> None:
+    out, said = torch.zeros(ROWS * 256), list[tuple[int, int]]()
+    plan = plan_of((ROWS, 256), (0, (COLUMNS, 1)), (0, (256, 1)))
+    with PtFile(file) as opened:
+        execute.execute(
+            plan,
+            lambda _: where_of(opened),
+            lambda _: out,
+            progress=lambda done, total: said.append((done, total)),
+        )
+    assert said == [(ROWS * 256 * 4,) * 2]
+    assert torch.equal(out.view(ROWS, 256), tensor[:, :256])
