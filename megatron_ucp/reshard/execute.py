@@ -76,13 +76,10 @@ def fresh(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     out = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     if _MADVISE is not None and out.device.type == "cpu":
-        start, stop = (
-            -(-out.data_ptr() // PAGESIZE) * PAGESIZE,
-            (out.data_ptr() + out.nbytes) // PAGESIZE * PAGESIZE,
-        )
-        if (
-            start < stop
-        ):  # whole pages of its own; a system that does not know the advice refuses it without harm
+        start = -(-out.data_ptr() // PAGESIZE) * PAGESIZE
+        stop = (out.data_ptr() + out.nbytes) // PAGESIZE * PAGESIZE
+        # whole pages of its own; a system that does not know the advice refuses it without harm
+        if start < stop:
             _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), POPULATE)
     return out
 
@@ -109,7 +106,7 @@ def execute(
     places = {slot: locate(slot) for slot in plan.sources}
     tensor_of = functools.cache(target)
     ordered = sorted(plan.ops, key=lambda op: _file_order(op, places))
-    total = 0 if progress is None else _size(plan, places)
+    advance = _advancing(plan, places, progress)
     for _, ops in itertools.groupby(ordered, key=lambda op: _record_of(op, places)):
         blocks: list[_Block] = []
         for op in ops:
@@ -129,17 +126,21 @@ def execute(
                 blocks += _blocks_of(op.source, op.shape, where, out, most, over_gaps)
         if blocks:
             _read_blocks(blocks, _copy, staging, checksums, counts)
-        if progress is not None:
-            progress(min(counts.read_bytes, total), total)
+        advance(counts.read_bytes)
     fill_padding(plan.fills, target)
     return counts
 
 
-def _size(plan: Plan, places: dict[Slot, Where]) -> int:
-    """Bytes that a plan wants of files."""
+def _advancing(
+    plan: Plan, places: dict[Slot, Where], progress: Progress | None
+) -> Callable[[int], None]:
+    """What takes the bytes that were read, and tells `progress` of how many that is."""
+    if progress is None:
+        return lambda _: None
     sides = [(op, op.sources if isinstance(op, Mean) else (op.source,)) for op in plan.ops]
     sizes = ((op.box.numel, ITEMSIZE[places[side.slot].dtype]) for op, of in sides for side in of)
-    return sum(elems * itemsize for elems, itemsize in sizes)
+    total = sum(elems * itemsize for elems, itemsize in sizes)
+    return lambda read_bytes: progress(min(read_bytes, total), total)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
