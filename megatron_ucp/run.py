@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_ucp.cli.output import UNUSABLE
 from megatron_ucp.errors import UsageError
 
 USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
@@ -18,7 +19,6 @@ USAGE = """usage: python -m megatron_ucp.run script.py [its arguments]
 Runs a training script unchanged. Every engine that deepspeed.initialize makes is attached: its
 saves are atomic, and it loads what any mesh saved. The section "universal_checkpoint" of the
 DeepSpeed config may add options; {"enabled": false} there leaves an engine alone."""
-UNUSABLE = 2
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 

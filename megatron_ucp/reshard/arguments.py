@@ -68,6 +68,24 @@ def one_target(mesh: Any, target: Any, **more: Any) -> Target | None:
     return None if given is None else Target.of(given, **more)
 
 
+def needed_target(mesh: Any, target: Any, what: str) -> Target:
+    """As `one_target`, of `what` needs one. Raises UsageError where neither was given."""
+    given = one_target(mesh, target)
+    if given is None:
+        raise no_mesh(what)
+    return given
+
+
+def no_mesh(what: str) -> UsageError:
+    """The error where nobody said a mesh, which `what` is for."""
+    return UsageError(
+        f"{what} for one mesh",
+        expected="a mesh, such as tp=1,dp=4,zero=1",
+        found="none",
+        fix="give --mesh (Python: mesh=)",
+    )
+
+
 def parsed_config(ds_config: Any) -> Mapping[str, Any] | None:
     """A DeepSpeed config that a caller gave, as a mapping or by its file; None for None. Raises
     UsageError."""

@@ -165,9 +165,11 @@ class ConversionJob:
 
 def write_tag(
     job: ConversionJob, outputs: list[Output], folder: Path, apart: Apart | None = None
-) -> None:
-    """The folder, whole or not at all; `apart` are values of single ranks. Raises SaveError,
-    UsageError, DamagedFileError."""
+) -> int:
+    """Proves the plan of all outputs, then writes the folder, whole or not at all; returns how many
+    files there are. `apart` are values of single ranks. Raises SaveError, UsageError,
+    DamagedFileError, and what `prove` raises."""
+    job.prove(outputs)
     apart = apart or Apart()
     with written_aside(folder) as aside:
         for place in {(aside / output.name).parent for output in outputs} - {aside}:
@@ -188,6 +190,7 @@ def write_tag(
         manifest = replace(manifest, run=run)
         require_free(folder)  # a save may have taken the name meanwhile
         durable.commit(aside, to_json(manifest), durable.Syncs())
+    return len(outputs)
 
 
 def signed(manifest: Manifest, source: Checkpoint, files: tuple[FileEntry, ...]) -> Manifest:

@@ -30,6 +30,7 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import (
     check_allow,
     check_switch,
+    no_mesh,
     one_target,
     parsed_config,
     plain_path,
@@ -175,9 +176,7 @@ def _to_tag(
     """Writes the files of DeepSpeed's formats; the job that did, and the number of files."""
     manifest, outputs = outputs_of(origin, wanted, config)
     job = ConversionJob(origin.source, manifest, allow, progress)
-    job.prove(outputs)
-    write_tag(job, outputs, folder, origin.apart)
-    return job, len(outputs)
+    return job, write_tag(job, outputs, folder, origin.apart)
 
 
 def _to_torch_dist(
@@ -309,12 +308,7 @@ def _check_arguments(
             fix="give --to (Python: to=) one of these; export-hf writes a Hugging Face folder",
         )
     if given is None and to == NATIVE:
-        raise UsageError(
-            "native files are for one mesh",
-            expected="a mesh, such as tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh (Python: mesh=)",
-        )
+        raise no_mesh("native files are")
     require_plain(folder)
     check_name(folder, to, latest)
     return given, to

@@ -25,7 +25,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.reshard.arguments import (
     check_allow,
     check_switch,
-    one_target,
+    needed_target,
     parsed_config,
     plain_path,
 )
@@ -124,9 +124,7 @@ def _written(
     manifest, settings = target_manifest(wanted), _settings(wanted.target, config)
     outputs = list(NativeWriter(manifest, settings, wanted.layers).outputs())
     job = ConversionJob(source, manifest, allow, progress)
-    job.prove(outputs)
-    write_tag(job, outputs, folder)
-    return job, len(outputs)
+    return job, write_tag(job, outputs, folder)
 
 
 def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:
@@ -162,14 +160,7 @@ def _checked(
     """The target. Raises UsageError for arguments of an import that can't be."""
     check_allow(allow, NARROW)
     check_switch("latest", latest)
-    given = one_target(mesh, target)
-    if given is None:
-        raise UsageError(
-            "native files are for one mesh",
-            expected="a mesh, such as tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh (Python: mesh=)",
-        )
+    given = needed_target(mesh, target, "native files are")
     require_plain(folder)
     return given.with_zero_of(Mesh())
 

@@ -24,7 +24,7 @@ from megatron_ucp.formats.deepspeed.native_writer import state_file
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.arguments import one_target, parsed_config
+from megatron_ucp.reshard.arguments import needed_target, parsed_config
 from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.placed import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
@@ -101,14 +101,7 @@ def plan(
         >>> [rank.read_bytes for rank in ucp.plan("runs/llama", "dp=3,zero=1").ranks]
         [3543680, 3543552, 3543552]
     """
-    asked = one_target(mesh, target)
-    if asked is None:
-        raise UsageError(
-            "a plan is for one mesh",
-            expected="a mesh, such as tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh (Python: mesh)",
-        )
+    asked = needed_target(mesh, target, "a plan is")
     config = parsed_config(ds_config)
     with open_checkpoint(path, tag, rules) as source:
         origin = Origin(source, rules is not None)
