@@ -46,14 +46,14 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imp
     from megatron_ucp.reshard.convert import convert
     from megatron_ucp.reshard.describe import describe
     from megatron_ucp.reshard.diff import diff
-    from megatron_ucp.reshard.export import export_hf
     from megatron_ucp.reshard.fp32 import fp32_state_dict, fp32_tensors
-    from megatron_ucp.reshard.import_hf import import_hf
+    from megatron_ucp.reshard.hugging_face.export import export_hf
+    from megatron_ucp.reshard.hugging_face.import_hf import import_hf
     from megatron_ucp.reshard.inspect import inspect
     from megatron_ucp.reshard.listing import ls
-    from megatron_ucp.reshard.newest import newest_whole
+    from megatron_ucp.reshard.newest_tag import newest_whole
     from megatron_ucp.reshard.preview import plan
-    from megatron_ucp.reshard.rules import rules
+    from megatron_ucp.reshard.rules.comparison import rules
     from megatron_ucp.reshard.verify import verify
 
 __all__ = [
@@ -108,22 +108,22 @@ _HOMES = {
     "convert": "reshard.convert",
     "describe": "reshard.describe",
     "diff": "reshard.diff",
-    "export_hf": "reshard.export",
+    "export_hf": "reshard.hugging_face.export",
     "fp32_state_dict": "reshard.fp32",
     "fp32_tensors": "reshard.fp32",
-    "import_hf": "reshard.import_hf",
+    "import_hf": "reshard.hugging_face.import_hf",
     "initialize": "engines.attach",
     "inspect": "reshard.inspect",
     "install": "engines.attach",
     "load": "engines.load",
     "ls": "reshard.listing",
-    "newest_whole": "reshard.newest",
+    "newest_whole": "reshard.newest_tag",
     "plan": "reshard.preview",
     "register_family": "families",
     "register_optimizer": "formats.optimizers",
     "report": "engines.reports",
     "ResumableLoader": "engines.loader",
-    "rules": "reshard.rules",
+    "rules": "reshard.rules.comparison",
     "save": "engines.megatron.engine.save",
     "verify": "reshard.verify",
 }

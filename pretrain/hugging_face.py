@@ -6,7 +6,7 @@ from typing import Any
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Sizes
 from megatron_ucp.families.mixtral import MixtralSizes
-from megatron_ucp.reshard.twin import read_twin
+from megatron_ucp.reshard.hugging_face.twin import read_twin
 
 
 def described(folder: Path) -> tuple[dict[str, Any], int]:

@@ -36,10 +36,8 @@ LAYERS = {
     "core": Layer(frozenset({"errors"}), frozenset()),
     "families": Layer(frozenset({"errors", "core"}), frozenset()),
     "formats": Layer(frozenset({"errors", "core"}), frozenset({*TENSORS, "isal"})),
-    # what an engine gives to a load, known to both sides
-    "protocol": Layer(frozenset({"errors", "core", "formats"}), frozenset({"torch"})),
-    "reshard": Layer(frozenset({"errors", "say", "core", "families", "formats", "protocol"})),
-    "engines": Layer(BELOW_ENGINES | {"patches", "protocol"}),
+    "reshard": Layer(frozenset({"errors", "say", "core", "families", "formats"})),
+    "engines": Layer(BELOW_ENGINES | {"patches"}),
     # of the top the version, and the runner of scripts, which is not imported for anything else
     "cli": Layer(BELOW_ENGINES | {"top"}),
     "patches": Layer(frozenset({"errors"})),
@@ -49,7 +47,6 @@ LAYERS = {
     "programs": Layer(BELOW_ENGINES | {"engines", "cli", "top", "patches", "programs"}),
 }
 PROGRAMS = {"pretrain", "examples", "benchmarks"}
-PROTOCOL = (PACKAGE, "engines", "base")
 # Only these may spell a mesh axis; everybody else asks the mesh and the manifest. The last two know
 # what DeepSpeed's files and patterns are called.
 AXES = {"tp", "pp", "vpp", "ep", "etp", "edp", "cp", "sp", "dp"}
@@ -69,8 +66,6 @@ def layer_of(parts: tuple[str, ...]) -> str | None:
         return "patches"
     if parts[0] != PACKAGE:
         return None
-    if parts[:3] == PROTOCOL:
-        return "protocol"
     return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "top"
 
 
@@ -299,11 +294,6 @@ PLANTED = [
     ),
     ("megatron_ucp/errors.py", "from megatron_ucp.core import box", "errors imports core"),
     ("patches/some.py", "from megatron_ucp.engines import live", "patches imports engines"),
-    (
-        "megatron_ucp/engines/base.py",
-        "import megatron_ucp.reshard.resume",
-        "protocol imports reshard",
-    ),
     ("megatron_ucp/reshard/diff.py", 'x = {"tp": 1}', "the axis tp is spelled out"),
     ("megatron_ucp/engines/deepspeed/live.py", 'at.get("pp", 0)', "the axis pp is spelled out"),
     ("megatron_ucp/core/box.py", "print(1)", "print outside the cli"),
@@ -324,7 +314,6 @@ PLANTED = [
     ("tests/core/test_box.py", "x = 1\n" * (MAX_MODULE_LINES + 1), "module has 501 lines"),
 ]
 ALLOWED = [
-    ("megatron_ucp/reshard/resume.py", "from megatron_ucp.engines.base import Engine"),
     ("megatron_ucp/families/gpt.py", 'x = "tp"'),
     (
         "megatron_ucp/core/box.py",

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.export import export_hf
+    from megatron_ucp.reshard.hugging_face.export import export_hf
 
     found = export_hf(
         args.path,

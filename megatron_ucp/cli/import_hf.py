@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Any) -> int:
-    from megatron_ucp.reshard.import_hf import import_hf
+    from megatron_ucp.reshard.hugging_face.import_hf import import_hf
 
     if not args.mesh:
         raise UsageError(

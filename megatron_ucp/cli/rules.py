@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Any) -> int:
     if args.check:
         return _check(args)
-    from megatron_ucp.reshard.rule_draft import draft_rules, write_draft
+    from megatron_ucp.reshard.rules.draft import draft_rules, write_draft
 
     text = draft_rules(args.path, args.tag)
     if args.out:
@@ -34,7 +34,7 @@ def run(args: Any) -> int:
 
 
 def _check(args: Any) -> int:
-    from megatron_ucp.reshard.rules import check_rules
+    from megatron_ucp.reshard.rules.comparison import check_rules
 
     if args.out:
         raise UsageError(

@@ -1,7 +1,7 @@
 """The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. Evidence,
 no authority."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -23,6 +23,7 @@ RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of th
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
 SAVED_ON = "saved_on"  # of a manifest's run: its mesh, where the files don't depend on it
 KINDS = ("trainable", "frozen", "buffer")
+Order = Sequence[Sequence[str]]  # of each group's trainable parameters, as its optimizer has them
 
 
 @dataclass(frozen=True)

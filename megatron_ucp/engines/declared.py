@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.box import Ints, dims_in_memory
+from megatron_ucp.core.experts import number_and_count
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.experts import number_and_count
 
 
 def spec_of(

@@ -9,18 +9,18 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.manifest import RECORDED
-from megatron_ucp.engines.base import Engine
 from megatron_ucp.engines.same_model import config_of
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.export import check_output
-from megatron_ucp.reshard.export_live import export_live
-from megatron_ucp.reshard.exported import Exported
-from megatron_ucp.reshard.model_config import config_for
-from megatron_ucp.reshard.outgoing import Outgoing, beside_weights, training_dtype
-from megatron_ucp.reshard.twin import twin_of
+from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.hugging_face.export import check_output
+from megatron_ucp.reshard.hugging_face.export_live import export_live
+from megatron_ucp.reshard.hugging_face.exported import Exported
+from megatron_ucp.reshard.hugging_face.model_config import config_for
+from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, beside_weights, training_dtype
+from megatron_ucp.reshard.hugging_face.twin import twin_of
 
 
 def export(

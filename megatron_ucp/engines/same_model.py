@@ -13,7 +13,7 @@ from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
-from megatron_ucp.reshard.twin import check_config, other_settings, settings_of
+from megatron_ucp.reshard.hugging_face.twin import check_config, other_settings, settings_of
 
 _HEADS = ("heads", "groups", "head_dim")  # of a family's sizes
 CONFIG = "config"  # of what a manifest records of a model of transformers

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, Order, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
@@ -17,9 +17,6 @@ from megatron_ucp.formats.pt.values import TensorRef
 if TYPE_CHECKING:
     from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 
-Order = Sequence[
-    Sequence[str]
-]  # names of each group's trainable parameters, in its optimizer's order
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
 TWISTER_WORDS = 624  # of the state of a Mersenne Twister, which torch, numpy and Python have

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.core.experts import is_stacked
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed import muon
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
-from megatron_ucp.formats.deepspeed.experts import is_stacked
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
@@ -38,12 +38,10 @@ from megatron_ucp.reshard.arguments import (
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.expert_meshes import notes_of_groups, notes_of_universal
 from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.origin import Origin
 from megatron_ucp.reshard.output_folder import (
     require_outside,
     require_plain,
 )
-from megatron_ucp.reshard.placed import no_layers, with_stages
 from megatron_ucp.reshard.pointing import (
     NATIVE,
     TORCH_DIST,
@@ -51,6 +49,8 @@ from megatron_ucp.reshard.pointing import (
     check_name,
     point_at,
 )
+from megatron_ucp.reshard.source_settings import Origin
+from megatron_ucp.reshard.stage_division import no_layers, with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
 from megatron_ucp.reshard.to_torch_dist import TorchDistJob, written
 from megatron_ucp.reshard.unused import refuse_unused

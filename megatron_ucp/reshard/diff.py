@@ -25,8 +25,8 @@ from megatron_ucp.formats.of_ranks import Apart, apart_in
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
-from megatron_ucp.reshard.canonical import one_parameter, slots_of
-from megatron_ucp.reshard.twin import told_by
+from megatron_ucp.reshard.hugging_face.twin import told_by
+from megatron_ucp.reshard.one_parameter import one_parameter, slots_of
 from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0

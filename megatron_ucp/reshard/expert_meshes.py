@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from megatron_ucp.core.experts import check_files, in_own_file, is_stacked
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import EXPERT_RANK, Coords, Mesh, expert_rank_of
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
 from megatron_ucp.formats.deepspeed.autoep import group_name
-from megatron_ucp.formats.deepspeed.experts import check_files, in_own_file, is_stacked
 
 
 def check_experts(source: Manifest, mesh: Mesh, file: str) -> None:

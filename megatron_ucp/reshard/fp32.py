@@ -12,8 +12,8 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import InexactError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.canonical import read_state
 from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.one_parameter import read_state
 
 
 def fp32_tensors(

@@ -17,7 +17,7 @@ from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.registry import find_checkpoint
 from megatron_ucp.reshard.describe import experts, look, sizes
-from megatron_ucp.reshard.newest import time_of_save
+from megatron_ucp.reshard.newest_tag import time_of_save
 
 # How the program calls what an engine's name says; the others are DeepSpeed's.
 _FORMATS = {

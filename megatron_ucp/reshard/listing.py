@@ -11,7 +11,7 @@ from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files, is_unfi
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.describe import look
 from megatron_ucp.reshard.inspect import date
-from megatron_ucp.reshard.newest import check_whole, time_of_save
+from megatron_ucp.reshard.newest_tag import check_whole, time_of_save
 
 
 @dataclass(frozen=True)

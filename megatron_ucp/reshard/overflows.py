@@ -11,9 +11,9 @@ from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Cast, Copy, Op, Plan, Side
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import InexactError, some_of
 from megatron_ucp.formats.base import Source
+from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 
 _NARROW = "float16"  # the others that train have the range of float32

@@ -25,8 +25,8 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import needed_target, parsed_config
-from megatron_ucp.reshard.origin import Origin
-from megatron_ucp.reshard.placed import with_stages
+from megatron_ucp.reshard.source_settings import Origin
+from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
 from megatron_ucp.reshard.unused import refuse_unused
 

@@ -19,7 +19,6 @@ from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import (
     StateMismatchError,
     UsageError,
@@ -36,6 +35,7 @@ from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_switch
+from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import Counts, check_runs, execute
 from megatron_ucp.reshard.match import (
     ALLOWANCES,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
@@ -21,7 +22,6 @@ from megatron_ucp.errors import (
     UsageError,
 )
 from megatron_ucp.formats.deepspeed.autoep import group_name
-from megatron_ucp.formats.deepspeed.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
 from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
@@ -34,7 +34,7 @@ from megatron_ucp.reshard.expert_meshes import (
     marks_on,
 )
 from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
-from megatron_ucp.reshard.placed import placed
+from megatron_ucp.reshard.stage_division import placed
 
 
 @dataclass(frozen=True)

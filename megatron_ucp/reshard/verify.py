@@ -28,10 +28,16 @@ from megatron_ucp.formats.base import ByteFile, Checkpoint, Record
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint
 from megatron_ucp.formats.rule_file import read_rules
-from megatron_ucp.reshard.canonical import HeldAt, first_slot, one_parameter, read_copy, slots_of
 from megatron_ucp.reshard.each_file import damaged_files
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
+from megatron_ucp.reshard.one_parameter import (
+    HeldAt,
+    first_slot,
+    one_parameter,
+    read_copy,
+    slots_of,
+)
 from megatron_ucp.reshard.windows import pool
 
 _BLOCK_BYTES = 2 * 2**20  # fits a core's cache

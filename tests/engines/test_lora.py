@@ -15,7 +15,7 @@ import megatron_ucp as ucp
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
-from megatron_ucp.reshard.adapter import adapter_of
+from megatron_ucp.reshard.hugging_face.adapter import adapter_of
 from tests.engines.sources import without_manifest
 from tests.engines.test_pairs import check, check_fails
 from tests.ranks import RankPool, RanksFailed

@@ -22,7 +22,7 @@ from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard.canonical import read_state
+from megatron_ucp.reshard.one_parameter import read_state
 
 from .golden.make import CASES, FOLDER
 

@@ -14,8 +14,8 @@ from megatron_ucp.formats.of_ranks import Apart, OwnValues
 from megatron_ucp.formats.pt.pickler import dumps
 from megatron_ucp.formats.pt.strangers import Strangers, refuse_outside
 from megatron_ucp.formats.pt.unpickler import loads
-from megatron_ucp.reshard import origin as origins
-from megatron_ucp.reshard.origin import Origin
+from megatron_ucp.reshard import source_settings as origins
+from megatron_ucp.reshard.source_settings import Origin
 
 INJECTED = "builtins.list\n0cposix\nsystem\n(X\x04\0\0\0trueR0cbuiltins\nlist"
 

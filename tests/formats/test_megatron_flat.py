@@ -18,7 +18,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.canonical import read_state
+from megatron_ucp.reshard.one_parameter import read_state
 from tests.formats.megatron_files import (
     GOLDEN,
     LEGACY,

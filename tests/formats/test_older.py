@@ -14,7 +14,7 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard.canonical import read_state
+from megatron_ucp.reshard.one_parameter import read_state
 from tests.engines.model import Net, Setup, param_groups
 from tests.formats.golden.make_older import FOLDER, ULYSSES, VERSIONS, cases_of, values_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.values import DtypeName, Stand, VersionName, numpy_scalar
-from megatron_ucp.formats.deepspeed.plain_values import loss_scaler, number
+from megatron_ucp.formats.plain_values import loss_scaler, number
 
 TEXT = "static".encode("utf-32-le")
 

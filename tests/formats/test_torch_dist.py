@@ -15,7 +15,7 @@ from megatron_ucp.formats.megatron.index import ArchivePlace, Chunk, StoredTenso
 from megatron_ucp.formats.megatron.names import key_of, layout_of, read_key, second_matrix
 from megatron_ucp.formats.megatron.stored import stored_params
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.canonical import read_state
+from megatron_ucp.reshard.one_parameter import read_state
 from tests.formats.megatron_files import GOLDEN, NAMED, TAG, by_torch, split
 
 Found = dict[tuple[str, str], torch.Tensor]

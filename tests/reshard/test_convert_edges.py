@@ -16,7 +16,7 @@ from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.partition import divide
 from megatron_ucp.formats.deepspeed.target import Target, config_for
-from megatron_ucp.reshard import placed
+from megatron_ucp.reshard import stage_division as placed
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 

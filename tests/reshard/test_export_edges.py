@@ -25,7 +25,7 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.reshard import outgoing as module
+from megatron_ucp.reshard.hugging_face import model_folder as module
 from megatron_ucp.reshard.windows import WindowReader
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES

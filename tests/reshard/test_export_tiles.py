@@ -12,8 +12,8 @@ import megatron_ucp as ucp
 from megatron_ucp.errors import DamagedFileError, InexactError, SaveError
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard import export
 from megatron_ucp.reshard import windows as reshard_windows
+from megatron_ucp.reshard.hugging_face import export
 from tests.formats.test_pt_file import flip
 from tests.reshard import paper, twins
 from tests.reshard.test_export import digests

@@ -27,11 +27,11 @@ from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.durable import prune
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import to_torch_dist, windows
-from megatron_ucp.reshard.canonical import read_state
 from megatron_ucp.reshard.convert import convert
 from megatron_ucp.reshard.diff import diff
-from megatron_ucp.reshard.export import export_hf
-from megatron_ucp.reshard.newest import newest_whole
+from megatron_ucp.reshard.hugging_face.export import export_hf
+from megatron_ucp.reshard.newest_tag import newest_whole
+from megatron_ucp.reshard.one_parameter import read_state
 from megatron_ucp.reshard.verify import verify
 from tests.formats.megatron_files import (
     GOLDEN,

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ucp.core.layout import same_layout
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.rule_draft import draft_rules
-from megatron_ucp.reshard.rules import check_rules
+from megatron_ucp.reshard.rules.comparison import check_rules
+from megatron_ucp.reshard.rules.draft import draft_rules
 from tests.formats.megatron_files import GOLDEN
 
 # what tensor parallelism cuts, by its dim

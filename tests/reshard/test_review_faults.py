@@ -26,7 +26,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.adapter import scale_of
+from megatron_ucp.reshard.hugging_face.adapter import scale_of
 from tests.reshard import paper, twins
 from tests.reshard.plain import edited, target
 

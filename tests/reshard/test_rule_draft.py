@@ -14,9 +14,9 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Replicate, ShardNC
 from megatron_ucp.errors import ModelMismatchError, RuleError, UsageError
 from megatron_ucp.formats.patterns import problem_of
-from megatron_ucp.reshard import rule_draft
-from megatron_ucp.reshard.rule_draft import draft_rules, write_draft
-from megatron_ucp.reshard.rules import check_rules
+from megatron_ucp.reshard.rules import draft as rule_draft
+from megatron_ucp.reshard.rules.comparison import check_rules
+from megatron_ucp.reshard.rules.draft import draft_rules, write_draft
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import PLAIN, Sources, patterns_alone
 from tests.engines.tensor_jobs import VOCAB, Mega

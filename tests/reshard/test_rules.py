@@ -12,7 +12,7 @@ from megatron_ucp.cli import main
 from megatron_ucp.core.layout import Shard
 from megatron_ucp.errors import RuleError, UnsupportedError
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.rules import check_rules
+from megatron_ucp.reshard.rules.comparison import check_rules
 from tests.engines.pipeline_jobs import Staged
 from tests.engines.sources import PLAIN, Sources
 from tests.engines.tensor_jobs import Mega

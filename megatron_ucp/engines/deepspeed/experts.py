@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from megatron_ucp.core.experts import check_files, is_expert
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.autoep import stacks_in
-from megatron_ucp.formats.deepspeed.experts import check_files, is_expert
 
 
 def with_experts(engine: Any, mesh: Mesh) -> Mesh:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_ucp.core.box import dims_in_memory
+from megatron_ucp.core.experts import refuse_slices
 from megatron_ucp.engines.deepspeed.autotp import is_autotp, layouts_of
 from megatron_ucp.engines.deepspeed.experts import autoep_layers, refuse_unplaced
 from megatron_ucp.engines.deepspeed.extra_state import check_states
@@ -14,7 +15,6 @@ from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families import families
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.experts import refuse_slices
 
 
 def _offload(section: str, device: str) -> Callable[[Any], bool]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.experts import in_own_file
 from megatron_ucp.core.manifest import (
     MOVED_LATEST,
     RECORDED,
@@ -56,11 +57,10 @@ from megatron_ucp.errors import RankError, SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
-from megatron_ucp.formats.deepspeed.experts import in_own_file
 from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
-from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
 from megatron_ucp.formats.of_ranks import PerRank
+from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 

@@ -7,6 +7,13 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.experts import (
+    LocalExperts,
+    Spread,
+    counts_of,
+    expert_place,
+    slices_of,
+)
 from megatron_ucp.core.flat import (
     FlatBuffer,
     Member,
@@ -28,16 +35,8 @@ from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, stepper
 from megatron_ucp.engines.settings import group_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.experts import (
-    LocalExperts,
-    Spread,
-    counts_of,
-    expert_place,
-    slices_of,
-)
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.plain_values import GROUP_MARKS
 from megatron_ucp.formats.optimizers import (
     Kept,
     is_element,
@@ -45,6 +44,7 @@ from megatron_ucp.formats.optimizers import (
     kept_by,
     name_in_table,
 )
+from megatron_ucp.formats.plain_values import GROUP_MARKS
 
 
 @dataclass(frozen=True)

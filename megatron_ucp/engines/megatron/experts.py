@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_ucp.core.experts import check_files
 from megatron_ucp.engines.megatron.groups import (
     deepspeed_trains,
     expert_group_name,
     experts_are_apart,
 )
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
-from megatron_ucp.formats.deepspeed.experts import check_files
 
 PATCHES = ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu")
 UNDER_DEEPSPEED = ("expert_clip", "expert_norm_bf16", "expert_norm_unfused")

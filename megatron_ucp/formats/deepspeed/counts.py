@@ -10,7 +10,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.paths import TagFiles, optimizer_name
-from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.plain_values import number
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Chunks, Replicate, same_layout
 from megatron_ucp.core.manifest import Manifest, ParamSpec
@@ -17,7 +18,6 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats.deepspeed import stock_info
-from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.weights import no_extra_state

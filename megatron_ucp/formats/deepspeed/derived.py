@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import number_and_count, of_every_expert
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Place, expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed import frozen
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
-from megatron_ucp.formats.deepspeed.experts import number_and_count, of_every_expert
 from megatron_ucp.formats.deepspeed.flattened import names_at, shape_of
 from megatron_ucp.formats.deepspeed.frozen import unexplained
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents
 from megatron_ucp.formats.deepspeed.paths import at_tp
-from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.deepspeed.steppers import with_rules
+from megatron_ucp.formats.plain_values import number
 
 if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint

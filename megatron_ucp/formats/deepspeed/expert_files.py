@@ -4,11 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from megatron_ucp.core.manifest import Tie
-from megatron_ucp.core.mesh import Mesh
-from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
-from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
-from megatron_ucp.formats.deepspeed.experts import (
+from megatron_ucp.core.experts import (
     LocalExperts,
     counts_of,
     expert_name,
@@ -17,6 +13,10 @@ from megatron_ucp.formats.deepspeed.experts import (
     name_in_module,
     ranks_of,
 )
+from megatron_ucp.core.manifest import Tie
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
+from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
 from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import expert_file_name

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.experts import LocalExperts
+from megatron_ucp.core.manifest import FILE_NAME, Order
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
-from megatron_ucp.formats.base import Order
-from megatron_ucp.formats.deepspeed.experts import LocalExperts
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.muon import as_listed
 from megatron_ucp.formats.prefixes import other_prefix

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import is_stacked
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.states import MASTER
@@ -18,7 +19,6 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
-from megatron_ucp.formats.deepspeed.experts import is_stacked
 
 MUON = "deepspeed.MuonWithAuxAdam"
 MOMENTUM = "momentum_buffer"

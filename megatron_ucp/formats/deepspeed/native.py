@@ -12,9 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_ucp.core.experts import (
+    LocalExperts,
+    Spread,
+    counts_of,
+    etp_of,
+    file_rank,
+    for_experts,
+)
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
-from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest
+from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order
 from megatron_ucp.core.mesh import EXPERTS, Coords, stage_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Stage, check_replicas, join
@@ -25,7 +33,7 @@ from megatron_ucp.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Checkpoint, Extras, Order, Told, Where
+from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autotp import is_uneven
 from megatron_ucp.formats.deepspeed.copies import Copies, copies_of
 from megatron_ucp.formats.deepspeed.counts import count_ranks, is_pipeline
@@ -34,14 +42,6 @@ from megatron_ucp.formats.deepspeed.derived import Derived
 from megatron_ucp.formats.deepspeed.doctor import refuse_mics, refuse_unusable, said_of
 from megatron_ucp.formats.deepspeed.evidence import compare, group_order
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles, WithExperts
-from megatron_ucp.formats.deepspeed.experts import (
-    LocalExperts,
-    Spread,
-    counts_of,
-    etp_of,
-    file_rank,
-    for_experts,
-)
 from megatron_ucp.formats.deepspeed.extras import extras_of, layers_of
 from megatron_ucp.formats.deepspeed.flattened import flattened
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder

@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ucp.core.experts import is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Fragment
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.values import Global, Stand
 from megatron_ucp.formats.deepspeed.autoep import group_name
-from megatron_ucp.formats.deepspeed.experts import is_stacked, stored_tensors
 from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings, Structure
 from megatron_ucp.formats.deepspeed.paths import (
     optimizer_name,

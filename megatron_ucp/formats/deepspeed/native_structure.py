@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import (
+    LocalExperts,
+    counts_of,
+    expert_name,
+    in_own_file,
+)
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.experts import (
-    LocalExperts,
-    counts_of,
-    expert_name,
-    in_own_file,
-)
 from megatron_ucp.formats.of_ranks import Apart
 
 

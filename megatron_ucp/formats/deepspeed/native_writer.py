@@ -10,6 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import (
+    by_layer,
+    expert_place,
+    file_rank,
+    is_stacked,
+    name_in_file,
+    stored_tensors,
+)
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
@@ -19,14 +27,6 @@ from megatron_ucp.core.states import VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.autoep import LAYERS, key_in_file, layers_tree
-from megatron_ucp.formats.deepspeed.experts import (
-    by_layer,
-    expert_place,
-    file_rank,
-    is_stacked,
-    name_in_file,
-    stored_tensors,
-)
 from megatron_ucp.formats.deepspeed.native_optimizer import OptimizerTrees
 from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings
 from megatron_ucp.formats.deepspeed.paths import (

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import Spread, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, States
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
@@ -20,15 +21,10 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.deepspeed import formulas
-from megatron_ucp.formats.deepspeed.experts import Spread, stored_tensors
+from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.muon import uncut_states
-from megatron_ucp.formats.deepspeed.plain_values import (
-    Tensors,
-    Tree,
-    loss_scaler,
-    param_groups,
-)
 from megatron_ucp.formats.optimizers import check_known, is_element
+from megatron_ucp.formats.plain_values import Tensors, loss_scaler, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
 

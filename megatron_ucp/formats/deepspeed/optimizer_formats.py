@@ -5,9 +5,9 @@ from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
+from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.muon import is_offloaded
 from megatron_ucp.formats.deepspeed.optimizer_files import OptimizerFile, Zero3File, Zero12File
-from megatron_ucp.formats.deepspeed.plain_values import Tree
 from megatron_ucp.formats.deepspeed.stage_0_files import FusedFlatFile, PlainFile, UnfusedFile
 from megatron_ucp.formats.deepspeed.stage_order import wrong_structure
 from megatron_ucp.formats.pt.unpickler import TensorRef

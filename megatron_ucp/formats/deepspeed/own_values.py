@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_ucp.core.experts import number_and_count
 from megatron_ucp.core.values import TENSOR, Stand, same
-from megatron_ucp.formats.deepspeed.experts import number_and_count
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
 from megatron_ucp.formats.of_ranks import SCHEDULER, OwnValues, PerRank
 from megatron_ucp.formats.pt.unpickler import TensorRef, with_tensors

@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import in_order
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import ByteFile, Record
-from megatron_ucp.formats.deepspeed.experts import in_order
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile

@@ -7,11 +7,12 @@ from typing import Any
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import Spread, expert_name, is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
-from megatron_ucp.formats.deepspeed import plain_values
-from megatron_ucp.formats.deepspeed.experts import Spread, expert_name, is_stacked, stored_tensors
+from megatron_ucp.formats import plain_values
+from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.optimizer_files import (
     Contents,
     entry_of,
@@ -20,7 +21,7 @@ from megatron_ucp.formats.deepspeed.optimizer_files import (
     members_of,
     split_states,
 )
-from megatron_ucp.formats.deepspeed.plain_values import SCALER, Tensors, Tree, param_groups
+from megatron_ucp.formats.plain_values import SCALER, Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, combinations
 from typing import TYPE_CHECKING, Any
 
+from megatron_ucp.core.manifest import Order
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
-from megatron_ucp.formats.base import Order
 from megatron_ucp.formats.deepspeed.flattened import shape_of
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.stage_0_files import is_empty

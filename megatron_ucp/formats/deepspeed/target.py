@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.dtypes import dtype_name
+from megatron_ucp.core.experts import stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
 from megatron_ucp.formats.deepspeed import formulas
-from megatron_ucp.formats.deepspeed.experts import stored_tensors
 from megatron_ucp.formats.deepspeed.muon import is_offloaded, uncut_states
 
 TRAINING_DTYPES = ("float32", "bfloat16", "float16")

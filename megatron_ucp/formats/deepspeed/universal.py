@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.experts import (
+    counts_of,
+    is_stacked,
+    number_and_count,
+    slices_of,
+)
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
@@ -27,22 +33,16 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
-from megatron_ucp.formats.deepspeed.experts import (
-    counts_of,
-    is_stacked,
-    number_and_count,
-    slices_of,
-)
 from megatron_ucp.formats.deepspeed.extras import from_meta
 from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.plain_values import loss_scaler, number, param_groups
 from megatron_ucp.formats.deepspeed.steppers import with_rules
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
 from megatron_ucp.formats.optimizers import ELEMENT
+from megatron_ucp.formats.plain_values import loss_scaler, number, param_groups
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"

@@ -3,18 +3,19 @@
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron_ucp.core.experts import expert_place, file_rank
 from megatron_ucp.core.flat import Fragment
+from megatron_ucp.core.manifest import Order
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError
-from megatron_ucp.formats.base import ByteFile, Order, Record, Where
+from megatron_ucp.formats.base import ByteFile, Record, Where
 from megatron_ucp.formats.deepspeed.evidence import difference
-from megatron_ucp.formats.deepspeed.experts import expert_place, file_rank
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents
-from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.deepspeed.positions import by_position, check_positions
+from megatron_ucp.formats.plain_values import number
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.rounded import is_rounded
 

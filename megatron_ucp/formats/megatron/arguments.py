@@ -7,8 +7,8 @@ from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import DeviceName, DtypeName, Stand, VersionName
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.deepspeed.plain_values import number
 from megatron_ucp.formats.megatron.kinds import Kind
+from megatron_ucp.formats.plain_values import number
 from megatron_ucp.formats.pt.values import ITEMSIZE
 
 # the arguments that say the sizes of a mesh, by the names of its axes

@@ -11,7 +11,6 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import Stand, alike
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.plain_values import MEGATRON
 from megatron_ucp.formats.megatron.arguments import written_arguments
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER, good_steps
 from megatron_ucp.formats.megatron.groups import is_not_decayed
@@ -19,6 +18,7 @@ from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.schedule import OF_WSD, is_schedule
 from megatron_ucp.formats.megatron.torch_dist import COMMON_FILE
 from megatron_ucp.formats.optimizers import steps_in_group
+from megatron_ucp.formats.plain_values import MEGATRON
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import number_in
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.deepspeed.plain_values import Tensors, number
 from megatron_ucp.formats.megatron.arguments import rate
 from megatron_ucp.formats.megatron.groups import SavedGroup
+from megatron_ucp.formats.plain_values import Tensors, number
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
-from megatron_ucp.formats.deepspeed.plain_values import MEGATRON, Tensors, param_groups
+from megatron_ucp.formats.plain_values import MEGATRON, Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
 

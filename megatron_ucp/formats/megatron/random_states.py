@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import TWISTER_WORDS, Generators, Where
-from megatron_ucp.formats.deepspeed.plain_values import number
+from megatron_ucp.formats.plain_values import number
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 WhereOf = Callable[[TensorRef], Where]  # where the elements of a tensor lie

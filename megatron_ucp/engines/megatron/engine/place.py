@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.experts import Spread, expert_name
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States, alone
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
@@ -29,7 +30,6 @@ from megatron_ucp.engines.megatron.names import bare_model, canonical_names
 from megatron_ucp.engines.settings import decay_of, group_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
-from megatron_ucp.formats.deepspeed.experts import Spread, expert_name
 from megatron_ucp.formats.optimizers import name_in_table, taken_as
 
 MARKS = "megatron"  # of a group: what megatron-core keeps of it beside hyper-parameters

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.families.base import Model
-from megatron_ucp.reshard.exported import Exported
+from megatron_ucp.reshard.hugging_face.exported import Exported
 
 
 @dataclass

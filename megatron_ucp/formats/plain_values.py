@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.values import NumpyInt, Stand
-from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.pt.unpickler import TensorRef, with_tensors
 
 Tensors = Callable[[TensorRef], Stand]  # reads a small tensor of a file
@@ -34,7 +33,7 @@ SCALER = (
 )
 
 
-def param_groups(groups: Sequence[Tree], tensors: Tensors) -> tuple[ParamGroup, ...]:
+def param_groups(groups: Sequence[Mapping[str, Any]], tensors: Tensors) -> tuple[ParamGroup, ...]:
     """Each group's hyper-parameters as they are, apart from what marks the group. Raises
     UnsupportedError for a large tensor among them."""
     out: list[ParamGroup] = []

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_ucp.core.manifest import Order
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, EXPERT_RANK, Coords, Mesh, on_stage
 from megatron_ucp.errors import ModelMismatchError, StateMismatchError, UnsupportedError
-from megatron_ucp.formats.base import Order
 
 # One module per expert: megatron-core's SequentialMLP, DeepSpeed's own layer.
 _EXPERT = re.compile(

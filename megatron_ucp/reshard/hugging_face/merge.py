@@ -28,7 +28,9 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.adapter import (
+from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.hugging_face.adapter import (
     FACTORS,
     Adapter,
     adapter_of,
@@ -36,8 +38,6 @@ from megatron_ucp.reshard.adapter import (
     scale_of,
     tensor_of,
 )
-from megatron_ucp.reshard.diff import weight_of
-from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.windows import WindowReader
 
 # Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's

@@ -14,7 +14,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     CONFIG_FILE,
     read_json,
 )
-from megatron_ucp.reshard.adapter import adapter_of
+from megatron_ucp.reshard.hugging_face.adapter import adapter_of
 
 # A key that the file has where it is of transformers, or of peft: other programs write a
 # config.json, too.

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ucp import say
+from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layout import Partial, Replicate, same_layout
 from megatron_ucp.core.manifest import FILE_NAME, ParamSpec
 from megatron_ucp.core.rules import RuleSet, nearest
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec, renamed
-from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
-from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, Held, Survey, survey
+from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, Held, Survey, survey
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def rules(
         >>> import megatron_ucp as ucp
         >>> print(ucp.rules("runs/llama"))
     """
-    from megatron_ucp.reshard.rule_draft import draft_rules
+    from megatron_ucp.reshard.rules.draft import draft_rules
 
     if check is None:
         return draft_rules(path, tag, progress=progress)

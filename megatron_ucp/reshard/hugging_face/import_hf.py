@@ -32,13 +32,13 @@ from megatron_ucp.reshard.arguments import (
 from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted
 from megatron_ucp.reshard.findings import Progress, checked
+from megatron_ucp.reshard.hugging_face.twin import read_twin
 from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.origin import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.output_folder import require_outside, require_plain
-from megatron_ucp.reshard.placed import with_stages
 from megatron_ucp.reshard.pointing import NATIVE, point_at
+from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
+from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
-from megatron_ucp.reshard.twin import read_twin
 from megatron_ucp.reshard.unused import refuse_unused
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in

@@ -19,8 +19,8 @@ from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import find_tag
-from megatron_ucp.reshard.canonical import HeldAt, read_copy
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.one_parameter import HeldAt, read_copy
 
 _BLOCK_BYTES = 4 * 2**20
 

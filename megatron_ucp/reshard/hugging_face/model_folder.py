@@ -25,8 +25,8 @@ from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.hugging_face.twin import Twin
 from megatron_ucp.reshard.output_folder import require_free
-from megatron_ucp.reshard.twin import Twin
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.

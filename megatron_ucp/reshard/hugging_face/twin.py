@@ -29,9 +29,9 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
     read_json,
 )
 from megatron_ucp.formats.tags import require_folder
-from megatron_ucp.reshard.adapter import Adapter, adapter_of, check_adapter_config
-from megatron_ucp.reshard.model_config import config_at
-from megatron_ucp.reshard.plain_config import check_given
+from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
+from megatron_ucp.reshard.hugging_face.model_config import config_at
+from megatron_ucp.reshard.hugging_face.plain_config import check_given
 
 # Settings of transformers that no tensor's shape shows.
 _COMPUTED = (

@@ -20,15 +20,15 @@ from megatron_ucp.core.plan import Mean, Op, Slot, Windows, make_plan
 from megatron_ucp.core.proof import one_state, prove
 from megatron_ucp.core.shares import weights_manifest
 from megatron_ucp.core.states import VALUE
-from megatron_ucp.engines.base import Engine
 from megatron_ucp.errors import PlanError, SaveError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
-from megatron_ucp.reshard.exported import Exported
+from megatron_ucp.reshard.hugging_face.exported import Exported
+from megatron_ucp.reshard.hugging_face.model_folder import Beside, Outgoing, publish
 from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.outgoing import Beside, Outgoing, publish
 from megatron_ucp.reshard.output_folder import sync_all, written_aside
 from megatron_ucp.reshard.overflows import lost_values, too_large
 from megatron_ucp.reshard.windows import WINDOW_BYTES

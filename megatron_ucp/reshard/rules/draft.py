@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ucp import say
+from megatron_ucp.core.experts import is_expert
 from megatron_ucp.core.layout import (
     Extent,
     Layout,
@@ -21,11 +22,10 @@ from megatron_ucp.core.layout import (
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats.deepspeed import stock_info
-from megatron_ucp.formats.deepspeed.experts import is_expert
 from megatron_ucp.formats.durable import Syncs, replace_text
 from megatron_ucp.formats.rule_file import FORMAT, UNKNOWN
 from megatron_ucp.reshard.findings import Progress
-from megatron_ucp.reshard.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
+from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, ONE, Held, Survey, survey
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,11 @@ from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import check_allow, plain_path
 from megatron_ucp.reshard.diff import Difference, weight_differences
 from megatron_ucp.reshard.execute import TORCH_DTYPES, bytes_of
-from megatron_ucp.reshard.exported import Exported
 from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.merge import Merge, open_merge
-from megatron_ucp.reshard.model_config import config_for, family_of
-from megatron_ucp.reshard.outgoing import (
+from megatron_ucp.reshard.hugging_face.exported import Exported
+from megatron_ucp.reshard.hugging_face.merge import Merge, open_merge
+from megatron_ucp.reshard.hugging_face.model_config import config_for, family_of
+from megatron_ucp.reshard.hugging_face.model_folder import (
     WEIGHT_DTYPES,
     Beside,
     Outgoing,
@@ -51,6 +50,8 @@ from megatron_ucp.reshard.outgoing import (
     refuse_foreign,
     training_dtype,
 )
+from megatron_ucp.reshard.hugging_face.twin import needs_family, pipe_names, twin_of
+from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.output_folder import (
     FileRun,
     begin_sync,
@@ -61,7 +62,6 @@ from megatron_ucp.reshard.output_folder import (
     written_aside,
 )
 from megatron_ucp.reshard.overflows import Overflows
-from megatron_ucp.reshard.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.windows import (
     THREADS,
     WIDE_WINDOW_BYTES,
