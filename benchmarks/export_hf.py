@@ -60,7 +60,7 @@ def supply(folder: Path, size_bytes: int) -> None:
 def child(what: str, source: str, output: str, size_bytes: str) -> None:
     """One measurement, of an export that writes so many bytes; prints its seconds."""
     import megatron_ucp as ucp
-    from megatron_ucp.reshard import export  # imports apart
+    from megatron_ucp.reshard.hugging_face import export  # imports apart
 
     del export
     call: Callable[[], object] = partial(ucp.export_hf, source, output, dtype=what)

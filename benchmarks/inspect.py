@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.machine import description
 from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Layout, Replicate, Shard
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
@@ -94,7 +95,7 @@ def write_manifest(folder: Path) -> None:
             buffers.append(buffer(chosen, stage, group))
     sizes = enumerate(names)
     manifest = Manifest(
-        "zero12",
+        Keeper.ZERO_1_OR_2,
         PAPER,
         tuple(specs),
         tuple(buffers),

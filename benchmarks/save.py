@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.machine import description
 from benchmarks.model import TINY
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
@@ -136,7 +137,7 @@ def manifest() -> Manifest:
             specs += experts
             buffers.append(_buffer(experts, PAPER.dp // PAPER.ep, (("pp", stage), ("ep", place))))
     return Manifest(
-        "zero12",
+        Keeper.ZERO_1_OR_2,
         PAPER,
         tuple(specs),
         tuple(buffers),

@@ -37,7 +37,7 @@ def _tree(found: Any) -> dict[str, Any]:
     manifest = found.manifest
     return {
         "path": found.path,
-        "engine": manifest.engine,
+        "engine": manifest.keeper,
         "family": manifest.family,
         "mesh": manifest.written_on,
         "run": manifest.run,

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
 from megatron_ucp.errors import LayoutError, UsageError
@@ -108,10 +109,10 @@ class ParamGroup:
 class Manifest:
     """Everything that a checkpoint holds, without its bytes.
 
-    `engine` says how its states lie in files or in memory; `names` are those of a pipeline's
+    `keeper` says how its states lie in files or in memory; `names` are those of a pipeline's
     parameters, with their canonical ones; `run` is what identifies the save (steps, versions)."""
 
-    engine: str
+    keeper: Keeper
     mesh: Mesh
     params: tuple[ParamSpec, ...]
     buffers: tuple[FlatBuffer, ...]
@@ -125,7 +126,7 @@ class Manifest:
 
     def __repr__(self) -> str:
         return (
-            f"Manifest({self.engine}, {self.mesh}, {self.family or 'no family'}, "
+            f"Manifest({self.keeper}, {self.mesh}, {self.family or 'no family'}, "
             f"{len(self.params)} parameters and buffers, {len(self.groups)} groups, "
             f"{len(self.files)} files)"
         )

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Extent, layout_from_json, layout_to_json
 from megatron_ucp.core.manifest import KINDS, FileEntry, Manifest, ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
@@ -29,7 +30,7 @@ def to_json(manifest: Manifest) -> str:
     data: dict[str, Any] = {
         "format": "megatron_ucp",
         "version": FORMAT_VERSION,
-        "engine": manifest.engine,
+        "engine": manifest.keeper,
         "mesh": asdict(manifest.mesh),
         "params": [_param_to_json(spec) for spec in manifest.params],
         "buffers": [_buffer_to_json(buffer) for buffer in manifest.buffers],
@@ -143,7 +144,7 @@ def _build(data: dict[str, Any]) -> Manifest:
         if not isinstance(data.setdefault(key, {}) if key == "names" else data[key], kind):
             raise ValueError(f"{key} is a {type(data[key]).__name__}")
     return Manifest(
-        data["engine"],
+        Keeper(data["engine"]),
         _mesh(data["mesh"]),
         tuple(_param(*entry) for entry in data["params"]),
         tuple(_buffer(entry) for entry in data["buffers"]),

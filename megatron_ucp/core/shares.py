@@ -8,12 +8,11 @@ from typing import Self
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import CHUNK, Chunks, Layout, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.states import VALUE
-
-WEIGHTS = "weights"  # the engine of a manifest that holds weights alone, each tensor for itself
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ def weights_manifest(
         specs.setdefault(share.param, replace(share.held(spec), dtype=dtype))
         size = math.prod(share.stored_shape(spec))
         buffers.append(alone(share.param, size, ((VALUE, dtype),), axes=(), chunk=share.chunk))
-    return Manifest(WEIGHTS, Mesh(), tuple(specs.values()), tuple(buffers), family=family)
+    return Manifest(Keeper.WEIGHTS, Mesh(), tuple(specs.values()), tuple(buffers), family=family)
 
 
 def state_in(source: Manifest, state: str) -> str:
     """The name of a state in a source, for weights: one that holds nothing else has no masters."""
-    return VALUE if source.engine == WEIGHTS else state
+    return VALUE if source.keeper == Keeper.WEIGHTS else state

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import RECORDED
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.errors import ModelMismatchError
 from megatron_ucp.families.architecture import architecture_of
 from megatron_ucp.families.arguments import with_model
@@ -23,7 +23,7 @@ _OF_THE_RUN = ("positions",)  # the longest sequence may change from one run to 
 def check_model(source: Checkpoint, model: Model, module: Any) -> None:
     """Raises ModelMismatchError for a Hugging Face folder of a model that computes something else,
     and for other attention heads than those of the run that saved a checkpoint."""
-    if source.manifest.engine == WEIGHTS:
+    if source.manifest.keeper == Keeper.WEIGHTS:
         check_config(source.folder, model, architecture_of(module))
     own = asdict(model.sizes)
     for name, saved in _recorded(source, "sizes").items():
@@ -61,7 +61,7 @@ def recorded_settings(module: Any) -> dict[str, Any]:
 
 
 def _other_settings(source: Checkpoint, module: Any) -> list[str]:
-    if source.manifest.engine != WEIGHTS:
+    if source.manifest.keeper != Keeper.WEIGHTS:
         return other_settings(_recorded(source, CONFIG), config_of(module), "the checkpoint")
     path = source.folder / CONFIG_FILE
     said = settings_of(read_json(path)) if path.is_file() else {}

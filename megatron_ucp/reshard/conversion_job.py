@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ucp.core.flat import alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import (
     CONVERTED_FROM,
     MOVED_LATEST,
@@ -87,7 +88,7 @@ class ConversionJob:
         size = math.prod(self.manifest.local_shape(name))
         axes = self.manifest.first_holder(name)[0].axes
         buffer = alone(name, size, ((MASTER, spec.dtype),), axes=axes)
-        return Manifest("weight", replace(mesh, zero=0), (spec,), (buffer,))
+        return Manifest(Keeper.PAPER, replace(mesh, zero=0), (spec,), (buffer,))
 
     def _storage(self, output: Output, key: str) -> tuple[int, str]:
         """Elements and dtype of a storage."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.experts import is_stacked
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import UnsupportedError, UsageError
@@ -207,8 +208,8 @@ def _native(
     origin: Origin, wanted: Wanted, config: Mapping[str, Any] | None
 ) -> tuple[Manifest, list[Output]]:
     """The manifest and the files that DeepSpeed would have written on the target's mesh."""
-    engine = wanted.target.engine(wanted.dtype)
-    if engine == "zero0" and _stacked(wanted.source):
+    keeper = wanted.target.keeper(wanted.dtype)
+    if keeper == Keeper.ZERO_0 and _stacked(wanted.source):
         raise _no_writer(wanted, "files of stage 0", "convert to ZeRO 1, 2 or 3")
     if wanted.target.mesh.zero > 1 and _stacked(wanted.source, "frozen"):
         raise _no_writer(wanted, "frozen parameters at ZeRO 2 and 3", "convert to ZeRO-1")
@@ -219,7 +220,7 @@ def _native(
     origin.notes += muon.other_steps(wanted.source, manifest)
     listed = wanted.target.groups is not None
     origin.notes += notes_of_groups(wanted.source, manifest.mesh, listed)
-    if engine == "zero3" and muon.is_used(manifest):
+    if keeper == Keeper.ZERO_3 and muon.is_used(manifest):
         origin.notes.append(_AT_INIT)
     manifest = _versioned(manifest, settings)
     return manifest, list(NativeWriter(manifest, settings, wanted.layers).outputs())

@@ -5,9 +5,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.mesh import EXPERT_RANK
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -91,8 +91,9 @@ def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
     ("weights": the training copy)."""
     dtypes: dict[str, set[str]] = {}
     sizes: dict[str, int] = {}
+    has_one_copy = manifest.keeper in (Keeper.UNIVERSAL, Keeper.WEIGHTS)
     for spec in manifest.params:
-        copies = [] if manifest.engine in ("universal", WEIGHTS) else [("weights", spec.dtype)]
+        copies = [] if has_one_copy else [("weights", spec.dtype)]
         for state, dtype in (*copies, *manifest.states_of(spec.name).items()):
             dtypes.setdefault(state, set()).add(dtype)
             size = math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from megatron_ucp import say
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, same, shown
 from megatron_ucp.formats.base import Checkpoint
@@ -78,7 +78,7 @@ def diff(
     """
     with ExitStack() as opened:
         one, two = _opened(a, b, rules, rules_b or rules, opened)
-        if WEIGHTS in (one.manifest.engine, two.manifest.engine):
+        if Keeper.WEIGHTS in (one.manifest.keeper, two.manifest.keeper):
             return weight_differences(one, two, progress)
         return _differences(one, two, _run(one, two), _parameter, progress)
 
@@ -216,10 +216,10 @@ def _weights(
         yield Difference(name, "shape", str(a.shape), str(b.shape))
         return
     sides = [weight_of(checkpoint.manifest, name) for checkpoint in (one, two)]
-    if one.manifest.engine == two.manifest.engine and sides[0] != sides[1]:
+    if one.manifest.keeper == two.manifest.keeper and sides[0] != sides[1]:
         yield Difference(name, "dtype", *(f"torch.{dtype}" for _, dtype in sides))
         return
-    alone = two.manifest if two.manifest.engine == WEIGHTS else one.manifest
+    alone = two.manifest if two.manifest.keeper == Keeper.WEIGHTS else one.manifest
     target = one_parameter(alone, name, {VALUE: alone.states_of(name)[VALUE]})
     first, second = ({VALUE: state} for state, _ in sides)
     job.compare(name, target, (first, second), frozenset({"narrow"}))

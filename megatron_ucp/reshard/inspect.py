@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamSpec
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
@@ -21,12 +21,12 @@ from megatron_ucp.reshard.newest_tag import time_of_save
 
 # How the program calls what an engine's name says; the others are DeepSpeed's.
 _FORMATS = {
-    "universal": "DeepSpeed's universal folder",
-    "torch_dist": "Megatron-LM's torch_dist",
-    "torch": "Megatron-LM's legacy torch format",
-    WEIGHTS: "a Hugging Face folder, weights alone",
+    Keeper.UNIVERSAL: "DeepSpeed's universal folder",
+    Keeper.TORCH_DIST: "Megatron-LM's torch_dist",
+    Keeper.LEGACY: "Megatron-LM's legacy torch format",
+    Keeper.WEIGHTS: "a Hugging Face folder, weights alone",
 }
-_OF_MEGATRON = ("torch_dist", "torch")
+_OF_MEGATRON = (Keeper.TORCH_DIST, Keeper.LEGACY)
 _STATES = {MASTER: "master weights", VALUE: "values"}
 _WIDTH, _INDENT = 100, 13  # of lines with settings
 _KNOWN = ("global_steps", "skipped_steps", "saved_at", "ds_version", "moved_latest", NOT_SAVED)
@@ -92,11 +92,12 @@ class Inspected:
         yield "model", _model(manifest, self.elems, self._model_type)
         skipped = run.get("skipped_steps") or 0
         more = f" ({skipped:,} skipped)" if skipped else ""
-        yield "step", "" if manifest.engine == WEIGHTS else f"{run.get('global_steps', 0):,}{more}"
+        is_weights = manifest.keeper == Keeper.WEIGHTS
+        yield "step", "" if is_weights else f"{run.get('global_steps', 0):,}{more}"
         mesh = manifest.written_on
-        ranks, is_weights = mesh.world, manifest.engine == WEIGHTS
+        ranks = mesh.world
         layout = str(mesh)
-        if manifest.engine in _OF_MEGATRON:  # whose optimizer knows no stages
+        if manifest.keeper in _OF_MEGATRON:  # whose optimizer knows no stages
             layout = layout.removesuffix(",zero=0")
         yield "mesh", "" if is_weights else f"{layout} ({ranks:,} rank{'s' if ranks != 1 else ''})"
         yield "optimizer", _optimizer(manifest)
@@ -154,7 +155,7 @@ def _format(manifest: Manifest) -> str:
     version = manifest.run.get("ds_version")
     program = f"DeepSpeed {version}" if version else "DeepSpeed"
     usual = f"{program}, ZeRO stage {manifest.mesh.zero}"
-    return _FORMATS.get(manifest.engine, usual)
+    return _FORMATS.get(manifest.keeper, usual)
 
 
 def _model(manifest: Manifest, elems: int, model_type: str) -> str:
@@ -174,7 +175,7 @@ def _vocabulary(manifest: Manifest) -> str:
 
 
 def _optimizer(manifest: Manifest) -> str:
-    if manifest.engine == WEIGHTS:
+    if manifest.keeper == Keeper.WEIGHTS:
         return ""
     names = dict.fromkeys(filter(None, (group.optimizer for group in manifest.groups)))
     groups = f"{len(manifest.groups)} parameter group{'s' if len(manifest.groups) != 1 else ''}"
@@ -182,7 +183,7 @@ def _optimizer(manifest: Manifest) -> str:
 
 
 def _saved(manifest: Manifest, folder: Path) -> str:
-    if manifest.engine == WEIGHTS:
+    if manifest.keeper == Keeper.WEIGHTS:
         return ""
     by = "with a manifest (an attached engine, or convert)"
     without = "without a manifest (plain DeepSpeed or Megatron-LM)"

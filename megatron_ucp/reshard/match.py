@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import replicas
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, shown
@@ -16,7 +16,6 @@ from megatron_ucp.formats.optimizers import keeps_states, rule_of, rule_untold
 from megatron_ucp.formats.prefixes import other_prefix
 from megatron_ucp.formats.schedules import regrouped
 
-NO_OPTIMIZER = "none"  # the engine of a manifest without an optimizer
 ALLOWANCES = {
     "narrow": "values may be rounded to a narrower dtype",
     "mean": "copies of a Partial parameter may be averaged",
@@ -74,7 +73,7 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     for spec in target.params:
         have = source.by_name.get(spec.name)
         if have is not None:
-            if source.engine in (NO_OPTIMIZER, WEIGHTS) and have.kind == "frozen":
+            if source.keeper in (Keeper.NOBODY, Keeper.WEIGHTS) and have.kind == "frozen":
                 have = replace(have, kind=spec.kind)  # nobody says what was trained
             _match_one(have, spec, fit, allow, target.mesh.tp, file)
         elif spec.kind != "trainable" and "missing" in allow:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ucp.core.flat import alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, Mesh
@@ -30,7 +31,7 @@ def one_parameter(
         axis, layout = spec.layout.axis, spec.layout
         mesh, axes = replace(mesh, **{axis: source.mesh.size(axis)}), (axis,)
     buffer = alone(name, math.prod(spec.shape), tuple(states.items()), axes=axes)
-    return Manifest("canonical", mesh, (replace(spec, layout=layout, order=None),), (buffer,))
+    return Manifest(Keeper.PAPER, mesh, (replace(spec, layout=layout, order=None),), (buffer,))
 
 
 def slots_of(target: Manifest, state: str) -> list[Slot]:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.box import span
 from megatron_ucp.core.flat import FlatBuffer, States, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coord, Mesh
 from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows
@@ -151,7 +152,7 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
         for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
     ]
     groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
-    return Manifest("zero0", Mesh(), params, tuple(buffers), groups, family=model.family.name)
+    return Manifest(Keeper.ZERO_0, Mesh(), params, tuple(buffers), groups, family=model.family.name)
 
 
 def of_manifests(

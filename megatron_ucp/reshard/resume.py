@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import RUN, Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import prove
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
     StateMismatchError,
@@ -291,7 +291,7 @@ def _fit(
     trainable = {spec.name for spec in bare.params if spec.kind == "trainable"} - fit.fresh
     if has_masters(source, trainable):
         return fit
-    if optimizer and source.engine != WEIGHTS:
+    if optimizer and source.keeper != Keeper.WEIGHTS:
         raise StateMismatchError(
             "the checkpoint holds no optimizer",
             file=file,

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Mesh
@@ -98,7 +99,7 @@ class Origin:
         """Whether the order of the groups is that of `round_robin_gradients`."""
         settings = self.config.get("zero_optimization")
         return (
-            self.manifest.engine == "zero12"
+            self.manifest.keeper == Keeper.ZERO_1_OR_2
             and isinstance(settings, dict)
             and bool(settings.get("round_robin_gradients"))
         )

@@ -9,11 +9,11 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh, stage_of
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.stages import Stage, join
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -108,7 +108,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     joined = join(stages)
     layers = wanted.layers if mesh.pp > 1 else None
     return Manifest(
-        wanted.target.engine(wanted.dtype),
+        wanted.target.keeper(wanted.dtype),
         mesh,
         joined.params,
         joined.buffers,
@@ -212,17 +212,17 @@ def _stage(
     """What one place of the target holds. `local` are the elements of each parameter that a rank
     has."""
     target, dtype, params = wanted.target, wanted.dtype, wanted.params
-    engine, spread = target.engine(dtype), Spread.on(target.mesh)
+    keeper, spread = target.keeper(dtype), Spread.on(target.mesh)
     here = [replace(one, names=tuple(n for n in one.names if n in held)) for one in groups]
     here = [one for one in here if one.names]
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(here):
         _check_stacks(one.names, params, target.mesh, wanted.file)
-        on_rank = _on_rank(wanted, number, one, local, engine)
-        buffers += target.buffers(on_rank, engine, dtype)
+        on_rank = _on_rank(wanted, number, one, local, keeper)
+        buffers += target.buffers(on_rank, keeper, dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
         one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)
-    frozen_parts = target.mesh.partitions if engine == "zero3" else None
+    frozen_parts = target.mesh.partitions if keeper == Keeper.ZERO_3 else None
     values = [
         _value(
             spec, local[name], frozen_parts if spec.kind == "frozen" else None, spread.axes(name)
@@ -264,7 +264,7 @@ def universal_manifest(wanted: Wanted) -> Manifest:
     groups, specs = wanted.named_groups(), wanted.params
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(groups):
-        states = _states(wanted, one, "universal")
+        states = _states(wanted, one, Keeper.UNIVERSAL)
         for name in one.names:
             size = math.prod(specs[name].shape)
             scalars = source.scalars_of(name)
@@ -274,7 +274,7 @@ def universal_manifest(wanted: Wanted) -> Manifest:
             size = math.prod(spec.shape)
             buffers.append(alone(spec.name, size, ((VALUE, spec.dtype),), axes=()))
     return Manifest(
-        "universal",
+        Keeper.UNIVERSAL,
         Mesh(),
         tuple(specs.values()),
         tuple(buffers),
@@ -285,7 +285,7 @@ def universal_manifest(wanted: Wanted) -> Manifest:
     )
 
 
-def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
+def _states(wanted: Wanted, group: NamedGroup, keeper: Keeper) -> States:
     """Masters and element-wise states of a group, which the target's `optimizer` has to keep if it
     is another one. At stage 0 in float32 the weights are the masters, whatever the source's are."""
     source, file, first = wanted.source, wanted.file, group.names[0]
@@ -307,12 +307,12 @@ def _states(wanted: Wanted, group: NamedGroup, engine: str) -> States:
     elif wanted.target.optimizer:
         kept = kept_by(wanted.target.optimizer, group.group.settings)
         require_equal((*kept.element, *kept.scalar), states, first, file)
-    plain = (engine, wanted.dtype) == ("zero0", "float32")
+    plain = (keeper, wanted.dtype) == (Keeper.ZERO_0, "float32")
     return with_states(found, wanted.dtype if plain else str(masters.pop()))
 
 
 def _on_rank(
-    wanted: Wanted, number: int, one: NamedGroup, local: Mapping[str, int], engine: str
+    wanted: Wanted, number: int, one: NamedGroup, local: Mapping[str, int], keeper: Keeper
 ) -> GroupOnRank:
     """A group of a place, as its ranks have it."""
     spread, first = Spread.on(wanted.target.mesh), one.names[0]
@@ -320,7 +320,7 @@ def _on_rank(
         number,
         one.group.optimizer,
         [(name, local[name]) for name in one.names],
-        _states(wanted, one, engine),
+        _states(wanted, one, keeper),
         wanted.source.scalars_of,
         spread.partitions(first),
         spread.axes(first),
@@ -381,10 +381,10 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
             file=file,
             expected="parameter groups",
             found="weights alone"
-            if source.engine == WEIGHTS
+            if source.keeper == Keeper.WEIGHTS
             else "none; or states by position, as stage 0 keeps them",
             fix="an engine loads this folder as it is; import-hf writes native files of it"
-            if source.engine == WEIGHTS
+            if source.keeper == Keeper.WEIGHTS
             else "convert a checkpoint that was saved with its optimizer; files of stage 0 without "
             "a manifest: load them into an engine, which knows the order of its groups, and save",
             id="no-optimizer",

@@ -11,12 +11,12 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import TENSOR
 from megatron_ucp.errors import SaveError, StateMismatchError, UnsupportedError, some_of
@@ -25,7 +25,6 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, CLIENT_KEYS
-from megatron_ucp.formats.megatron.torch_dist import BACKEND
 from megatron_ucp.formats.megatron.writer import (
     ADAM_STATES,
     WEIGHT,
@@ -139,7 +138,7 @@ def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
             buffers.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
     listed = tuple(params.values())
     return Manifest(
-        BACKEND,
+        Keeper.TORCH_DIST,
         Mesh(),
         listed,
         tuple(buffers),
@@ -156,7 +155,7 @@ def _weights(params: Mapping[str, ParamSpec]) -> Manifest:
     for spec in params.values():
         states = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
         buffers.append(alone(spec.name, math.prod(spec.shape), states, axes=(), chunk=0))
-    return Manifest(WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
+    return Manifest(Keeper.WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
 
 
 def _chunked(spec: ParamSpec) -> ParamSpec:

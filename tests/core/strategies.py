@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Layout, Partial, Replicate, Shard, ShardHy, ShardNC, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Mesh
@@ -188,7 +189,7 @@ def manifests(draw: st.DrawFn, model: Model, dtype: str = "float32") -> Manifest
                 found = draw(flat_buffers(stored, mesh, group, dtype, at is not None))
                 buffers += [replace(buffer, at=on_rank(place, at)) for buffer in found]
     return Manifest(
-        "zero",
+        Keeper.PAPER,
         mesh,
         tuple(specs),
         tuple(buffers),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core.box import Box, whole
 from megatron_ucp.core.flat import FlatBuffer, Member, aligned_starts, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import (
     CHUNK,
     Chunks,
@@ -87,7 +88,7 @@ def in_chunks(spec: ParamSpec, partitions: int, rule: str, apart: bool) -> Manif
         buffers = tuple(
             alone(spec.name, size, STATES, 0, axes=(), chunk=i) for i, size in enumerate(sizes)
         )
-        return Manifest("other", Mesh(), (spec,), buffers, (ParamGroup({}),))
+        return Manifest(Keeper.PAPER, Mesh(), (spec,), buffers, (ParamGroup({}),))
     widths = sizes if rule == "whole" else [-(-size // partitions) for size in sizes]
     starts, used = aligned_starts(widths)
     members = tuple(
@@ -96,7 +97,7 @@ def in_chunks(spec: ParamSpec, partitions: int, rule: str, apart: bool) -> Manif
     )
     length = -(-used // partitions) * partitions if rule == "whole" else used
     buffer = FlatBuffer(members, length, partitions, rule, STATES, axes=())
-    return Manifest("other", Mesh(dp=partitions), (spec,), (buffer,), (ParamGroup({}),))
+    return Manifest(Keeper.PAPER, Mesh(dp=partitions), (spec,), (buffer,), (ParamGroup({}),))
 
 
 def held(manifest: Manifest) -> dict[Slot, np.ndarray]:
@@ -130,7 +131,7 @@ def journeys(draw: st.DrawFn) -> tuple[Manifest, Manifest, Manifest]:
         made.append(in_chunks(spec, draw(st.integers(1, 4)), rule, apart))
     spec = ParamSpec("w", shape, "float32", layout=Shard("tp", dim))
     evenly = alone("w", int(np.prod(shape)) // 2, STATES, 0)
-    middle = Manifest("zero0", Mesh(tp=2), (spec,), (evenly,), (ParamGroup({}),))
+    middle = Manifest(Keeper.ZERO_0, Mesh(tp=2), (spec,), (evenly,), (ParamGroup({}),))
     return made[0], middle, made[1]
 
 
@@ -159,14 +160,14 @@ SPEC = ParamSpec("w", (6, 3), "float32", layout=THIRDS)
 
 def target() -> Manifest:
     spec = replace(SPEC, layout=Shard("tp", 0))
-    return Manifest("t", Mesh(), (spec,), (alone("w", 18, STATES, 0),), (ParamGroup({}),))
+    return Manifest(Keeper.PAPER, Mesh(), (spec,), (alone("w", 18, STATES, 0),), (ParamGroup({}),))
 
 
 def planned(layout: Layout, chunks: tuple[int, ...]) -> None:
     """A plan from the chunks that are there, and its proof."""
     spec = replace(SPEC, layout=layout)
     buffers = tuple(alone("w", numbers(spec, i).size, STATES, 0, axes=(), chunk=i) for i in chunks)
-    source = Manifest("s", Mesh(), (spec,), buffers, (ParamGroup({}),))
+    source = Manifest(Keeper.PAPER, Mesh(), (spec,), buffers, (ParamGroup({}),))
     plan = make_plan(source, target(), all_wants(target(), "fp32"))
     prove(plan, source, target())
 
@@ -186,7 +187,7 @@ def test_copies_of_a_chunk_are_read_once() -> None:
         replace(alone("w", numbers(SPEC, i).size, STATES, 0, axes=(), chunk=i), at=(("pp", at),))
         for i, at in ((0, 0), (0, 1), (1, 0), (2, 1))
     )
-    source = Manifest("s", Mesh(pp=2), (SPEC,), buffers, (ParamGroup({}),))
+    source = Manifest(Keeper.PAPER, Mesh(pp=2), (SPEC,), buffers, (ParamGroup({}),))
     plan = make_plan(source, target(), all_wants(target(), "fp32"))
     prove(plan, source, target())
     assert {slot.buffer for slot in plan.sources} == {0, 2, 3}
@@ -232,7 +233,7 @@ def test_members_say_which_chunk() -> None:
     for member in (Member("w", 0, 6, 0), Member("w", 0, 6, 0, {}, 3)):
         buffer = FlatBuffer((member,), 6, 1, "whole", STATES, axes=())
         with pytest.raises(ValueError, match="which chunk"):
-            Manifest("s", Mesh(), (SPEC,), (buffer,), (ParamGroup({}),))
+            Manifest(Keeper.PAPER, Mesh(), (SPEC,), (buffer,), (ParamGroup({}),))
     assert not same_layout(THIRDS, Chunks(THIRDS.held[::-1]))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ucp.core.box import Box
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Partial, Replicate
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
@@ -202,7 +203,7 @@ def test_a_place_that_is_none_and_one_that_is_taken(at, words):
         for place in at
     )
     with pytest.raises(ValueError, match=words):
-        Manifest("zero", Mesh(pp=2, vpp=2), (spec,), buffers, groups=(ParamGroup({}),))
+        Manifest(Keeper.PAPER, Mesh(pp=2, vpp=2), (spec,), buffers, groups=(ParamGroup({}),))
 
 
 @cases(100)
@@ -265,7 +266,7 @@ def one(layout, shape, tp, states=(("fp32", "float32"),), name="w"):
     spec = ParamSpec(name, shape, "bfloat16", "trainable", layout)
     size = int(np.prod(layout.local_shape(name, shape, {"tp": (tp, 0)})))
     return Manifest(
-        "zero",
+        Keeper.PAPER,
         Mesh(tp=tp),
         (spec,),
         (FlatBuffer((Member(name, 0, size, 0),), size, 1, "whole", states),),

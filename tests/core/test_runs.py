@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import HeldRuns, Layout, Replicate, Shard, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
@@ -66,7 +67,7 @@ def uneven(draw: st.DrawFn, shapes: list[tuple[int, ...]]) -> Manifest:
         buffer = FlatBuffer(tuple(members), length, dp, rule, STATES)
         stages.append(Stage(specs, (buffer,), (ParamGroup({"lr": 0.1}),), at=at))
     joined = join(stages)
-    return Manifest("zero", mesh, joined.params, joined.buffers, joined.groups)
+    return Manifest(Keeper.PAPER, mesh, joined.params, joined.buffers, joined.groups)
 
 
 @st.composite
@@ -99,7 +100,7 @@ def test_an_element_that_nobody_holds_is_found(journey: tuple[Manifest, Manifest
     if not lost:
         return
     rest = tuple(buffer for buffer in source.buffers if buffer is not lost[0])
-    broken = Manifest("zero", source.mesh, source.params, rest, source.groups)
+    broken = Manifest(Keeper.PAPER, source.mesh, source.params, rest, source.groups)
     with pytest.raises(PlanError):
         carry(broken, target, oracle_slots(source, "fp32"))
 
@@ -158,6 +159,6 @@ def test_a_rank_reads_its_own_copy_first() -> None:
         for rank in range(2)
     ]
     joined = join(stages)
-    both = Manifest("zero", Mesh(tp=2), joined.params, joined.buffers, joined.groups)
+    both = Manifest(Keeper.PAPER, Mesh(tp=2), joined.params, joined.buffers, joined.groups)
     ops = make_plan(both, both, all_wants(both, "fp32")).ops
     assert [op.source.slot.buffer for op in ops] == [op.target.slot.buffer for op in ops] == [0, 1]

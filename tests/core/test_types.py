@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Box, flat_boxes, flat_index, whole
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import (
     Extent,
     Partial,
@@ -297,7 +298,7 @@ def test_zero_formulas_give_the_sizes_seen_on_real_files():
 def manifest() -> Manifest:
     spec = ParamSpec("w", (4, 2), "bfloat16", "trainable", Shard("tp", 0))
     return Manifest(
-        "zero12",
+        Keeper.ZERO_1_OR_2,
         Mesh(tp=2, dp=2, zero=1),
         (spec,),
         (

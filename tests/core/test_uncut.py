@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.manifest_json import from_json, to_json
 from megatron_ucp.core.mesh import Mesh
@@ -31,7 +32,7 @@ def random_manifest(dice: random.Random, sizes: dict[str, int]) -> Manifest:
     uncut = (STATE,) if dice.random() < 0.7 else ()
     buffer = FlatBuffer(tuple(members), length, parts, "whole", states, uncut=uncut)
     specs = tuple(ParamSpec(name, (size,), "float32") for name, size in sizes.items())
-    return Manifest("zero12", Mesh(dp=parts, zero=1), specs, (replace(buffer),))
+    return Manifest(Keeper.ZERO_1_OR_2, Mesh(dp=parts, zero=1), specs, (replace(buffer),))
 
 
 def arranged(manifest: Manifest, part: int, state: str) -> list[Element]:
@@ -94,8 +95,8 @@ def split() -> tuple[Manifest, Manifest]:
     two = FlatBuffer(members, 12, 2, "whole", states, uncut=(STATE,))
     one = FlatBuffer(members, 10, 1, "whole", states)
     return (
-        Manifest("zero12", Mesh(dp=2, zero=1), specs, (two,)),
-        Manifest("zero12", Mesh(zero=1), specs, (one,)),
+        Manifest(Keeper.ZERO_1_OR_2, Mesh(dp=2, zero=1), specs, (two,)),
+        Manifest(Keeper.ZERO_1_OR_2, Mesh(zero=1), specs, (one,)),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ModelMismatchError, UnsupportedError, UsageError
@@ -262,7 +263,7 @@ def test_names_that_are_not_pefts() -> None:
 
     def of(*names: str) -> Manifest:
         specs = tuple(ParamSpec(name, (4, 2), "float32") for name in names)
-        return Manifest("zero12", Mesh(), specs, ())
+        return Manifest(Keeper.ZERO_1_OR_2, Mesh(), specs, ())
 
     inner = "base_model.model.lm"
     assert (

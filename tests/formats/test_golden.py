@@ -83,7 +83,7 @@ def differences(checkpoint: NativeCheckpoint, case: str) -> list[tuple[str, str]
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_is_read_bit_for_bit(case: str) -> None:
     with opened(case, FOLDER / case) as checkpoint:
-        assert checkpoint.manifest.engine == ENGINES[case]
+        assert checkpoint.manifest.keeper == ENGINES[case]
         assert {spec.dtype for spec in checkpoint.manifest.params if spec.kind == "trainable"} == {
             "float32" if case == "zero0_fp32" else "bfloat16"
         }

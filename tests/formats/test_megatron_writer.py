@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from isal.isal_zlib import crc32, crc32_combine
 
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.formats.base import Extras
@@ -189,7 +190,7 @@ def test_settings_of_a_schedule_without_a_place(style: str, initial: float, word
     schedule = {"max_lr": 1e-3, "min_lr": 0.0, "num_steps": 7, "lr_decay_style": style}
     more = {"init_lr": initial, "wsd_decay_steps": 8, "lr_wsd_decay_style": "linear"}
     extras = Extras({"global_steps": 1}, schedule | more, {}, None, {})
-    common = CommonFile(Manifest("x", Mesh(), (), (), ()), extras, Mesh())
+    common = CommonFile(Manifest(Keeper.PAPER, Mesh(), (), (), ()), extras, Mesh())
     written = common.output().tree["opt_param_scheduler"]
     assert schedule.items() <= written.items() and not {*more} & {*written}
     said = [note for note in common.notes if "schedule" in note]

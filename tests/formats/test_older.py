@@ -67,7 +67,7 @@ def test_every_state_is_read_bit_for_bit(version: str, case: str) -> None:
     with opened(FOLDER / version / case) as checkpoint:
         shaped = case == "zero0_bf16" and version in SHAPED
         expected = "zero0" if shaped else ENGINES[case]
-        assert checkpoint.manifest.engine == expected
+        assert checkpoint.manifest.keeper == expected
         assert checkpoint.manifest.run["ds_version"] == version
         assert differences(checkpoint) == []
 

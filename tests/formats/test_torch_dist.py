@@ -62,7 +62,7 @@ def test_the_comparison_finds_two_layers_that_are_swapped() -> None:
 def test_parameters_shapes_groups_and_steps() -> None:
     with open_checkpoint(GOLDEN / "td_full_moe_ep2" / TAG) as checkpoint:
         manifest = checkpoint.manifest
-    assert (manifest.engine, str(manifest.mesh)) == ("torch_dist", "tp=1,pp=1,dp=1,zero=0")
+    assert (manifest.keeper, str(manifest.mesh)) == ("torch_dist", "tp=1,pp=1,dp=1,zero=0")
     assert manifest.run["saved_on"] == "tp=1,pp=1,ep=2,dp=2,zero=0"
     assert str(manifest.written_on) == "tp=1,pp=1,ep=2,dp=2,zero=0"
     expert = "decoder.layers.3.mlp.experts.local_experts.2.linear_fc1.weight"

@@ -15,6 +15,7 @@ import torch
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.plan import Slot, make_plan
@@ -74,7 +75,7 @@ class Layout:
             at = (("ep", rank),) if mesh.ep > 1 else ()
             buffers += [replace(buffer, at=at) for buffer in held]
         groups = (ParamGroup({"lr": 1.0}), ParamGroup({"lr": 1.0}))
-        return Manifest("zero", mesh, tuple(map(self._spec, TABLE)), tuple(buffers), groups)
+        return Manifest(Keeper.PAPER, mesh, tuple(map(self._spec, TABLE)), tuple(buffers), groups)
 
     def _spec(self, name: str) -> ParamSpec:
         spec = TABLE[name].spec(name, "float32", "trainable")

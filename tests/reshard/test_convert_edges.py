@@ -99,9 +99,9 @@ def test_a_dtype_that_a_config_leaves_open(source: Path, tmp_path: Path) -> None
 def test_offloading_to_the_cpu_is_no_bf16_optimizer() -> None:
     config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     mesh = ucp.Mesh(zero=1)
-    assert Target(mesh).completed(config).engine("bfloat16") == "bf16"
+    assert Target(mesh).completed(config).keeper("bfloat16") == "bf16"
     config["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
-    assert Target(mesh).completed(config).engine("bfloat16") == "zero12"
+    assert Target(mesh).completed(config).keeper("bfloat16") == "zero12"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", None])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import megatron_ucp as ucp
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import FILE_NAME, Manifest
 from megatron_ucp.errors import (
     ForeignFileError,
@@ -418,9 +419,9 @@ def test_the_mesh_that_wrote_a_torch_dist_folder_is_said(to: str, tmp_path: Path
 
 @pytest.mark.parametrize("said", ["tp=2,pp=1,dp=2,zero=0", "tp=many", 5, None])
 def test_what_a_manifest_says_of_the_mesh_that_wrote_it(said: object) -> None:
-    one = Manifest("torch_dist", ucp.Mesh(), (), (), run={"saved_on": said})
+    one = Manifest(Keeper.TORCH_DIST, ucp.Mesh(), (), (), run={"saved_on": said})
     assert one.written_on == (ucp.Mesh(tp=2, dp=2) if str(said)[-1] == "0" else ucp.Mesh())
-    many = Manifest("zero1", ucp.Mesh(dp=2, zero=1), (), (), run={"saved_on": said})
+    many = Manifest(Keeper.PAPER, ucp.Mesh(dp=2, zero=1), (), (), run={"saved_on": said})
     assert many.written_on == many.mesh
 
 

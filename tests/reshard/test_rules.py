@@ -307,7 +307,7 @@ def test_a_stage_0_pipeline_ties_by_rule(sources: Sources, tmp_path: Path) -> No
     folder = stock(sources, Staged("llama", 1, 0, pp=2), 2, SAVE_STAGES)
     rules = write(tmp_path, LLAMA + PIPELINE.replace("EMBEDDING", "0"))
     with open_checkpoint(folder, rules=rules) as checkpoint:
-        assert checkpoint.manifest.engine == "none" and len(checkpoint.manifest.params) > 10
+        assert checkpoint.manifest.keeper == "none" and len(checkpoint.manifest.params) > 10
     doubled = LLAMA + PIPELINE.replace("EMBEDDING", "0").replace(
         "5\\.weight'\nname = 'output_layer.weight'",
         "5\\.weight'\nname = 'embedding.word_embeddings.weight'",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import ModelMismatchError
@@ -22,7 +23,7 @@ def model(rows: int, true: int, tp: int) -> Manifest:
         ParamSpec(name, one.shape, "float32", "trainable", one.layout, extent=one.extent)
         for name, one in table.items()
     ]
-    return Manifest("zero1", Mesh(tp=tp), tuple(specs), ())
+    return Manifest(Keeper.PAPER, Mesh(tp=tp), tuple(specs), ())
 
 
 def refused(have: Manifest, want: Manifest, *allow: str) -> ModelMismatchError:

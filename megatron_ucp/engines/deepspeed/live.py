@@ -242,7 +242,7 @@ class LiveEngine:
 def _manifest(own: OwnStage, joined: Joined, parts: Sequence[Part]) -> Manifest:
     names = own.pipe.canonical if own.pipe else {}
     found = Manifest(
-        own.wrapper.engine_name,
+        own.wrapper.keeper,
         own.mesh,
         joined.params,
         joined.buffers,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core import flat
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.formats.deepspeed.muon import steps_matrices, uncut_states
@@ -43,7 +44,7 @@ class LiveBuffer:
 class Wrapper:
     """Base: an optimizer wrapper, `opt`, around the optimizer that steps, `base`."""
 
-    engine_name = ""
+    keeper: Keeper
     zero = 0
     is_saved = True  # whether DeepSpeed's own save writes such an engine
 
@@ -81,7 +82,7 @@ class Wrapper:
 class LiveZero12(Wrapper):
     """DeepSpeedZeroOptimizer, stages 1 and 2."""
 
-    engine_name = "zero12"
+    keeper = Keeper.ZERO_1_OR_2
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -105,7 +106,7 @@ class LiveZero12(Wrapper):
                     "whole",
                     master,
                     group,
-                    uncut=uncut_states(stepped, self.engine_name, self.opt.cpu_offload),
+                    uncut=uncut_states(stepped, self.keeper, self.opt.cpu_offload),
                 )
             )
         return out
@@ -164,7 +165,7 @@ def _share(
 class LiveBf16(Wrapper):
     """BF16_Optimizer: ZeRO-1 with fp32 gradient accumulation."""
 
-    engine_name = "bf16"
+    keeper = Keeper.BF16
     zero = 1
 
     def buffers(self) -> list[LiveBuffer]:
@@ -199,7 +200,7 @@ class LiveBf16(Wrapper):
 class LiveZero3(Wrapper):
     """DeepSpeedZeroOptimizer_Stage3."""
 
-    engine_name = "zero3"
+    keeper = Keeper.ZERO_3
     zero = 3
 
     def momentum_dtype(self) -> torch.dtype | None:
@@ -268,7 +269,7 @@ class LiveZero3(Wrapper):
 class LiveUnfused(Wrapper):
     """FP16_UnfusedOptimizer: bf16 and fp16 at stage 0."""
 
-    engine_name = "zero0"
+    keeper = Keeper.ZERO_0
 
     def buffers(self) -> list[LiveBuffer]:
         return [
@@ -328,7 +329,7 @@ def remember_stepped(engine: Any) -> None:
 class LivePlain(Wrapper):
     """The user's own optimizer, unwrapped: fp32 at stage 0. Its parameters are the masters."""
 
-    engine_name = "zero0"
+    keeper = Keeper.ZERO_0
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -359,7 +360,7 @@ class LivePlain(Wrapper):
 class NoOptimizer(LivePlain):
     """An engine without an optimizer: weights only."""
 
-    engine_name = "none"
+    keeper = Keeper.NOBODY
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

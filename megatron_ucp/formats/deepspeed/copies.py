@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_ucp.core.flat import alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.formats.base import ByteFile, Where
 from megatron_ucp.formats.deepspeed.derived import Derived
@@ -62,7 +62,7 @@ def copies_of(checkpoint: "NativeCheckpoint") -> Copies | None:
     """The copies in the files of a checkpoint; None where they have not all of them, where there
     are no masters beside them, and where several are averaged: the mean of masters is rounded once.
     Raises ForeignFileError for one that is not its master, rounded."""
-    if checkpoint.contents.engine not in COMPARED or _averaged(checkpoint.manifest):
+    if checkpoint.contents.keeper not in COMPARED or _averaged(checkpoint.manifest):
         return None
     manifest = _manifest(checkpoint)
     held: dict[tuple[int, Coords], tuple[TensorRef, str]] = {}
@@ -99,4 +99,4 @@ def _manifest(checkpoint: "NativeCheckpoint") -> Manifest:
         local = spec.layout.local_shape(spec.name, spec.shape, checkpoint.mesh.shares())
         axes, states = checkpoint.spread.axes(spec.name), ((VALUE, spec.dtype),)
         buffers += derived.shares(spec, alone(spec.name, math.prod(local), states, axes=axes))
-    return Manifest(WEIGHTS, whole.mesh, whole.params, tuple(buffers), ties=whole.ties)
+    return Manifest(Keeper.WEIGHTS, whole.mesh, whole.params, tuple(buffers), ties=whole.ties)

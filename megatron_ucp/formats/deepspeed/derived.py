@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import number_and_count, of_every_expert
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Place, expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
@@ -63,7 +64,7 @@ class Derived:
             for key in ("global_steps", "skipped_steps", "ds_version")
         }
         return Manifest(
-            found.engine,
+            found.keeper,
             mesh,
             (*params, *(spec for spec, _ in values)),
             (*found.buffers, *(share for spec, one in values for share in self.shares(spec, one))),
@@ -167,7 +168,7 @@ class Derived:
             module,
             buffer_names,
             known,
-            self.of.counts.partitions if self.of.contents.engine == "zero3" else None,
+            self.of.counts.partitions if self.of.contents.keeper == Keeper.ZERO_3 else None,
             lambda name: self.of.fragment(name, 0),
             self.of.main_file,
         )
@@ -188,7 +189,7 @@ class Derived:
         lacking = [s for s in found.params if s.kind == "trainable" and s.name not in module]
         said = self.of.meta.get("frozen_param_shapes") or {}
         frozen = [s for s in found.params if s.kind == "frozen" and s.name not in said]
-        if lacking and frozen and found.engine != "zero3":
+        if lacking and frozen and found.keeper != Keeper.ZERO_3:
             alike = [s.name for s in frozen if s.shape in {one.shape for one in lacking}]
             name = next(iter(alike), frozen[0].name)
             raise unexplained(name, [s.name for s in lacking], self.of.main_file)
@@ -219,6 +220,6 @@ class Derived:
         return replace(declared, dtype=dtype, kind=kind, expert=expert)
 
     def _zero_stage(self, found: Contents) -> int:
-        if found.engine == "zero12":
+        if found.keeper == Keeper.ZERO_1_OR_2:
             return 2 if self.of.optimizer_tree(0)["zero_stage"] == 2 else 1
-        return {"zero3": 3, "bf16": 1}.get(found.engine, 0)
+        return {Keeper.ZERO_3: 3, Keeper.BF16: 1}.get(found.keeper, 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Scalars
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.values import Global, alike, shown
@@ -43,7 +44,7 @@ def _first_entry(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> dict[str
 def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
     """Names of each parameter group at a place (see `Mesh.holding`), in the optimizer's order; None
     where the files say it themselves."""
-    if manifest.engine != "zero0":
+    if manifest.keeper != Keeper.ZERO_0:
         return None
     here = [b for b in manifest.buffers if b.stepped and b.is_held_at(at)]
     numbers = sorted({m.group for b in here for m in b.members if m.group is not None})
@@ -60,7 +61,7 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
     if not any(group.settings for group in derived.groups) or _says(*groups):
         groups[1] = groups[0]
     pairs: dict[str, Any] = {
-        "engine": (recorded.engine, derived.engine),
+        "engine": (recorded.keeper, derived.keeper),
         "mesh": tuple(
             (m.mesh.tp, m.mesh.pp, m.mesh.partitions, m.mesh.ep, m.mesh.etp) for m in both
         ),

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import is_stacked
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
@@ -22,7 +23,7 @@ from megatron_ucp.errors import (
 
 MUON = "deepspeed.MuonWithAuxAdam"
 MOMENTUM = "momentum_buffer"
-_CLIPPED_FIRST = ("zero0", "bf16")  # engines that clip what Muon gets, not what it gives
+_CLIPPED_FIRST = (Keeper.ZERO_0, Keeper.BF16)  # engines that clip what Muon gets, not what it gives
 _STEPPED_BY = "use_muon"  # the key of a group; the other groups are stepped by Adam
 
 
@@ -31,10 +32,11 @@ def steps_matrices(group: Mapping[str, Any]) -> bool:
     return bool(group.get(_STEPPED_BY))
 
 
-def uncut_states(group: Mapping[str, Any], engine: str, offloaded: bool) -> tuple[str, ...]:
+def uncut_states(group: Mapping[str, Any], keeper: Keeper, offloaded: bool) -> tuple[str, ...]:
     """The states of a group of which a partition keeps whole matrices (see `FlatBuffer.uncut`):
     the momentum at ZeRO-1 and 2, unless the optimizer is offloaded to the CPU."""
-    return (MOMENTUM,) if engine == "zero12" and steps_matrices(group) and not offloaded else ()
+    kept = keeper == Keeper.ZERO_1_OR_2 and steps_matrices(group) and not offloaded
+    return (MOMENTUM,) if kept else ()
 
 
 def is_offloaded(config: Any) -> bool:
@@ -153,7 +155,7 @@ def other_steps(source: Manifest, target: Manifest) -> list[str]:
             f"what a tensor-parallel rank has of a matrix: {source.mesh.tp} ranks then, "
             f"{target.mesh.tp} now"
         )
-    if (source.engine in _CLIPPED_FIRST) != (target.engine in _CLIPPED_FIRST):
+    if (source.keeper in _CLIPPED_FIRST) != (target.keeper in _CLIPPED_FIRST):
         out.append(
             "Muon: its next steps are not those of the checkpoint's ZeRO stage where gradients "
             "are clipped: DeepSpeed clips before orthogonalizing without ZeRO and in "

@@ -21,18 +21,14 @@ from megatron_ucp.core.experts import (
     for_experts,
 )
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import FILE_NAME, RENAMED, Manifest, Order
 from megatron_ucp.core.mesh import EXPERTS, Coords, stage_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Stage, check_replicas, join
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.errors import (
-    DamagedFileError,
-    ForeignFileError,
-    NotFoundError,
-    UnsupportedError,
-)
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autotp import is_uneven
 from megatron_ucp.formats.deepspeed.copies import Copies, copies_of
@@ -256,17 +252,17 @@ class NativeCheckpoint(TagFolder):
             unnamed = not self.names.optimizer and wanted is None and positions_too
             if tree is None or unnamed:
                 self.readers.append(PlainFile(self._weight_dtype))
-                out.append(Contents("none", (), (), {}, ()))
+                out.append(Contents(Keeper.NOBODY, (), (), {}, ()))
             else:
                 config = self.meta.get("ds_config")
                 self.readers.append(reader_for(tree, file, self._weight_dtype, config))
                 out.append(self.read_contents(tree, file, wanted, rank))
-            if out[0].engine != out[-1].engine:
+            if out[0].keeper != out[-1].keeper:
                 raise ForeignFileError(
                     "the stages of the pipeline have different kinds of optimizers",
                     file=file,
-                    expected=out[0].engine,
-                    found=out[-1].engine,
+                    expected=out[0].keeper,
+                    found=out[-1].keeper,
                 )
         return out
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ucp.core.experts import is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Fragment
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.values import Global, Stand
@@ -46,8 +47,12 @@ class OptimizerTrees(Structure):
     def _optimizer(self, own: Own) -> Output:
         prefix = "bf16_" if self.run.dtype == "bfloat16" else ""
         output = Output(optimizer_name(own.part, self._mp(own.stage, own.tp), prefix))
-        wrappers = {"zero12": self._zero12, "bf16": self._bf16, "zero3": self._zero3}
-        build = wrappers[self.manifest.engine]
+        wrappers = {
+            Keeper.ZERO_1_OR_2: self._zero12,
+            Keeper.BF16: self._bf16,
+            Keeper.ZERO_3: self._zero3,
+        }
+        build = wrappers[self.manifest.keeper]
         output.tree = {
             "optimizer_state_dict": build(output, own),
             "ds_config": self.run.config,

@@ -18,6 +18,7 @@ from megatron_ucp.core.experts import (
     name_in_file,
     stored_tensors,
 )
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
 from megatron_ucp.core.manifest import Manifest
@@ -57,7 +58,7 @@ class NativeWriter(OptimizerTrees):
                 ranks = mesh.sharers_at(stage, tp)
                 for rank in ranks if mesh.zero == 3 else ranks[:1]:
                     yield self._model(self._own(rank))
-                if self.manifest.engine != "zero0":
+                if self.manifest.keeper != Keeper.ZERO_0:
                     for rank in ranks:
                         yield self._optimizer(self._own(rank))
             yield from self._experts(stage)
@@ -88,7 +89,7 @@ class NativeWriter(OptimizerTrees):
         output = Output(
             model_name(self._mp(own.stage, own.tp), own.part if mesh.zero == 3 else None)
         )
-        split = self.manifest.engine in ("zero12", "zero3", "bf16")
+        split = self.manifest.keeper in (Keeper.ZERO_1_OR_2, Keeper.ZERO_3, Keeper.BF16)
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         output.tree = {
             "module": None if self.layers and not self._staged else self._module(output, own),
@@ -237,7 +238,7 @@ class NativeWriter(OptimizerTrees):
                     ep = number * mesh.ep // len(names)
                     mp = file_rank(mesh, stage, ep, etp)
                     yield self._expert(layer, number, mp, etp, params)
-            for ep in range(mesh.ep if self.manifest.engine == "zero0" else 0):
+            for ep in range(mesh.ep if self.manifest.keeper == Keeper.ZERO_0 else 0):
                 output = Output(expert_optimizer_name(ep, file_rank(mesh, stage, ep, etp)))
                 own = self._own(mesh.rank_of(expert_place(stage, ep, etp), 0))
                 output.tree = {"optimizer": self._unpartitioned(output, own)}
@@ -327,7 +328,7 @@ def state_file(manifest: Manifest, slot: Slot) -> str:
     buffer, mesh = manifest.buffers[slot.buffer], manifest.mesh
     rank = mesh.rank_of((*buffer.at, *slot.cut), slot.part)
     mp = buffer.stage * mesh.tp + mesh.coord(rank).tp
-    if buffer.stepped and manifest.engine != "zero0":
+    if buffer.stepped and manifest.keeper != Keeper.ZERO_0:
         return optimizer_name(mesh.partition_of(rank), mp, "bf16_")
     ep, etp = mesh.expert_place(rank)
     if buffer.stepped and buffer.axes == EXPERT_CUT:

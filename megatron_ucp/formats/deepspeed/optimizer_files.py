@@ -13,6 +13,7 @@ from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import Spread, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, States
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import (
@@ -40,7 +41,7 @@ class Contents:
 
     `indices` are the numbers under which the file keeps each buffer's states."""
 
-    engine: str
+    keeper: Keeper
     buffers: tuple[FlatBuffer, ...]
     groups: tuple[ParamGroup, ...]
     scaler: Mapping[str, Any]
@@ -251,7 +252,7 @@ class Zero12File:
         base = _required(tree, "base_optimizer_state", file)
         elastic = isinstance(base, list)
         groups = [] if elastic else base.get("param_groups", [])
-        engine = "zero12" if "zero_stage" in tree else "bf16"
+        keeper = Keeper.ZERO_1_OR_2 if "zero_stage" in tree else Keeper.BF16
         entries, gaps = _entries(base), _gaps(tree, shapes)
         buffers: list[FlatBuffer] = []
         for index, named in enumerate(shapes):
@@ -260,10 +261,10 @@ class Zero12File:
             group = index if elastic else group_of(index, groups)
             members = members_of(named, starts, group, {**_elastic_step(tree), **kept})
             states = ((MASTER, masters[index].storage.dtype), *element)
-            uncut = uncut_states(_lists(index, groups), engine, self._offloaded)
+            uncut = uncut_states(_lists(index, groups), keeper, self._offloaded)
             buffers.append(_equally_cut(members, at, spread, states, uncut))
         return Contents(
-            engine,
+            keeper,
             tuple(buffers),
             param_groups([{}] * len(shapes) if elastic else groups, tensor),
             loss_scaler(tree.get("loss_scaler")),
@@ -335,7 +336,7 @@ class Zero3File:
             group = group_of(index, groups)
             buffers.append(_cut_each(named, partitions[index], spread, states, group, kept))
         return Contents(
-            "zero3",
+            Keeper.ZERO_3,
             tuple(buffers),
             param_groups(groups, tensor),
             loss_scaler(tree.get("loss_scaler")),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import in_order
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
@@ -40,7 +41,7 @@ _FIX = (
 
 def by_position(checkpoint: "NativeCheckpoint") -> bool:
     """Whether nothing but their position says whose the optimizer's states are."""
-    return checkpoint.recorded is None and checkpoint.contents.engine == "zero0"
+    return checkpoint.recorded is None and checkpoint.contents.keeper == Keeper.ZERO_0
 
 
 def check_positions(

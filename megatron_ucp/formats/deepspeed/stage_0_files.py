@@ -9,6 +9,7 @@ from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import Spread, expert_name, is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
 from megatron_ucp.formats import plain_values
@@ -29,7 +30,7 @@ class Unpartitioned:
     """Stage 0: one buffer per parameter. Files name no parameters: `shapes` must list them in the
     optimizer's order."""
 
-    engine = "zero0"
+    keeper = Keeper.ZERO_0
 
     def base(self, tree: Tree) -> Tree:
         return tree["optimizer_state_dict"]
@@ -68,7 +69,7 @@ class Unpartitioned:
                     buffers.append(flat.alone(name, size, states, number, kept, axes=axes))
                     kept_under.append(index)
         return Contents(
-            self.engine,
+            self.keeper,
             tuple(buffers),
             param_groups(groups, tensor),
             _flat_scaler(tree),
@@ -155,7 +156,7 @@ class FusedFlatFile:
             axes = spread.axes(next(iter(named), ""))
             buffers.append(FlatBuffer(members, used, 1, "whole", states, axes=axes))
         return Contents(
-            "zero0",
+            Keeper.ZERO_0,
             tuple(buffers),
             param_groups(base["param_groups"], tensor),
             _flat_scaler(tree),

@@ -12,6 +12,7 @@ from megatron_ucp.core import flat
 from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.experts import stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, Scalars, States
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
@@ -183,28 +184,30 @@ class Target:
             self, **{key: value for key, value in said.items() if getattr(self, key) is None}
         )
 
-    def engine(self, dtype: str) -> str:
+    def keeper(self, dtype: str) -> Keeper:
         """Which wrapper holds the optimizer: "zero0", "zero12", "bf16" (BF16_Optimizer) or
         "zero3"."""
         stage = self.mesh.zero
         if stage == 3:
-            return "zero3"
+            return Keeper.ZERO_3
         staged = stage == 0 and self.mesh.pp > 1
         if dtype == "bfloat16" and (staged or (stage == 1 and self.grad_accum_fp32)):
-            return "bf16"
-        return "zero0" if stage == 0 else "zero12"
+            return Keeper.BF16
+        return Keeper.ZERO_0 if stage == 0 else Keeper.ZERO_1_OR_2
 
-    def buffers(self, group: GroupOnRank, engine: str, dtype: str) -> Iterator[FlatBuffer]:
+    def buffers(self, group: GroupOnRank, keeper: Keeper, dtype: str) -> Iterator[FlatBuffer]:
         """The flat buffers of one parameter group under a wrapper; `dtype` is that of training."""
-        if engine == "zero3":
+        if keeper == Keeper.ZERO_3:
             yield from self._sub_groups(group)
-        elif engine == "zero0" and not (group.optimizer == FLAT_AT_STAGE_0 and dtype != "float32"):
+        elif keeper == Keeper.ZERO_0 and not (
+            group.optimizer == FLAT_AT_STAGE_0 and dtype != "float32"
+        ):
             for name, size in group.sizes:
                 kept = group.scalars(name)
                 axes = group.axes
                 yield flat.alone(name, size, group.states, group.number, kept, axes=axes)
         else:
-            yield self._flattened(group, engine, dtype)
+            yield self._flattened(group, keeper, dtype)
 
     def _sub_groups(self, group: GroupOnRank) -> Iterator[FlatBuffer]:
         """ZeRO-3: every member is cut for itself."""
@@ -215,21 +218,21 @@ class Target:
             members = group.members([tensors[i] for i in chosen], starts, "each")
             yield FlatBuffer(members, used, parts, "each", group.states, axes=group.axes)
 
-    def _flattened(self, group: GroupOnRank, engine: str, dtype: str) -> FlatBuffer:
+    def _flattened(self, group: GroupOnRank, keeper: Keeper, dtype: str) -> FlatBuffer:
         """One buffer for the whole group."""
         parts, tensors = group.partitions, group.tensors
-        if engine == "zero12" and self.round_robin and parts > 1:
+        if keeper == Keeper.ZERO_1_OR_2 and self.round_robin and parts > 1:
             tensors = [tensors[i] for i in formulas.round_robin(len(tensors), parts)]
         alignment = 1
-        if engine == "zero12" and self.alignment:
+        if keeper == Keeper.ZERO_1_OR_2 and self.alignment:
             alignment = formulas.parameter_alignment({"float32": 4}.get(dtype, 2))
         starts, used = flat.aligned_starts([_elems(tensor) for tensor in tensors], alignment)
-        if engine == "zero0":
+        if keeper == Keeper.ZERO_0:
             parts, length = 1, used
         else:
             length = formulas.whole_length(used, parts)
         members = group.members(tensors, starts, "whole")
-        uncut = uncut_states(group.settings, engine, bool(self.offloaded))
+        uncut = uncut_states(group.settings, keeper, bool(self.offloaded))
         return FlatBuffer(
             members, length, parts, "whole", group.states, axes=group.axes, uncut=uncut
         )

@@ -23,6 +23,7 @@ from megatron_ucp.core.experts import (
     slices_of,
 )
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
@@ -227,7 +228,7 @@ class UniversalCheckpoint(TagFolder):
         }
         params, buffers = tuple(spec for spec, _ in found), tuple(buffer for _, buffer in found)
         if recorded is None:
-            return Manifest("universal", Mesh(), params, buffers, said, run=run)
+            return Manifest(Keeper.UNIVERSAL, Mesh(), params, buffers, said, run=run)
         if len(recorded.groups) == len(said):
             said = tuple(
                 replace(group, optimizer=other.optimizer, steps_as=other.steps_as)
@@ -235,7 +236,7 @@ class UniversalCheckpoint(TagFolder):
             )
         return replace(
             recorded,
-            engine="universal",
+            keeper=Keeper.UNIVERSAL,
             mesh=Mesh(),
             params=params,
             buffers=buffers,

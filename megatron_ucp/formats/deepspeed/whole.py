@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.core.experts import expert_place, file_rank
 from megatron_ucp.core.flat import Fragment
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Order
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
-COMPARED = ("zero12", "bf16")  # the optimizers that keep masters beside weights
+COMPARED = (Keeper.ZERO_1_OR_2, Keeper.BF16)  # the optimizers that keep masters beside weights
 # slot of the masters, fragment, name, weight, file of the weight
 _Sample = tuple[Slot, Fragment, str, TensorRef, str]
 
@@ -41,7 +42,7 @@ def check_file(
         part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
         rank = checkpoint.rank_of_file(part, mp)
         _check_optimizer_file(checkpoint, name, checkpoint.optimizer_tree(part, mp), rank)
-        if "stale" not in allow and checkpoint.contents.engine in COMPARED:
+        if "stale" not in allow and checkpoint.contents.keeper in COMPARED:
             check_weights(checkpoint, rank)
     elif name in checkpoint.names.expert_optimizer.values():
         _check_expert_optimizer(checkpoint, name)
@@ -58,7 +59,7 @@ def check_file(
 def _check_expert_optimizer(checkpoint: "NativeCheckpoint", name: str) -> None:
     """One of stage 0 against the first one of its expert-parallel rank."""
     mesh, tree = checkpoint.mesh, checkpoint.tree(name).get("optimizer")
-    if checkpoint.contents.engine == "none":  # nobody said whose the states in it are
+    if checkpoint.contents.keeper == Keeper.NOBODY:  # nobody said whose the states in it are
         return
     (ep, mp), *_ = (at for at, n in checkpoint.names.expert_optimizer.items() if n == name)
     places = ((mp // mesh.tp, ep, etp) for etp in range(mesh.etp))
@@ -86,7 +87,7 @@ def _check_optimizer_file(
     found = checkpoint.read_contents(tree, file, order, rank)
     first = checkpoint.stages[checkpoint.place_of_rank(rank)]
     _check_sharing(checkpoint, tree, found, rank, file)
-    for what in ("engine", "groups", "scalars", "buffers", "scaler"):
+    for what in ("keeper", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
         if what == "groups":
             ours, theirs = ([dict(group.settings) for group in one] for one in (ours, theirs))

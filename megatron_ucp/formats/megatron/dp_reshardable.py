@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
@@ -35,7 +36,7 @@ from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.stages import parts_of
-from megatron_ucp.formats.megatron.torch_dist import BACKEND, TorchDistCheckpoint
+from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
@@ -143,7 +144,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             buffers += self.chunk_buffers(name, held, None)
         counters = counters_of(self.iteration, self.arguments, self.groups)
         return Manifest(
-            BACKEND,
+            Keeper.TORCH_DIST,
             self.saved_on,
             (*on_mesh.values(), *chunked),
             tuple(buffers),

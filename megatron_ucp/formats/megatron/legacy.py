@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.flat import FlatBuffer, Member, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
     CHUNK_OF_STAGE,
@@ -25,7 +26,6 @@ from megatron_ucp.core.mesh import (
     on_stage,
 )
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
@@ -301,7 +301,7 @@ class LegacyCheckpoint(MegatronFolder):
         found = tuple(one.group for one in self.groups)
         params = tuple(self._params.values())
         run = self.described(counters)
-        manifest = Manifest("torch", self.saved_on, params, buffers, found, run=run)
+        manifest = Manifest(Keeper.LEGACY, self.saved_on, params, buffers, found, run=run)
         for number, buffer in enumerate(flat):
             for cut in manifest.cuts_of(buffer):
                 for state in _STATES.values():
@@ -316,7 +316,7 @@ class LegacyCheckpoint(MegatronFolder):
         )
         buffers = tuple(self._alone(self._params.keys()))
         run = self.described(counters_of(self.iteration, self.arguments, ()))
-        return Manifest(WEIGHTS, self.saved_on, params, buffers, run=run)
+        return Manifest(Keeper.WEIGHTS, self.saved_on, params, buffers, run=run)
 
     def _alone(self, names: Collection[str]) -> Iterator[FlatBuffer]:
         """Buffers of what is stored under a name, each rank's for itself."""
@@ -403,7 +403,7 @@ class LegacyCheckpoint(MegatronFolder):
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
-        if self.manifest.engine == WEIGHTS:
+        if self.manifest.keeper == Keeper.WEIGHTS:
             return [*self.led_here, "weights alone: no states of an optimizer"]
         return [*self.led_here]
 

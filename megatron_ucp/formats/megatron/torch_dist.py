@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.shares import WEIGHTS
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats.base import Extras, Record, Told, Where
@@ -124,7 +124,7 @@ class TorchDistCheckpoint(MegatronFolder):
             buffers += self.chunk_buffers(name, held, group)
         counters = counters_of(self.iteration, self.arguments, self.groups)
         found = Manifest(
-            BACKEND if self.groups else WEIGHTS,
+            Keeper.TORCH_DIST if self.groups else Keeper.WEIGHTS,
             Mesh(),
             tuple(params),
             tuple(buffers),
@@ -163,7 +163,7 @@ class TorchDistCheckpoint(MegatronFolder):
     @property
     def notes(self) -> list[str]:
         """What a reader should know of how the checkpoint was understood."""
-        if self.manifest.engine == WEIGHTS:
+        if self.manifest.keeper == Keeper.WEIGHTS:
             return [*self.led_here, "weights alone: no states of an optimizer"]
         return [*self.led_here]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.flat import alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import RECORDED, Manifest, ParamGroup
 from megatron_ucp.core.mesh import Mesh
@@ -213,7 +214,7 @@ def _before_training(model: Model, architecture: Architecture, dtype: str) -> Ma
     says = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
     run = {"global_steps": 0, "skipped_steps": 0, "ds_version": VERSION, RECORDED: says}
     return Manifest(
-        "universal",
+        Keeper.UNIVERSAL,
         Mesh(),
         tuple(specs),
         tuple(buffers),

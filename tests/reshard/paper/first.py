@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
@@ -59,7 +60,7 @@ def _on_paper(model: Model) -> Manifest:
     for name in model.extra:
         buffers.append(_buffer(model, name, ((VALUE, model.dtypes[name]),), None, {}))
     return Manifest(
-        "zero0",
+        Keeper.ZERO_0,
         Mesh(),
         _specs(model),
         tuple(buffers),

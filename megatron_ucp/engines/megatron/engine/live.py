@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
@@ -33,8 +34,6 @@ from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.resume import How
-
-STACK_ENGINE = "megatron"  # of a manifest: the optimizer stack of megatron-core
 
 
 def describe(stack: MegatronStack) -> "LiveMegatron":
@@ -77,7 +76,7 @@ class LiveMegatron:
         self._values: dict[int, OwnValue] = dict(zip(joined.values[here], own.values, strict=True))
         self.first_group = joined.first_group[here]
         self.manifest = Manifest(
-            STACK_ENGINE,
+            Keeper.MEGATRON,
             own.mesh,
             joined.params,
             joined.buffers,
