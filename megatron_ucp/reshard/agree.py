@@ -85,6 +85,14 @@ class together:
         self.values = [value for _, value in found]
 
 
+class alone(together):
+    """As `together`, of one process by itself: no other rank knows of its work."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            self.values = [self.value]
+
+
 class KeptBack:
     """Blocks of a rank on whose messages others wait: its first error is kept, and it goes on, so
     that nobody waits for ever. `raise_kept`, in a `together` block, tells all of them.

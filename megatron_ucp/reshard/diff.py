@@ -2,7 +2,7 @@
 weights alone the weights."""
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,9 +25,10 @@ from megatron_ucp.formats.of_ranks import Apart, apart_in
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
+from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
 from megatron_ucp.reshard.hugging_face.twin import told_by
 from megatron_ucp.reshard.one_parameter import one_parameter, slots_of
-from megatron_ucp.reshard.windows import WINDOW_BYTES, ThreadMemory, WindowReader, pool
+from megatron_ucp.reshard.transfer import Part, Source, Windows, proved
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
 
@@ -123,7 +124,8 @@ def _differences(
     names = dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name])
     out: list[Difference | _Values] = [*first]
     with pool() as threads:  # they compare while the next parameter is planned
-        job = _Job(WindowReader(one), WindowReader(two), threads)
+        sides = (FileSource(side, str(side.folder)) for side in (one, two))
+        job = _Job(*sides, threads)
         try:
             for name in names if among is None else among:
                 out += compare(one, two, name, job)
@@ -274,11 +276,9 @@ Compare = Callable[[Checkpoint, Checkpoint, str, "_Job"], "Iterator[Difference |
 class _Job:
     """What is read and compared, window by window."""
 
-    def __init__(self, one: WindowReader, two: WindowReader, threads: ThreadPoolExecutor) -> None:
-        self.readers, self.threads, self.memory = (one, two), threads, ThreadMemory()
-        self.targets: dict[_Values, Manifest] = {}
-        self.states: dict[_Values, tuple[str, str]] = {}  # as each side calls what is compared
-        self.waiting: dict[_Values, Future[list[Difference]]] = {}
+    def __init__(self, one: Source, two: Source, threads: ThreadPoolExecutor) -> None:
+        self.sources, self.threads, self.memory = (one, two), threads, ThreadMemory()
+        self.waiting: dict[_Values, tuple[int, Future[list[Difference]]]] = {}
 
     def want(self, a: Manifest, b: Manifest, name: str, states: Mapping[str, str]) -> None:
         """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Copies
@@ -304,72 +304,74 @@ class _Job:
     ) -> None:
         """Starts the comparison of a parameter in the states of a target; `states` say which state
         each side has for them. Raises a UcpError."""
-        for reader, named in zip(self.readers, states, strict=True):
-            wants = [
-                (slot, own) for state, own in named.items() for slot in slots_of(target, state)
-            ]
-            reader.prove(target, wants, allow)
+        sides: list[Windows] = []
+        for source, named in zip(self.sources, states, strict=True):
+            wants = tuple((s, own) for state, own in named.items() for s in slots_of(target, state))
+            sides.append(source.windows(proved(source, Part(target, wants), allow)))
         for state in states[0]:
-            key = _Values(name, state)
-            self.targets[key] = target
-            self.states[key] = states[0][state], states[1][state]
-            self.waiting[key] = self.threads.submit(self._compare, key)
+            size_bytes = _bytes_of(target, state)
+            compared = self.threads.submit(self._compare, name, target, state, sides)
+            self.waiting[_Values(name, state)] = size_bytes, compared
 
     def collect(
         self, progress: Callable[[int, int], None] | None
     ) -> dict[_Values, list[Difference]]:
         """What differs. Raises DamagedFileError."""
         found: dict[_Values, list[Difference]] = {}
-        total, done = sum(map(self._bytes, self.targets)), 0
-        for key, one in self.waiting.items():
+        total, done = sum(size for size, _ in self.waiting.values()), 0
+        for key, (size, one) in self.waiting.items():
             found[key] = one.result()
-            done += self._bytes(key)
+            done += size
             if progress is not None:
                 progress(done, total)
-        for reader in self.readers:
-            reader.check(thorough=False)
+        for source in self.sources:
+            source.check(thorough=False)
         return found
 
     def cancel(self) -> None:
-        for one in self.waiting.values():
+        for _, one in self.waiting.values():
             one.cancel()
 
-    def _bytes(self, key: _Values) -> int:
-        buffer = self.targets[key].buffers[0]
-        return buffer.length * ITEMSIZE[dict(buffer.states)[key.state]]
-
-    def _compare(self, key: _Values) -> list[Difference]:
-        target = self.targets[key]
+    def _compare(
+        self, name: str, target: Manifest, state: str, sides: Sequence[Windows]
+    ) -> list[Difference]:
         elems, wrong, first = target.buffers[0].length, 0, None
-        for slot in slots_of(target, key.state):
-            count, found = self._compare_slot(target, slot, self.states[key])
+        for slot in slots_of(target, state):
+            count, found = unequal(target, slot, sides, self.memory)
             wrong, first = wrong + count, first or found
         if first is None:
             return []
-        what = f"{key.state}, {wrong} of {elems} elements, the first is {first[0]}"
-        return [Difference(key.name, what, *first[1:])]
+        what = f"{state}, {wrong} of {elems} elements, the first is {first[0]}"
+        return [Difference(name, what, *first[1:])]
 
-    def _compare_slot(
-        self, target: Manifest, slot: Slot, states: tuple[str, str]
-    ) -> tuple[int, tuple[int, str, str] | None]:
-        """How many elements differ, and the first one: its position, and both sides."""
-        buffer = target.buffers[slot.buffer]
-        dtype = dict(buffer.states)[slot.state]
-        size, wrong, first = ITEMSIZE[dtype], 0, None
-        step = WINDOW_BYTES // size
-        for low in range(0, buffer.length, step):
-            count = min(step, buffer.length - low)
-            held = [self.memory.take(count, dtype, which) for which in range(2)]
-            for reader, state, memory in zip(self.readers, states, held, strict=True):
-                reader.fill(target, slot, state, low, memory)
-            if _same_bits(*held):
-                continue
-            a, b = (memory.view(torch.uint8).view(-1, size) for memory in held)
-            unequal = (a != b).any(1).nonzero().reshape(-1)
-            at = int(unequal[0])
-            first = first or (low + at, repr(held[0][at].item()), repr(held[1][at].item()))
-            wrong += len(unequal)
-        return wrong, first
+
+def _bytes_of(target: Manifest, state: str) -> int:
+    buffer = target.buffers[0]
+    return buffer.length * ITEMSIZE[dict(buffer.states)[state]]
+
+
+def unequal(
+    target: Manifest, slot: Slot, sides: Sequence[Windows], memory: Memory
+) -> tuple[int, tuple[int, str, str] | None]:
+    """How many elements of a slot differ between two sides, and the first one: its position, and
+    both values."""
+    buffer = target.buffers[slot.buffer]
+    dtype = dict(buffer.states)[slot.state]
+    size, wrong, first = ITEMSIZE[dtype], 0, None
+    step = WINDOW_BYTES // size
+    for low in range(0, buffer.length, step):
+        count = min(step, buffer.length - low)
+        held = [memory.take(count, dtype, which) for which in range(2)]
+        for side, window in zip(sides, held, strict=True):
+            side.fill(slot, low, window)
+        if _same_bits(*held):
+            continue
+        a, b = (window.view(torch.uint8).view(-1, size) for window in held)
+        places = (a != b).any(1).nonzero().reshape(-1)
+        at = int(places[0])
+        first = first or (low + at, repr(held[0][at].item()), repr(held[1][at].item()))
+        wrong += len(places)
+    return wrong, first
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -42,6 +43,11 @@ def too_large(found: Lost, file: str, verb: str) -> InexactError:
     )
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all of them are."""
+    return not len(values) or all(math.isfinite(float(one)) for one in torch.aminmax(values))
+
+
 class Overflows:
     """Counts the finite values of each tensor that its dtype can't hold. Several threads use one;
     a total is `found` once they are done."""
@@ -50,29 +56,33 @@ class Overflows:
         self.found: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
 
-    def look(self, name: str, rounded: torch.Tensor, exact: Callable[[], torch.Tensor]) -> None:
-        """Looks at a window of a tensor; `exact` reads it again, as it was before it was rounded,
-        where some of it is not finite."""
-        if not len(rounded) or all(math.isfinite(float(one)) for one in torch.aminmax(rounded)):
-            return
-        if lost := lost_values(exact(), rounded):
+    def compare(self, name: str, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Looks at some values of a tensor, before and after they were rounded."""
+        if lost := lost_values(exact, rounded):
             key = name, dtype_name(rounded.dtype)
             with self._lock:
                 self.found[key] = self.found.get(key, 0) + lost
 
-    def check(self, file: str, verb: str) -> None:
-        """Raises InexactError that lists every tensor with values which its dtype can't hold."""
-        if self.found:
-            raise too_large(self.found, file, verb)
+    @staticmethod
+    def refuse(found: Iterable[Lost], file: str, verb: str) -> None:
+        """Raises InexactError that lists every tensor with values which its dtype can't hold, of
+        what all ranks found."""
+        total = Counter[tuple[str, str]]()
+        for one in found:
+            total.update(one)
+        if total:
+            raise too_large(total, file, verb)
 
 
-def is_looked_at(source: Manifest, param: str, state: str, want: str) -> bool:
+def is_looked_at(
+    source: Manifest, param: str, state: str, want: str, as_trained: bool = True
+) -> bool:
     """Whether values of a source's state may be lost in the dtype `want`. What the run itself
-    computed with, its masters rounded to the dtype of its training, is as it was."""
+    computed with (`as_trained`), its masters rounded to the dtype of its training, is as it was."""
     have = source.states_of(param)[state]
     if have == want or (have, want) in LOSSLESS or not {have, want} <= _FLOATS:
         return False
-    return state != MASTER or source.by_name[param].dtype != want
+    return not as_trained or state != MASTER or source.by_name[param].dtype != want
 
 
 def may_overflow(source: Manifest, target: Manifest) -> bool:

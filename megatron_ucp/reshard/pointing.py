@@ -12,25 +12,22 @@ from megatron_ucp.errors import UcpError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.pointers import (
-    LATEST,
-    MEGATRON_LATEST,
     iteration_name,
     iteration_of_name,
     pointers_to,
 )
 from megatron_ucp.formats.registry import is_megatron
-from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files
+from megatron_ucp.formats.tags import has_state_files
+from megatron_ucp.reshard.outputs.table import Writable
 
-NATIVE, UNIVERSAL, TORCH_DIST = "native", "universal", "torch_dist"
 _OWN_NAME = re.compile(r"global_step\d+|iter_\d{7,}")
-_POINTERS = {NATIVE: LATEST, UNIVERSAL: LATEST_UNIVERSAL, TORCH_DIST: MEGATRON_LATEST}
 
 
-def check_name(folder: Path, to: str, latest: bool) -> None:
+def check_name(folder: Path, to: Writable, latest: bool) -> None:
     """Raises UsageError where a pointer is asked for that can't name the folder."""
-    if latest and to == TORCH_DIST and iteration_of_name(folder.absolute().name) is None:
+    if latest and not _can_name(to, folder.absolute().name):
         raise UsageError(
-            f"`{MEGATRON_LATEST}` can't name this folder",
+            f"`{to.pointer}` can't name this folder",
             file=folder,
             expected=f"a name such as {iteration_name(100)}",
             found=folder.name,
@@ -38,27 +35,32 @@ def check_name(folder: Path, to: str, latest: bool) -> None:
         )
 
 
-def point_at(folder: Path, to: str, latest: bool, iteration: int) -> str:
+def _can_name(to: Writable, name: str) -> bool:
+    return not to.numbered or iteration_of_name(name) is not None
+
+
+def point_at(folder: Path, to: Writable, latest: bool, iteration: int) -> str:
     """Writes the pointer that belongs to a new folder, where that is asked for (`latest`), or where
     the folder above is a run of that format that has none; says what was done, or how to load the
     folder. `iteration` is that of the run."""
     folder = folder.absolute()
-    parent, name, own = folder.parent, folder.name, _POINTERS[to]
+    parent, name, own = folder.parent, folder.name, to.pointer
     by_path = f"load it by its path, or with the tag {name}"
-    if to == TORCH_DIST:
+    if to.numbered:
         by_path = "Megatron-LM goes by that pointer: give --latest (Python: latest=True) for it"
-    if to == TORCH_DIST and iteration_of_name(name) is None:
+    if not _can_name(to, name):
         return (
             f"no pointer was written: Megatron-LM looks for folders such as "
             f"{iteration_name(iteration)}; rename {name} for it"
         )
-    there = [one for one in _beside(to) if (parent / one).is_file()]
+    there = [one for one in to.pointers if (parent / one).is_file()]
     if not latest and there:
         names = (parent / there[0]).read_text(errors="replace").strip()[:80]
         return f"`{there[0]}` still names {names}: {by_path}"
     if not latest and not _is_run(parent, name, to):
         return f"no `{own}` was written: {by_path}"
-    moving, notes = ({own: name}, []) if to == UNIVERSAL else pointers_to(parent, name, own)
+    is_alone = to.pointers == (own,)
+    moving, notes = ({own: name}, []) if is_alone else pointers_to(parent, name, own)
     try:
         for pointer, text in moving.items():
             durable.replace_text(parent / pointer, text, durable.Syncs())
@@ -68,17 +70,12 @@ def point_at(folder: Path, to: str, latest: bool, iteration: int) -> str:
     return "; ".join([f"{named} in {parent} now names {name}", *notes])
 
 
-def _beside(to: str) -> tuple[str, ...]:
-    """The pointers of which one decides what a load of the folder above takes."""
-    return (LATEST_UNIVERSAL,) if to == UNIVERSAL else (LATEST, MEGATRON_LATEST)
-
-
-def _is_run(parent: Path, name: str, to: str) -> bool:
+def _is_run(parent: Path, name: str, to: Writable) -> bool:
     """Whether a program saved tags of the same kind into a folder: not merely that copies of tags,
     or what was converted, lie there. DeepSpeed keeps universal folders beside its own tags."""
     others = [path for path in parent.iterdir() if path.is_dir() and path.name != name]
     tags = [path for path in others if has_state_files(path) and not is_universal(path)]
-    return any(is_megatron(path) == (to == TORCH_DIST) and _was_saved(path) for path in tags)
+    return any(is_megatron(path) == to.numbered and _was_saved(path) for path in tags)
 
 
 def _was_saved(tag: Path) -> bool:

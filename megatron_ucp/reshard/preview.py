@@ -26,10 +26,10 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.arguments import needed_target, parsed_config
+from megatron_ucp.reshard.outputs.table import refuse_unused
 from megatron_ucp.reshard.source_settings import Origin
 from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
-from megatron_ucp.reshard.unused import refuse_unused
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.

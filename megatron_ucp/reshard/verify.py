@@ -30,6 +30,7 @@ from megatron_ucp.formats.registry import find_checkpoint, open_checkpoint
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.each_file import damaged_files
 from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.file_source import pool
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.one_parameter import (
     HeldAt,
@@ -38,7 +39,6 @@ from megatron_ucp.reshard.one_parameter import (
     read_copy,
     slots_of,
 )
-from megatron_ucp.reshard.windows import pool
 
 _BLOCK_BYTES = 2 * 2**20  # fits a core's cache
 _PIECE_BYTES = (

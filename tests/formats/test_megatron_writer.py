@@ -1,6 +1,7 @@
 """The plan of a torch_dist folder: several writers fill its files at the places that it says, each
 with runs of its own, and torch's own reader finds every element where it belongs."""
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,9 +24,7 @@ from megatron_ucp.formats.megatron.writer import (
     TorchDistPlan,
     Wish,
     finish_files,
-    make_files,
     plan_torch_dist,
-    write_around,
 )
 from megatron_ucp.formats.pt.output import Output
 from tests.formats.megatron_files import by_torch
@@ -71,7 +70,7 @@ def fill(folder: Path, plan: TorchDistPlan, chunk: PlannedChunk, pieces: int) ->
     )
     data = whole[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))].contiguous()
     raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    assert len(raw) == chunk.archive.size_bytes and data.shape == shape
+    assert len(raw) == math.prod(shape) * data.element_size() and data.shape == shape
     edges = [len(raw) * at // pieces for at in range(pieces + 1)]
     crc = 0
     for low, high in pairwise(edges):
@@ -79,7 +78,10 @@ def fill(folder: Path, plan: TorchDistPlan, chunk: PlannedChunk, pieces: int) ->
             file.seek(chunk.data_offset + low)
             file.write(raw[low:high])
         crc = crc32_combine(crc, crc32(raw[low:high]), high - low)
-    write_around(folder, chunk, crc)
+    with open(folder / chunk.file, "r+b") as file:
+        for at, around in chunk.around({chunk.data_offset: crc}):
+            file.seek(at)
+            file.write(around)
 
 
 def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> TorchDistPlan:
@@ -91,7 +93,13 @@ def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> Torc
     ]
     plan = plan_torch_dist(params, wishes, files, {"rng_state/shard_0.0_1.1": {"a": 1}})
     folder.mkdir()
-    make_files(folder, plan)
+    for name, size in plan.sizes.items():
+        with open(folder / name, "wb") as file:
+            file.truncate(size)
+    for name, at, data in plan.objects.values():
+        with open(folder / name, "r+b") as file:
+            file.seek(at)
+            file.write(data)
     for chunk in plan.chunks:
         fill(folder, plan, chunk, pieces)
     finish_files(folder, plan, Output("common.pt", {"iteration": 1}))
@@ -107,7 +115,10 @@ def test_what_several_writers_wrote(
     plan = write(tmp_path / "x", alike, cuts, files, pieces)
     assert len(plan.sizes) == files
     found, params = by_torch(tmp_path / "x"), model(alike)
-    for (name, state), chunks in plan.by_param.items():
+    by_state: dict[tuple[str, str], list[PlannedChunk]] = {}
+    for chunk in plan.chunks:
+        by_state.setdefault((chunk.wish.param, chunk.wish.state), []).append(chunk)
+    for (name, state), chunks in by_state.items():
         want = values(name, state, params[name].shape, chunks[0].wish.dtype)
         stored = found[chunks[0].key]
         have = stored[chunks[0].index] if chunks[0].index else stored
@@ -151,7 +162,7 @@ def test_no_two_archives_share_bytes(cuts: int, files: int) -> None:
     wishes = [Wish("output_layer.weight", s, "float32", boxes(shape, cuts)) for s in ("fp32", "x")]
     plan = plan_torch_dist(params, wishes, files)
     for name, size in plan.sizes.items():
-        spans = [(c.offset_bytes, c.archive.archive_bytes) for c in plan.chunks if c.file == name]
+        spans = [(c.offset_bytes, c.archive.size_bytes) for c in plan.chunks if c.file == name]
         at = 0
         for start, length in sorted(spans):
             assert start == at

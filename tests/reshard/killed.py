@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ucp as ucp
-from megatron_ucp.reshard import conversion_job as module
+from megatron_ucp.reshard import folder_sink as module
 from megatron_ucp.reshard.convert import convert  # before the fork, as are torch and the rest
 
 TARGETS = [
@@ -28,14 +28,14 @@ TARGETS = [
 ]
 
 
-WRITE_PT = module.write_pt
+WROTE = module.FileOnItsWay.wrote
 
 
 def slowly(*args: Any, **kwargs: Any) -> None:
     """A disk that takes its time: without it most kills of so small a conversion fall before its
     first file or after its last."""
     time.sleep(0.01)
-    WRITE_PT(*args, **kwargs)
+    WROTE(*args, **kwargs)
     time.sleep(0.01)
 
 
@@ -46,7 +46,7 @@ def start(source: str, output: Path, number: int) -> int:
         return pid
     code = 1
     try:
-        module.write_pt = slowly
+        module.FileOnItsWay.wrote = slowly
         to, mesh = TARGETS[number % len(TARGETS)]
         convert(source, output, to=to, target=mesh)
         code = 0

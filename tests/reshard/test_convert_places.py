@@ -18,7 +18,7 @@ from megatron_ucp.families.base import Sizes
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed import stock_info
 from megatron_ucp.formats.deepspeed.target import Target
-from megatron_ucp.reshard import conversion_job as module
+from megatron_ucp.reshard import folder_sink as module
 from tests.reshard import paper
 from tests.reshard.plain import PLAIN, SHAPES, edited, family_model, target, whole
 
@@ -181,20 +181,18 @@ def test_the_folder_is_removed_meanwhile(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """As a run does that begins a save beside it."""
+    jobs_of = module._jobs_of
     monkeypatch.setattr(
         module,
-        "write_pt",
-        lambda *a, **k: (
+        "_jobs_of",
+        lambda pieces: (
             shutil.rmtree(tmp_path / ".out.saving", ignore_errors=True),
-            WRITE(*a, **k),
-        ),
+            jobs_of(pieces),
+        )[1],
     )
     with pytest.raises(SaveError, match="could not be written"):
         ucp.convert(source, tmp_path / "out", to=to, target=target())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
-WRITE = module.write_pt
 
 
 def test_no_pointer_moves_unasked(source: Path, tmp_path: Path) -> None:

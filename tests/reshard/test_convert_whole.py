@@ -196,18 +196,18 @@ def test_a_target_that_can_not_be_written(sources: Sources, tmp_path: Path) -> N
 def test_ctrl_c_leaves_nothing(
     sources: Sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_ucp.reshard.windows import WindowReader
+    from megatron_ucp.reshard.file_source import FileSource
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    original = WindowReader.check
-    WindowReader.check = interrupted  # type: ignore[method-assign]
+    original = FileSource.check
+    FileSource.check = interrupted  # type: ignore[method-assign]
     folder, out = sources.get(2, Setup(1, "bf16")), str(tmp_path / "out" / "x")
     try:
         assert main(["convert", folder, out, "--mesh", "dp=2,zero=1"]) == 130
     finally:
-        WindowReader.check = original  # type: ignore[method-assign]
+        FileSource.check = original  # type: ignore[method-assign]
     assert (
         capsys.readouterr().err == "megatron-ucp: interrupted\n"
         and list((tmp_path / "out").iterdir()) == []

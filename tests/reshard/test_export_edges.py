@@ -25,8 +25,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
     UsageError,
 )
+from megatron_ucp.reshard.file_source import FileSource
 from megatron_ucp.reshard.hugging_face import model_folder as module
-from megatron_ucp.reshard.windows import WindowReader
 from tests.reshard import paper, twins
 from tests.reshard.plain import SHAPES
 
@@ -303,7 +303,7 @@ def test_ctrl_c_leaves_nothing(
         written.extend(out.parent.glob(".*/*.safetensors"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(WindowReader, "check", interrupted)
+    monkeypatch.setattr(FileSource, "check", interrupted)
     assert main(["export-hf", str(source), str(out)]) == 130
     assert capsys.readouterr().err == "megatron-ucp: interrupted\n"
     assert written and [*out.parent.iterdir()] == []

@@ -3,17 +3,18 @@ however many threads there are, the file is the same."""
 
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.errors import DamagedFileError, InexactError, SaveError
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.file_layout import TiledRows
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.reshard import windows as reshard_windows
-from megatron_ucp.reshard.hugging_face import export
+from megatron_ucp.reshard import file_source, folder_sink
+from megatron_ucp.reshard.hugging_face import export, model_folder
 from tests.formats.test_pt_file import flip
 from tests.reshard import paper, twins
 from tests.reshard.test_export import digests
@@ -31,17 +32,17 @@ def windows(
     """From here on exports have so many threads, and windows of that size. The returned list gets
     what is written in tiles: (tensor, runs of its rows, tiles of each) in turn."""
     seen: list[tuple[str, int, int]] = []
-    for module in (export, reshard_windows):
+    for module in (export, file_source, folder_sink):
         monkeypatch.setattr(module, "THREADS", threads)
-    monkeypatch.setattr(export, "WIDE_WINDOW_BYTES", size_bytes)
-    by_all = export._Job._by_all
+    monkeypatch.setattr(model_folder, "WIDE_WINDOW_BYTES", size_bytes)
+    tiles = model_folder.Outgoing._tiles
 
-    def noted(job: export._Job, pool: ThreadPoolExecutor, aside: Path, number: int) -> None:
-        runs = job.parts[number]
-        seen.append((job.out.tensors[number].name, len(runs), len(runs[0])))
-        by_all(job, pool, aside, number)
+    def noted(out: Any, one: Any, *more: Any) -> list[TiledRows]:
+        runs = [*tiles(out, one, *more)]
+        seen.append((one.name, len(runs), len(runs[0].tiles)))
+        return runs
 
-    monkeypatch.setattr(export._Job, "_by_all", noted)
+    monkeypatch.setattr(model_folder.Outgoing, "_tiles", noted)
     return seen
 
 
@@ -73,12 +74,12 @@ def test_a_tile_in_a_wrong_place_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
     windows(monkeypatch, 2, 200)
-    write = export.write_joined_at
+    write = folder_sink.durable.write_joined_at
 
     def swapped(handle: int, pieces: Sequence[memoryview], place: int) -> None:
         write(handle, [*reversed(pieces)], place)
 
-    monkeypatch.setattr(export, "write_joined_at", swapped)
+    monkeypatch.setattr(folder_sink.durable, "write_joined_at", swapped)
     with pytest.raises(SaveError, match="read back"):
         ucp.export_hf(source, tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()

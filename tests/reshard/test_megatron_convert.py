@@ -27,7 +27,7 @@ from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.durable import prune
 from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard import to_torch_dist, windows
+from megatron_ucp.reshard import file_source, folder_sink
 from megatron_ucp.reshard.convert import convert
 from megatron_ucp.reshard.diff import diff
 from megatron_ucp.reshard.hugging_face.export import export_hf
@@ -173,7 +173,7 @@ def test_the_written_folder_is_the_same_on_every_machine(
     """Whatever the number of cores."""
     found: list[dict[str, bytes]] = []
     for threads in (1, 5):
-        for module in (windows, to_torch_dist):
+        for module in (file_source, folder_sink):
             monkeypatch.setattr(module, "THREADS", threads, raising=False)
         out = tmp_path / str(threads) / TAG
         convert(GOLDEN / "td_full_tp2dp2", out, to="torch_dist")

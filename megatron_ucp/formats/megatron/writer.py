@@ -8,17 +8,21 @@ their place, and one of them, who knows the CRC-32 of a chunk, what stands aroun
 
 import functools
 import json
+import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import FileEntry, ParamSpec
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.formats.durable import entry_of, write_at
+from megatron_ucp.formats.durable import entry_of
+from megatron_ucp.formats.file_layout import Blob, Crcs, FileLayout, FilePiece
 from megatron_ucp.formats.megatron.index import INDEX_FILE
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
@@ -31,7 +35,7 @@ from megatron_ucp.formats.megatron.names import (
 )
 from megatron_ucp.formats.megatron.torch_dist import BACKEND, METADATA_FILE
 from megatron_ucp.formats.pt.output import Output
-from megatron_ucp.formats.pt.writer import TensorArchive, tensor_archive, write_pt
+from megatron_ucp.formats.pt.writer import ArchiveLayout, tensor_archive, write_pt
 
 WEIGHT = "weight"  # what a plan calls the training copy of a parameter
 _DATA = ".distcp"
@@ -65,7 +69,7 @@ class PlannedChunk:
     index: Ints
     file: str
     offset_bytes: int
-    archive: TensorArchive
+    archive: ArchiveLayout
 
     @property
     def box(self) -> tuple[Ints, Ints]:
@@ -74,12 +78,27 @@ class PlannedChunk:
     @property
     def data_offset(self) -> int:
         """The first byte of its elements in the file; they are row-major."""
-        return self.offset_bytes + self.archive.data_offset
+        return self.offset_bytes + self.archive.places["0"]
 
     @property
     def tensor_start(self) -> Ints:
         """Where it begins in the stored tensor, stacked dims first."""
         return (*self.index, *self.box[0])
+
+    @property
+    def shape(self) -> Ints:
+        """As it is stored, stacked dims first."""
+        return _stored_shape(self.index, self.box)
+
+    def around(self, crcs: Crcs) -> Iterator[Blob]:
+        """What stands around its elements in the file."""
+        for at, data in self.archive.around({"0": crcs[self.data_offset]}):
+            yield self.offset_bytes + at, data
+
+
+def _stored_shape(index: Ints, box: tuple[Ints, Ints]) -> Ints:
+    start, stop = box
+    return (1,) * len(index) + tuple(b - a for a, b in zip(start, stop, strict=True))
 
 
 @dataclass(frozen=True)
@@ -92,13 +111,36 @@ class TorchDistPlan:
     objects: Mapping[str, tuple[str, int, bytes]]
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    @functools.cached_property
-    def by_param(self) -> Mapping[tuple[str, str], tuple[PlannedChunk, ...]]:
-        """The chunks of a state of a parameter."""
-        out: dict[tuple[str, str], list[PlannedChunk]] = {}
+    def layouts(self, slot_of: Callable[[Wish], tuple[int, Slot]]) -> Iterator[FileLayout]:
+        """The files; `slot_of` gives the part of an output, and the slot of it, that a state of a
+        parameter is read into."""
+        held: dict[str, list[PlannedChunk]] = {name: [] for name in self.sizes}
         for chunk in self.chunks:
-            out.setdefault((chunk.wish.param, chunk.wish.state), []).append(chunk)
-        return {key: tuple(chunks) for key, chunks in out.items()}
+            held[chunk.file].append(chunk)
+        for name, size in self.sizes.items():
+            chunks = held[name]
+            blobs = [
+                (at, partial(bytes, data))
+                for file, at, data in self.objects.values()
+                if file == name
+            ]
+            yield FileLayout(
+                name,
+                size,
+                [_piece(one, slot_of) for one in chunks],
+                blobs,
+                partial(_around, chunks),
+            )
+
+
+def _piece(chunk: PlannedChunk, slot_of: Callable[[Wish], tuple[int, Slot]]) -> FilePiece:
+    elems = math.prod(chunk.shape)
+    return FilePiece(*slot_of(chunk.wish), elems, chunk.wish.dtype, chunk.data_offset)
+
+
+def _around(chunks: Sequence[PlannedChunk], crcs: Crcs) -> Iterator[Blob]:
+    for chunk in chunks:
+        yield from chunk.around(crcs)
 
 
 def plan_torch_dist(
@@ -124,10 +166,9 @@ def plan_torch_dist(
         key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish, kind)}.{at.key}"
         whole = (*(n + 1 for n in at.index), *params[wish.param].shape)
         shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
-        for number, (start, stop) in enumerate(wish.boxes):
-            shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-            archive = tensor_archive(wish.dtype, (1,) * len(at.index) + shape)
-            file, offset = room.take(archive.archive_bytes)
+        for number, box in enumerate(wish.boxes):
+            archive = tensor_archive(wish.dtype, _stored_shape(at.index, box))
+            file, offset = room.take(archive.size_bytes)
             placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
     return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
 
@@ -201,27 +242,6 @@ def _saved(value: Any) -> bytes:
 # ------------------------------------------------ writing
 
 
-def make_files(folder: Path, plan: TorchDistPlan) -> None:
-    """Makes every file at its full size, with the objects in it. Raises OSError."""
-    for name, size in plan.sizes.items():
-        with open(folder / name, "wb") as file:
-            file.truncate(size)
-    for name, offset, archive in plan.objects.values():
-        _write_at(folder / name, archive, offset)
-
-
-def write_around(folder: Path, chunk: PlannedChunk, crc: int) -> None:
-    """Writes what stands around the bytes of a chunk, whose CRC-32 is known now. Raises OSError."""
-    before, behind = chunk.archive.around(crc)
-    _write_at(folder / chunk.file, before, chunk.offset_bytes)
-    _write_at(folder / chunk.file, behind, chunk.data_offset + chunk.archive.size_bytes)
-
-
-def _write_at(path: Path, data: bytes, offset: int) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        write_at(file.fileno(), data, offset)
-
-
 def finish_files(folder: Path, plan: TorchDistPlan, common: Output) -> None:
     """Writes what is no chunk: `common.pt`, the index, and the file that says the format, last.
     Raises OSError, UnsupportedError."""
@@ -271,13 +291,13 @@ def index_bytes(plan: TorchDistPlan) -> bytes:
     for chunk in plan.chunks:
         start = size_of(chunk.tensor_start)
         if chunk.key not in entries:
-            properties = TensorProperties(dtype=getattr(torch, chunk.archive.dtype))
+            properties = TensorProperties(dtype=getattr(torch, chunk.wish.dtype))
             shape = size_of(plan.shapes[chunk.key])
             entries[chunk.key] = TensorStorageMetadata(properties, shape, [])
-        size = size_of(chunk.archive.shape)
+        size = size_of(chunk.shape)
         entries[chunk.key].chunks.append(ChunkStorageMetadata(start, size))
         places[MetadataIndex(chunk.key, start)] = _StorageInfo(
-            chunk.file, chunk.offset_bytes, chunk.archive.archive_bytes
+            chunk.file, chunk.offset_bytes, chunk.archive.size_bytes
         )
     metadata = Metadata(entries, None, places, StorageMeta(), "1.0.0")
     return pickle.dumps(metadata, protocol=4)

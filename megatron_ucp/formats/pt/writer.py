@@ -1,19 +1,16 @@
-"""Writes a torch `.pt` file: a zip archive of stored records that stock `torch.load` reads,
-streamed and with its CRC-32s.
+"""A torch `.pt` file that is written: a zip archive of stored records that stock `torch.load`
+reads, with its CRC-32s. Where everything lies is known before the bytes of any tensor are.
 
 Records begin at multiples of 64 bytes, as torch's own do. Sizes and offsets of 4 GiB and more stand
 in ZIP64 fields.
 """
 
-import math
 import os
 import struct
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
 
 from isal.isal_zlib import crc32
 
@@ -35,14 +32,6 @@ _ZIP64, _FILL = 0x0001, 0x4246  # ids of extra fields; the second one is torch's
 BytesOf = Iterable[bytes | bytearray | memoryview]
 
 
-@dataclass(frozen=True)
-class _Written:
-    name: bytes
-    offset: int
-    size: int
-    crc: int
-
-
 def write_pt(
     path: str | Path, tree: object, payload: Callable[[StorageRef], BytesOf], durable: bool = True
 ) -> None:
@@ -52,11 +41,16 @@ def write_pt(
     The file is on disk when this returns, unless `durable` is False. Raises PlanError where a
     payload has another size than its storage, OSError.
     """
+    layout = archive_layout(Path(path).stem, tree)
+    crcs: dict[str, int] = {}
     with open(path, "wb") as file:
-        archive = _Archive(file, Path(path).stem)
-        archive.begin(tree)
         for storage in storages_of(tree):
-            size = archive.add(f"data/{storage.key}", payload(storage))
+            file.seek(layout.places[storage.key])
+            size = crc = 0
+            for chunk in payload(storage):
+                file.write(chunk)
+                size += memoryview(chunk).nbytes
+                crc = crc32(chunk, crc)
             if size != storage.size_bytes:
                 raise PlanError(
                     "a storage was given another number of bytes than it has",
@@ -64,188 +58,138 @@ def write_pt(
                     found=size,
                     expected=f"{storage.size_bytes} of data/{storage.key}",
                 )
-        archive.finish()
+            crcs[storage.key] = crc
+        for at, data in layout.around(crcs):
+            file.seek(at)
+            file.write(data)
         if durable:
             file.flush()
             os.fsync(file.fileno())
 
 
-class _Sink(Protocol):
-    """What an archive is written into."""
-
-    def tell(self) -> int: ...
-
-    def seek(self, offset: int, /) -> object: ...
-
-    def write(self, data: Any, /) -> object: ...
-
-
-class _Archive:
-    def __init__(self, file: _Sink, root: str) -> None:
-        self._file, self._root, self._written = file, root, list[_Written]()
-
-    def begin(self, tree: object) -> None:
-        """The records before the storages."""
-        self.add("data.pkl", [dumps(tree)])
-        self.add(".format_version", [b"1"])
-        self.add(".storage_alignment", [str(RECORD_ALIGNMENT).encode()])
-        self.add("byteorder", [b"little"])
-
-    def add(self, name: str, chunks: BytesOf) -> int:
-        """Streams a record; its header, which holds size and CRC-32, is written last. Returns its
-        bytes."""
-        offset = self._file.tell()
-        self._file.seek(offset + self._header_bytes(name, offset))
-        size = crc = 0
-        for chunk in chunks:
-            self._file.write(chunk)
-            size += memoryview(chunk).nbytes
-            crc = crc32(chunk, crc)
-        self._file.seek(offset)
-        self.reserve(name, size, crc)
-        return size
-
-    def reserve(self, name: str, size: int, crc: int) -> int:
-        """Writes the header of a record of `size` bytes, whose bytes another call writes; returns
-        where they begin."""
-        full = f"{self._root}/{name}".encode()
-        offset = self._file.tell()
-        fill = self._header_bytes(name, offset) - _LOCAL.size - len(full) - _SIZES_BYTES - 4
-        large = size >= LIMIT
-        sizes = (LIMIT, LIMIT) if large else (size, size)
-        extra = struct.pack(
-            "<2H2Q", _ZIP64 if large else _FILL, 16, size if large else 0, size if large else 0
-        )
-        name_and_extra = len(full), _SIZES_BYTES + 4 + fill
-        self._file.write(
-            _LOCAL.pack(b"PK\3\4", _VERSION, _FLAGS, 0, 0, _DATE, crc, *sizes, *name_and_extra)
-            + full
-            + extra
-            + struct.pack("<2H", _FILL, fill)
-            + bytes(fill)
-        )
-        start = self._file.tell()
-        self._file.seek(start + size)
-        self._written.append(_Written(full, offset, size, crc))
-        return start
-
-    def _header_bytes(self, name: str, offset: int) -> int:
-        """Bytes from a record's header to its first byte, which is aligned."""
-        least = offset + _LOCAL.size + len(f"{self._root}/{name}".encode()) + _SIZES_BYTES + 4
-        return least + -least % RECORD_ALIGNMENT - offset
-
-    def finish(self) -> None:
-        """The last record, the directory, and what ends the archive."""
-        self.add("version", [b"3\n"])
-        start = self._file.tell()
-        for record in self._written:
-            self._file.write(_central(record))
-        end, count = self._file.tell(), len(self._written)
-        if end >= LIMIT or count > 0xFFFF:
-            self._file.write(
-                _END64.pack(
-                    b"PK\6\6",
-                    _END64.size - 12,
-                    _VERSION,
-                    _VERSION,
-                    0,
-                    0,
-                    count,
-                    count,
-                    end - start,
-                    start,
-                )
-            )
-            self._file.write(_END64_LOCATOR.pack(b"PK\6\7", 0, end, 1))
-        self._file.write(
-            _END.pack(
-                b"PK\5\6",
-                0,
-                0,
-                min(count, 0xFFFF),
-                min(count, 0xFFFF),
-                min(end - start, LIMIT),
-                min(start, LIMIT),
-                0,
-            )
-        )
-
-
-def _central(record: _Written) -> bytes:
-    """The entry of a record in the directory at the archive's end."""
-    large = [value for value in (record.size, record.size, record.offset) if value >= LIMIT]
-    extra = struct.pack(f"<2H{len(large)}Q", _ZIP64, 8 * len(large), *large) if large else b""
-    size, offset = min(record.size, LIMIT), min(record.offset, LIMIT)
-    made_by = _VERSION, _VERSION, _FLAGS, 0, 0, _DATE
-    lengths = len(record.name), len(extra), 0, 0, 0, 0
-    fixed = _CENTRAL.pack(b"PK\1\2", *made_by, record.crc, size, size, *lengths, offset)
-    return fixed + record.name + extra
-
-
 @dataclass(frozen=True, slots=True)
-class TensorArchive:
-    """An archive with one tensor, before its bytes are known: they are `size_bytes` long and begin
-    `data_offset` bytes into it; all of it takes `archive_bytes`."""
+class _Record:
+    """A record: its full name, the byte of the file at which its header begins, the bytes of the
+    header, its size."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    data_offset: int
-    archive_bytes: int
+    name: bytes
+    offset: int
+    header_bytes: int
+    size: int
 
     @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+    def start(self) -> int:
+        """Its first byte."""
+        return self.offset + self.header_bytes
 
-    def around(self, crc: int) -> tuple[bytes, bytes]:
-        """What stands before the bytes of the tensor and behind them, for bytes with this
-        CRC-32."""
-        return _around(self.dtype, self.shape, self.size_bytes, crc)
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return (LIMIT, LIMIT) if self.size >= LIMIT else (self.size, self.size)
+
+    def header(self, crc: int) -> bytes:
+        """What stands before it: the padding makes its first byte an aligned one."""
+        fill = self.header_bytes - _LOCAL.size - len(self.name) - _SIZES_BYTES - 4
+        is_large = self.size >= LIMIT
+        size = self.size if is_large else 0
+        extra = struct.pack("<2H2Q", _ZIP64 if is_large else _FILL, 16, size, size)
+        lengths = len(self.name), _SIZES_BYTES + 4 + fill
+        fixed = _LOCAL.pack(b"PK\3\4", _VERSION, _FLAGS, 0, 0, _DATE, crc, *self._sizes, *lengths)
+        return fixed + self.name + extra + struct.pack("<2H", _FILL, fill) + bytes(fill)
+
+    def entry(self, crc: int) -> bytes:
+        """Its entry in the directory at the archive's end."""
+        large = [value for value in (self.size, self.size, self.offset) if value >= LIMIT]
+        extra = struct.pack(f"<2H{len(large)}Q", _ZIP64, 8 * len(large), *large) if large else b""
+        made_by = _VERSION, _VERSION, _FLAGS, 0, 0, _DATE
+        lengths = len(self.name), len(extra), 0, 0, 0, 0
+        offset = min(self.offset, LIMIT)
+        fixed = _CENTRAL.pack(b"PK\1\2", *made_by, crc, *self._sizes, *lengths, offset)
+        return fixed + self.name + extra
+
+
+@dataclass(frozen=True)
+class ArchiveLayout:
+    """Where everything of an archive lies: `places` are the first bytes of its storages, by key."""
+
+    records: tuple[_Record, ...]
+    known: dict[int, bytes]  # the bytes of records that are no storages, by number
+    places: dict[str, int]
+    keys: dict[int, str]  # of storages, by number
+
+    @property
+    def directory(self) -> int:
+        """The byte at which the directory begins."""
+        last = self.records[-1]
+        return last.start + last.size
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """How long the archive is."""
+        return self.directory + len(self._closing([0] * len(self.records)))
+
+    def around(self, crcs: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        """What is no storage, in runs, each with its first byte: with the CRC-32 of each storage,
+        by key."""
+        sums: list[int] = []
+        start, run = 0, bytearray()
+        for number, record in enumerate(self.records):
+            data, key = self.known.get(number, b""), self.keys.get(number)
+            sums.append(crc32(data) if key is None else crcs[key])
+            run += record.header(sums[-1]) + data
+            if key is not None:
+                yield start, bytes(run)
+                start, run = record.start + record.size, bytearray()
+        yield start, bytes(run) + self._closing(sums)
+
+    def _closing(self, sums: Sequence[int]) -> bytes:
+        """The directory, and what ends the archive."""
+        pairs = zip(self.records, sums, strict=True)
+        entries = b"".join(record.entry(crc) for record, crc in pairs)
+        start, size, count = self.directory, len(entries), len(self.records)
+        end, far = start + size, b""
+        if end >= LIMIT or count > 0xFFFF:
+            versions = _VERSION, _VERSION, 0, 0
+            far = _END64.pack(b"PK\6\6", _END64.size - 12, *versions, count, count, size, start)
+            far += _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1)
+        few = min(count, 0xFFFF)
+        last = _END.pack(b"PK\5\6", 0, 0, few, few, min(size, LIMIT), min(start, LIMIT), 0)
+        return entries + far + last
+
+
+def archive_layout(root: str, tree: object) -> ArchiveLayout:
+    """The archive of a tree, whose records lie in a folder `root`; the bytes of its storages need
+    not be known."""
+    before = {
+        "data.pkl": dumps(tree),
+        ".format_version": b"1",
+        ".storage_alignment": str(RECORD_ALIGNMENT).encode(),
+        "byteorder": b"little",
+    }
+    records: list[_Record] = []
+    known: dict[int, bytes] = {}
+    places: dict[str, int] = {}
+    keys: dict[int, str] = {}
+    at = 0
+    storages = [(f"data/{one.key}", one.size_bytes, one.key) for one in storages_of(tree)]
+    named = [(name, len(data), None) for name, data in before.items()]
+    for number, (name, size, key) in enumerate([*named, *storages, ("version", 2, None)]):
+        full = f"{root}/{name}".encode()
+        least = at + _LOCAL.size + len(full) + _SIZES_BYTES + 4
+        record = _Record(full, at, least + -least % RECORD_ALIGNMENT - at, size)
+        records.append(record)
+        at = record.start + size
+        if key is None:
+            known[number] = before.get(name, b"3\n")
+        else:
+            keys[number], places[key] = key, record.start
+    return ArchiveLayout(tuple(records), known, places, keys)
 
 
 @lru_cache(maxsize=4096)  # layers are alike, and masters and moments
-def tensor_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
-    """The archive that `torch.save` makes of a contiguous tensor. Raises PlanError for a dtype that
-    does not exist."""
-    size = contiguous("0", dtype, shape).storage.size_bytes
-    before, behind = _around(dtype, shape, size, 0)
-    return TensorArchive(dtype, shape, len(before), len(before) + size + len(behind))
-
-
-def _around(dtype: str, shape: tuple[int, ...], size: int, crc: int) -> tuple[bytes, bytes]:
-    """The bytes of an archive around those of its one tensor."""
-    file = _Holed()
-    archive = _Archive(file, "archive")
-    archive.begin(contiguous("0", dtype, shape))
-    file.begin_hole(archive.reserve("data/0", size, crc), size)
-    archive.finish()
-    return bytes(file.before), bytes(file.behind)
-
-
-class _Holed:
-    """A file in memory without the bytes of one hole."""
-
-    def __init__(self) -> None:
-        self.before, self.behind = bytearray(), bytearray()
-        self._at, self._hole_end = 0, sys.maxsize
-
-    def begin_hole(self, start: int, size: int) -> None:
-        """The next `size` bytes from `start` on are not kept."""
-        self._hole_end = start + size
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int) -> object:
-        self._at = offset
-
-    def write(self, data: bytes) -> object:
-        is_behind = self._at >= self._hole_end
-        part, at = (
-            (self.behind, self._at - self._hole_end) if is_behind else (self.before, self._at)
-        )
-        part.extend(bytes(max(0, at + len(data) - len(part))))
-        part[at : at + len(data)] = data
-        self._at += len(data)
+def tensor_archive(dtype: str, shape: tuple[int, ...]) -> ArchiveLayout:
+    """The archive that `torch.save` makes of a contiguous tensor, which is its storage "0". Raises
+    PlanError for a dtype that does not exist."""
+    return archive_layout("archive", contiguous("0", dtype, shape))
 
 
 def contiguous(key: str, dtype: str, shape: tuple[int, ...]) -> TensorRef:

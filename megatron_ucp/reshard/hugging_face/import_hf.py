@@ -20,7 +20,6 @@ from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Model, Sizes
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
-from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
 from megatron_ucp.reshard.arguments import (
@@ -30,17 +29,19 @@ from megatron_ucp.reshard.arguments import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.conversion_job import NARROW, ConversionJob, write_tag
 from megatron_ucp.reshard.convert import Converted
+from megatron_ucp.reshard.file_source import FileSource
 from megatron_ucp.reshard.findings import Progress, checked
+from megatron_ucp.reshard.folder_sink import FolderSink, require_outside, require_plain
 from megatron_ucp.reshard.hugging_face.twin import read_twin
 from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.output_folder import require_outside, require_plain
-from megatron_ucp.reshard.pointing import NATIVE, point_at
+from megatron_ucp.reshard.outputs.deepspeed import NARROW, native_output
+from megatron_ucp.reshard.outputs.table import NATIVE, refuse_unused
+from megatron_ucp.reshard.pointing import point_at
 from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
-from megatron_ucp.reshard.unused import refuse_unused
+from megatron_ucp.reshard.transfer import Run, transfer
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 
@@ -96,12 +97,15 @@ def import_hf(
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
         _check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
-        job, files = _written(source, wanted, config, folder, frozenset(allow), progress)
+        manifest, settings = target_manifest(wanted), _settings(wanted.target, config)
+        output = native_output(source, manifest, settings, wanted, folder)
+        values, run = FileSource(source, str(source.folder)), Run(progress=progress)
+        transfer(values, FolderSink(folder, output), frozenset(allow), run=run, alone=True)
         notes = (*source.notes, *replica_notes(source.manifest), *staged)
         proved = checked(source)
     pointer, notes = point_at(folder, NATIVE, latest, 0), (*notes, *_notes(sizes, padded_vocab))
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
-    moved = files, job.reader.read_bytes, job.done, time.perf_counter() - started
+    moved = len(output.files), values.read_bytes, run.done, time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, pointer, notes, proved)
 
 
@@ -111,21 +115,6 @@ def _check_source(source: HuggingFaceCheckpoint, folder: Path, allow: Collection
     require_outside(folder, source.folder)
     for name in source.file_names:
         source.check(name, allow)
-
-
-def _written(
-    source: HuggingFaceCheckpoint,
-    wanted: Wanted,
-    config: Mapping[str, Any] | None,
-    folder: Path,
-    allow: frozenset[str],
-    progress: Progress | None,
-) -> tuple[ConversionJob, int]:
-    """Writes the files; the job that did, and how many they are."""
-    manifest, settings = target_manifest(wanted), _settings(wanted.target, config)
-    outputs = list(NativeWriter(manifest, settings, wanted.layers).outputs())
-    job = ConversionJob(source, manifest, allow, progress)
-    return job, write_tag(job, outputs, folder)
 
 
 def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ucp.core.manifest import Tie
-from megatron_ucp.core.plan import Slot
+from megatron_ucp.core.plan import Plan, Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import (
@@ -30,6 +30,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import ADAPTER_CONFIG_FILE, CO
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.diff import weight_of
 from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource
 from megatron_ucp.reshard.hugging_face.adapter import (
     FACTORS,
     Adapter,
@@ -38,7 +39,7 @@ from megatron_ucp.reshard.hugging_face.adapter import (
     scale_of,
     tensor_of,
 )
-from megatron_ucp.reshard.windows import WindowReader
+from megatron_ucp.reshard.transfer import Part, Proved, proved
 
 # Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's
 # lie for the last one alone.
@@ -71,15 +72,19 @@ class _Product:
 
 
 class Merge:
-    """`base` is the folder of the base model, `source` the checkpoint with the adapter, `config`
-    its adapter_config.json.
+    """The source of an export in which an adapter is added to its base. `base` is the folder of the
+    base model, `source` the checkpoint with the adapter, `config` its adapter_config.json.
 
     Raises UsageError where `source` holds no adapter, UnsupportedError for an adapter that is not
     merely added, ModelMismatchError that lists everything which does not fit the base.
     """
 
+    is_collective = False
+    computes = True
+
     def __init__(self, base: Checkpoint, source: Checkpoint, config: Mapping[str, Any]) -> None:
-        self._file = str(source.folder)
+        self.manifest = base.manifest
+        self.file = self._file = str(source.folder)
         found = adapter_of(source.manifest, self._file)
         if found is None:
             raise UsageError(
@@ -100,12 +105,19 @@ class Merge:
 
     @property
     def read_bytes(self) -> int:
-        return self._base.reader.read_bytes + self._own.reader.read_bytes
+        return self._base.source.read_bytes + self._own.source.read_bytes
 
-    def check(self) -> None:
+    def locate(self, plan: Plan) -> None:
+        """All parameters of both were looked up."""
+
+    def windows(self, one: Proved) -> "MergedWindows":
+        """Windows of tensors, which the part names."""
+        return MergedWindows(self, one.part.names)
+
+    def check(self, thorough: bool) -> None:
         """Compares what was read with its checksums. Raises DamagedFileError."""
         for tensors in (self._base, self._own):
-            tensors.reader.check(thorough=False)
+            tensors.source.check(thorough=False)
 
     def elements(self, tensor: str, low: int, elems: int) -> torch.Tensor:
         """Elements from `low` of a tensor of the merged model, flat: as they are saved, or sums in
@@ -248,20 +260,41 @@ class Merge:
             )
 
 
+@dataclass(frozen=True)
+class MergedWindows:
+    """Windows of the tensors of a merged model, by the buffer that each has in an output."""
+
+    merge: Merge
+    names: Sequence[str]
+
+    def fill(self, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a tensor, rounded once to the dtype of the memory."""
+        memory.copy_(self.exact(slot, low, len(memory)))
+
+    def exact(self, slot: Slot, low: int, elems: int) -> torch.Tensor:
+        """The elements before they are rounded."""
+        return self.merge.elements(self.names[slot.buffer], low, elems)
+
+    def window_bytes(self, slot: Slot) -> int:
+        """As of files: whatever run of a tensor is asked for is computed."""
+        return WINDOW_BYTES
+
+
 class _Tensors:
     """Some parameters of a checkpoint, read in parts; their masters, where there are any."""
 
-    def __init__(self, source: Checkpoint, names: Sequence[str]) -> None:
-        self.reader = WindowReader(source)
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        self.source = FileSource(checkpoint, str(checkpoint.folder))
         self.numbers = {name: number for number, name in enumerate(names)}
-        self._specs = source.manifest.by_name
-        self._states = [weight_of(source.manifest, name) for name in names]
-        rows = [(Share(n), dtype) for n, (_, dtype) in zip(names, self._states, strict=True)]
-        self._target = weights_manifest(self._specs, rows)
-        self.reader.prove(
-            self._target,
-            [(Slot(number, (), 0, VALUE), state) for number, (state, _) in enumerate(self._states)],
+        self._specs = checkpoint.manifest.by_name
+        states = [weight_of(checkpoint.manifest, name) for name in names]
+        self._dtypes = [dtype for _, dtype in states]
+        rows = [(Share(name), dtype) for name, dtype in zip(names, self._dtypes, strict=True)]
+        wants = tuple(
+            (Slot(number, (), 0, VALUE), state) for number, (state, _) in enumerate(states)
         )
+        part = Part(weights_manifest(self._specs, rows), wants)
+        self._windows = self.source.windows(proved(self.source, part, frozenset()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._specs[name].shape
@@ -269,9 +302,8 @@ class _Tensors:
     def read(self, name: str, low: int, elems: int) -> torch.Tensor:
         """Elements from `low` on, flat, in the dtype that they are saved in."""
         number = self.numbers[name]
-        state, dtype = self._states[number]
-        out = torch.empty(elems, dtype=TORCH_DTYPES[dtype])
-        self.reader.fill(self._target, Slot(number, (), 0, VALUE), state, low, out)
+        out = torch.empty(elems, dtype=TORCH_DTYPES[self._dtypes[number]])
+        self._windows.fill(Slot(number, (), 0, VALUE), low, out)
         return out
 
     def matrix(self, name: str) -> torch.Tensor:

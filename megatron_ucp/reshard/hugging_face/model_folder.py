@@ -1,32 +1,35 @@
 """A folder of a Hugging Face model that is to be written: its tensors, its files, and what lies
 beside the weights."""
 
-import itertools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import LOSSLESS, Slot
-from megatron_ucp.core.shares import Share
+from megatron_ucp.core.plan import LOSSLESS, Slot, Want
+from megatron_ucp.core.shares import Share, state_in, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import NotFoundError, UsageError, some_of
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
-from megatron_ucp.formats.hugging_face.shards import index_of, shards_of
+from megatron_ucp.formats.hugging_face.shards import WeightFile, index_of, shards_of
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.diff import weight_of
+from megatron_ucp.reshard.file_source import WIDE_WINDOW_BYTES
+from megatron_ucp.reshard.folder_sink import FolderOutput, require_free
+from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.twin import Twin
-from megatron_ucp.reshard.output_folder import require_free
+from megatron_ucp.reshard.transfer import Part, Source
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.
@@ -41,6 +44,7 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+_NARROW = frozenset({"narrow"})  # weights are rounded to the dtype that was asked for
 LIST_FILE = "ucp_export.json"  # what an export wrote: name of the file -> bytes
 Beside = Mapping[str, str | Path]  # what lies beside the weights: a text, or a file to copy
 
@@ -69,18 +73,6 @@ class OutgoingTensor:
         return self.dtype != self.saved_dtype and (self.saved_dtype, self.dtype) not in LOSSLESS
 
 
-@dataclass(frozen=True)
-class OutgoingPart:
-    """What is read of a tensor in a slot of its own: all of it, or a tile."""
-
-    slot: Slot
-    share: Share
-    elems: int
-
-
-Tiles = list[OutgoingPart]  # of a run of rows, side by side
-
-
 class Outgoing:
     """What is written of a source in `dtype`, into files of at most `max_bytes`. `tensors` are in
     the order of the twin's."""
@@ -103,20 +95,6 @@ class Outgoing:
             )
             for name, own, shape in rows
         ]
-        self.total_bytes = sum(one.elems * ITEMSIZE[one.dtype] for one in self.tensors)
-
-    @cached_property
-    def in_order(self) -> list[int]:
-        """The numbers of the tensors in the order of the files' bytes."""
-        at = {file.name: number for number, file in enumerate(self.files)}
-        numbers = range(len(self.tensors))
-        return sorted(numbers, key=lambda n: (at[self.tensors[n].file], self.tensors[n].place))
-
-    @property
-    def largest_first(self) -> list[int]:
-        """The order in which threads, or ranks, share them: the last ones hardly wait for each
-        other."""
-        return sorted(self.in_order, key=lambda number: -self.tensors[number].elems)
 
     @property
     def is_loadable(self) -> bool:
@@ -135,30 +113,61 @@ class Outgoing:
             "as --config (Python: config=)"
         ]
 
-    def parts(self, most_bytes: int, count: int) -> list[list[Tiles]]:
-        """What each tensor is read as, in slots that follow each other: all of it, but for one that
-        the source stores transposed and that has more than `most_bytes`. Of that, runs of rows in
-        `count` tiles of about as many bytes. (Each run reads what lies between its columns, too.)
-        """
-        slots = (Slot(buffer, (), 0, VALUE) for buffer in itertools.count())
-        out: list[list[Tiles]] = []
-        for one in self.tensors:
-            size_bytes = one.elems * ITEMSIZE[one.dtype]
-            runs = [[(one.share, one.elems)]]
-            if one.share.order is not None and size_bytes > most_bytes and not one.share.stacked:
-                spec = self.twin.specs[one.share.param]
-                rows = min(-(-size_bytes // (most_bytes * count)), one.shape[0])
-                tiles = one.share.tiles(spec, rows, min(count, one.shape[-1]))
-                runs = [[(s, math.prod(s.stored_shape(spec))) for s in run] for run in tiles]
-            out.append([[OutgoingPart(next(slots), *part) for part in run] for run in runs])
-        return out
+    def output(
+        self, source: Source, beside: Beside, publish: Callable[[Path], object], tiles: int = 0
+    ) -> FolderOutput:
+        """The folder on paper. What the source stores transposed is written in so many `tiles` side
+        by side (0: as all else)."""
+        writer = _Slots(source.manifest, self.twin)
+        files = tuple(self._layout(file, writer, tiles) for file in self.files)
+        part = writer.part()
+        return FolderOutput((part,), files, partial(self.finish, beside=beside), publish, "export")
 
-    def begin(self, folder: Path) -> None:
-        """Every file with its header, as long as it will be. Raises OSError."""
-        for one in self.files:
-            with open(folder / one.name, "xb") as file:
-                file.write(one.header)
-                file.truncate(one.size_bytes)
+    def exported(
+        self,
+        folder: Path,
+        mesh: str,
+        sizes: tuple[int, int, float],
+        verified: bool,
+        notes: Sequence[str],
+        seen: str,
+    ) -> Exported:
+        """What an export did: bytes read and written, and seconds; `notes` are the source's, `seen`
+        says what was compared."""
+        counts = len(self.files), len(self.tensors)
+        said = (*notes, *self.notes)
+        where = str(folder), mesh, self.dtype
+        return Exported(*where, *counts, *sizes, verified, said, self.is_loadable, seen)
+
+    def _layout(self, file: WeightFile, slots: "_Slots", tiles: int) -> FileLayout:
+        """One file: the pieces in the order of their bytes."""
+        pieces: list[FilePiece] = []
+        tiled: list[TiledRows] = []
+        for one in sorted(self.tensors, key=lambda one: one.place):
+            if one.file == file.name and self._is_tiled(one, tiles):
+                tiled += self._tiles(one, slots, tiles)
+            elif one.file == file.name:
+                pieces.append(slots.piece(one, one.share, one.elems))
+        blobs = [(0, partial(bytes, file.header))]
+        return FileLayout(file.name, file.size_bytes, pieces, blobs, tiled=tiled)
+
+    def _is_tiled(self, one: OutgoingTensor, tiles: int) -> bool:
+        size_bytes = one.elems * ITEMSIZE[one.dtype]
+        turned = one.share.order is not None and not one.share.stacked
+        return tiles > 0 and turned and size_bytes > WIDE_WINDOW_BYTES
+
+    def _tiles(self, one: OutgoingTensor, slots: "_Slots", count: int) -> Iterator[TiledRows]:
+        """Runs of rows of a tensor that the source stores transposed, in `count` tiles of about as
+        many bytes. (Each run reads what lies between its columns, too.)"""
+        spec, size_bytes = self.twin.specs[one.share.param], one.elems * ITEMSIZE[one.dtype]
+        runs = min(-(-size_bytes // (WIDE_WINDOW_BYTES * count)), one.shape[0])
+        place = one.place
+        for shares in one.share.tiles(spec, runs, min(count, one.shape[-1])):
+            shapes = [share.stored_shape(spec) for share in shares]
+            pairs = zip(shares, shapes, strict=True)
+            tiles = tuple(slots.piece(one, share, math.prod(shape)) for share, shape in pairs)
+            yield TiledRows(shapes[0][0], tiles, place)
+            place += sum(tile.size_bytes for tile in tiles)
 
     def finish(self, folder: Path, beside: Beside) -> None:
         """The index, and what else lies beside the weights. Raises OSError."""
@@ -172,6 +181,29 @@ class Outgoing:
                 (folder / name).write_text(what, encoding="utf-8")
         written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         (folder / LIST_FILE).write_text(_json(written), encoding="utf-8")
+
+
+class _Slots:
+    """The one part of a folder, as its pieces are counted: each has a buffer of its own."""
+
+    def __init__(self, source: Manifest, twin: Twin) -> None:
+        self._source, self._twin = source, twin
+        self._rows: list[tuple[Share, str]] = []
+        self._wants: list[Want] = []
+        self._names: list[str] = []
+
+    def piece(self, one: OutgoingTensor, share: Share, elems: int) -> FilePiece:
+        """All of a tensor, or a tile."""
+        slot = Slot(len(self._rows), (), 0, VALUE)
+        self._rows.append((share, one.dtype))
+        self._wants.append((slot, state_in(self._source, one.state)))
+        self._names.append(one.name)
+        return FilePiece(0, slot, elems, one.dtype, one.place)
+
+    def part(self) -> Part:
+        """What the pieces are read into."""
+        target = weights_manifest(self._twin.specs, self._rows)
+        return Part(target, tuple(self._wants), _NARROW, names=tuple(self._names))
 
 
 def training_dtype(manifest: Manifest) -> str:

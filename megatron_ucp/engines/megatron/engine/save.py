@@ -75,7 +75,7 @@ from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.output_folder import begin_sync
+from megatron_ucp.reshard.folder_sink import begin_sync
 
 _WINDOW_BYTES = 8 << 20
 _BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the next one is summed

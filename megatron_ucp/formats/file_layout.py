@@ -1,0 +1,60 @@
+"""A file that is to be written, before any byte of a tensor is known: which piece of which tensor
+lies at which byte, and what stands around the pieces.
+
+Every format says its files in this one way, so whoever writes them needs to know no format.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.formats.pt.values import ITEMSIZE
+
+Blob = tuple[int, bytes]  # the byte of the file that it begins at, and its bytes
+Crcs = Mapping[int, int]  # the CRC-32 of each piece of a file, by the byte that it begins at
+
+
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """All `elems` elements of `slot`, of part number `part` of an output: they lie from byte
+    `place` of the file on."""
+
+    part: int
+    slot: Slot
+    elems: int
+    dtype: str
+    place: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elems * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TiledRows:
+    """A run of rows of a tensor, from byte `place` of the file on. Each tile has some columns of
+    all of them; a tile's own `place` says nothing."""
+
+    rows: int
+    tiles: tuple[FilePiece, ...]
+    place: int
+
+
+def nothing_around(_: Crcs) -> Iterable[Blob]:
+    """Of a file without checksums."""
+    return ()
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One file: its name in the folder, and how long it is. `blobs` are all that is known before:
+    the byte at which each begins, and what gives it. `around` gives the rest, once the CRC-32 of
+    every piece is known: so each file with checksums is written by one rank, its `owner`."""
+
+    name: str
+    size_bytes: int
+    pieces: Sequence[FilePiece]
+    blobs: Sequence[tuple[int, Callable[[], bytes]]] = ()
+    around: Callable[[Crcs], Iterable[Blob]] = nothing_around
+    tiled: Sequence[TiledRows] = ()
+    owner: int = 0

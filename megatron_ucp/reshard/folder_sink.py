@@ -1,0 +1,386 @@
+"""A folder as a sink: its files are written aside, and it appears whole or not at all."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from isal.isal_zlib import crc32
+
+from megatron_ucp.errors import PlanError, SaveError, UsageError
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.file_source import (
+    THREADS,
+    WINDOW_BYTES,
+    Memory,
+    ThreadMemory,
+    pool,
+)
+from megatron_ucp.reshard.transfer import Part, Readers, Run, Source
+
+ROWS_AT_ONCE = 128  # of tiles that are joined
+_JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
+FileRun = tuple[Path, int, int]  # file, first byte, how many bytes (0: all from there on)
+
+
+@dataclass(frozen=True)
+class FolderOutput:
+    """A folder on paper: what each of its files holds of which part. `close` writes what holds
+    nothing of a tensor into the folder aside, once all else is there; `publish` gives that its
+    name. `verb` says what for: to train, to export."""
+
+    parts: tuple[Part, ...]
+    files: tuple[FileLayout, ...]
+    close: Callable[[Path], None]
+    publish: Callable[[Path], object]
+    verb: str = "train"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.size_bytes for file in self.files for piece in pieces_of(file))
+
+    def prove(self) -> None:
+        """Every piece is all of its slot, every wanted slot has a piece, and no two pieces of a
+        file overlap. Raises PlanError."""
+        wanted = {(number, s) for number, part in enumerate(self.parts) for s, _ in part.wants}
+        for file in self.files:
+            for piece in pieces_of(file):
+                buffer = self.parts[piece.part].target.buffers[piece.slot.buffer]
+                elems = buffer.of(piece.slot.state).elems(piece.slot.part)
+                if elems != piece.elems or dict(buffer.states)[piece.slot.state] != piece.dtype:
+                    raise PlanError(
+                        "a piece of a file is not all of what it stands for",
+                        file=file.name,
+                        expected=f"{elems} elements",
+                        found=piece,
+                    )
+                wanted.discard((piece.part, piece.slot))
+            _prove_apart(file)
+        if wanted:
+            raise PlanError("no file holds what is wanted", found=min(wanted, key=str))
+
+
+def _prove_apart(file: FileLayout) -> None:
+    tiled = [(rows.place, sum(tile.size_bytes for tile in rows.tiles)) for rows in file.tiled]
+    runs = sorted([*tiled, *((piece.place, piece.size_bytes) for piece in file.pieces)])
+    end = 0
+    for place, size in [*runs, (file.size_bytes, 0)]:
+        if place < end:
+            raise PlanError("pieces of a file overlap", file=file.name, found=f"byte {place}")
+        end = place + size
+
+
+def pieces_of(file: FileLayout) -> list[FilePiece]:
+    """All pieces of a file, the tiles among them."""
+    return [*file.pieces, *(tile for rows in file.tiled for tile in rows.tiles)]
+
+
+class FolderSink:
+    """One folder that is written by the threads of one process."""
+
+    def __init__(self, folder: Path, output: FolderOutput) -> None:
+        output.prove()
+        self.folder, self.output = folder, output
+        self.parts, self.verb = output.parts, output.verb
+        absolute = folder.absolute()
+        self.aside = durable.aside_of(absolute.parent, absolute.name)
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        """The folder beside it that files are written into, this process's alone. Raises UsageError
+        where another process writes it, SaveError where the disk refuses."""
+        with as_save_error(self.folder):
+            self.aside.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._held.enter_context(durable.held(self.aside))
+            except SaveError as error:
+                raise UsageError(
+                    "another conversion is writing this output",
+                    file=error.file,
+                    expected=error.expected,
+                    found=error.found,
+                    fix=error.what_to_do,
+                    id=error.id,
+                ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def move(self, source: Source, readers: Readers, run: Run) -> None:
+        """Several pieces at a time, each window by window: read, summed, written."""
+        run.total = self.output.size_bytes
+        places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
+        writer = _Threads(self.aside, readers, run)
+        with as_save_error(self.folder), pool() as threads:
+            for place in places:
+                place.mkdir(parents=True, exist_ok=True)
+            writer.write(threads, self.output.files)
+
+    def finish(self) -> None:
+        """Writes what holds nothing of a tensor; all of it is on disk then."""
+        with as_save_error(self.folder):
+            self.output.close(self.aside)
+            sync_all(self.aside)
+
+    def publish(self) -> None:
+        """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
+        with as_save_error(self.folder):
+            self.output.publish(self.aside)
+
+
+class as_save_error:
+    """Inside, what the operating system refuses is a SaveError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError):
+            raise SaveError(
+                "the output could not be written; nothing is left of it",
+                file=error.filename or self._folder,
+                found=f"{type(error).__name__}: {error}",
+                fix="free space or mend permissions, then try again",
+            ) from error
+
+
+# ------------------------------------------------ by the threads of one process
+
+
+@dataclass
+class FileOnItsWay:
+    """A file of which threads write pieces; `crcs` are those of what is there, `left` jobs are not
+    done."""
+
+    path: Path
+    layout: FileLayout
+    left: int
+    crcs: dict[int, int] = field(default_factory=dict[int, int])
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def wrote(self, handle: int, crcs: dict[int, int]) -> None:
+        """Says which pieces a job wrote. Behind the last one comes what stands around them."""
+        with self._lock:
+            self.crcs.update(crcs)
+            self.left -= 1
+            is_last = self.left == 0
+        if is_last:
+            self._close(handle)
+
+    def _close(self, handle: int) -> None:
+        layout = self.layout
+        for at, blob in layout.blobs:
+            data = blob()
+            self.crcs[at] = crc32(data)
+            durable.write_at(handle, data, at)
+        for at, data in layout.around(self.crcs):
+            durable.write_at(handle, data, at)
+        if os.fstat(handle).st_size != layout.size_bytes:
+            raise PlanError(
+                "a file has another size than was planned",
+                file=self.path,
+                expected=layout.size_bytes,
+                found=os.fstat(handle).st_size,
+            )
+
+
+class _Threads:
+    """Writes the pieces of files."""
+
+    def __init__(self, aside: Path, readers: Readers, run: Run) -> None:
+        self._aside, self._readers, self._run = aside, readers, run
+        self._memory, self._tiles = ThreadMemory(), [Memory() for _ in range(THREADS)]
+
+    def write(self, threads: ThreadPoolExecutor, files: Sequence[FileLayout]) -> None:
+        """All files; the largest jobs first, so that the threads hardly wait in the end."""
+        jobs: list[tuple[int, Callable[[], FileRun | None]]] = []
+        for layout in files:
+            self._write_tiled(threads, layout)
+            runs = _jobs_of(layout.pieces)
+            on_its_way = FileOnItsWay(self._aside / layout.name, layout, len(runs))
+            for pieces in runs:
+                size = sum(piece.size_bytes for piece in pieces)
+                jobs.append((size, partial(self._pieces, on_its_way, pieces)))
+        jobs.sort(key=lambda job: -job[0])
+        in_threads(threads, [job for _, job in jobs], self._run.stopped)
+
+    def _pieces(self, file: FileOnItsWay, pieces: Sequence[FilePiece]) -> FileRun | None:
+        """Some pieces of a file that follow each other. Runs in a thread of its own."""
+        handle = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            crcs = {piece.place: self._piece(handle, piece) for piece in pieces}
+            file.wrote(handle, crcs)
+        finally:
+            os.close(handle)
+        size = sum(piece.size_bytes for piece in pieces)
+        return (file.path, pieces[0].place, size) if size > WINDOW_BYTES else None
+
+    def _piece(self, handle: int, piece: FilePiece) -> int:
+        """One piece; its CRC-32."""
+        size, crc = ITEMSIZE[piece.dtype], 0
+        step = self._readers.window_bytes(piece.part, piece.slot) // size
+        for low in range(0, piece.elems, step):
+            window = self._memory.take(min(step, piece.elems - low), piece.dtype)
+            self._readers.fill(piece.part, piece.slot, low, window)
+            data = bytes_of(window)
+            crc = crc32(data, crc)
+            durable.write_at(handle, data, piece.place + low * size)
+            self._run.count(window.nbytes)
+        return crc
+
+    def _write_tiled(self, threads: ThreadPoolExecutor, layout: FileLayout) -> None:
+        """Tensors in tiles. All threads together read a run of rows, each a tile, which is whole
+        rows of the source where there is one run."""
+        for rows in layout.tiled:
+            held = zip(rows.tiles, self._tiles, strict=False)
+            windows = [memory.take(tile.elems, tile.dtype) for tile, memory in held]
+            pairs = zip(rows.tiles, windows, strict=True)
+            fill = [
+                partial(self._readers.fill, tile.part, tile.slot, 0, window)
+                for tile, window in pairs
+            ]
+            in_threads(threads, fill, self._run.stopped)
+            self._write_rows(threads, self._aside / layout.name, rows, windows)
+
+    def _write_rows(
+        self, threads: ThreadPoolExecutor, path: Path, rows: TiledRows, tiles: list[torch.Tensor]
+    ) -> None:
+        """Rows of which each tile has some columns. One thread writes, as a file system lets only
+        one write a file; the disk begins meanwhile."""
+        held = [(bytes_of(tile), tile.nbytes // rows.rows) for tile in tiles]
+        row_bytes = sum(width for _, width in held)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            for first in range(0, rows.rows, ROWS_AT_ONCE):
+                numbers = range(first, min(first + ROWS_AT_ONCE, rows.rows))
+                pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
+                start, size = rows.place + first * row_bytes, len(numbers) * row_bytes
+                durable.write_joined_at(handle, pieces, start)
+                threads.submit(begin_sync, path, start, size)
+                self._run.count(size)
+        finally:
+            os.close(handle)
+
+
+def _jobs_of(pieces: Sequence[FilePiece]) -> list[list[FilePiece]]:
+    """Runs of pieces, each of about _JOB_BYTES; one without any for a file that has none."""
+    jobs: list[list[FilePiece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if size >= _JOB_BYTES:
+            jobs.append([])
+            size = 0
+        jobs[-1].append(piece)
+        size += piece.size_bytes
+    return jobs
+
+
+def in_threads(
+    threads: ThreadPoolExecutor,
+    jobs: Iterable[Callable[[], FileRun | None]],
+    stopped: threading.Event,
+) -> None:
+    """Runs all jobs, several at a time. The disk begins with what one has written while the others
+    go on. After a failure, and after Ctrl-C, `stopped` is set, and those that have not begun don't
+    begin."""
+    waiting: list[Future[FileRun | None]] = []
+    try:
+        waiting.extend(threads.submit(job) for job in jobs)
+        for done in as_completed(waiting):
+            if written := done.result():
+                begin_sync(*written)
+    finally:
+        if not all(one.done() for one in waiting):
+            stopped.set()
+        for one in waiting:
+            one.cancel()
+
+
+def begin_sync(path: Path, start: int = 0, size: int = 0) -> None:
+    """Lets the disk begin with `size` bytes of a file from `start` on (0: to its end) while others
+    are made. Only a hint: `sync_all` waits for all of them."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
+    if call is not None:
+        handle = os.open(path, os.O_RDONLY)
+        call(handle, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
+        os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """Brings a folder with all that lies in it to disk: by one call for the whole file system,
+    where there is one."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    except AttributeError:  # no such call on this system
+        sync = durable.Syncs()
+        for path in sorted(folder.rglob("*")):
+            sync(path)
+        sync(folder)
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------ before anything is written
+
+
+def require_plain(folder: Path, may_replace: Callable[[], object] | None = None) -> None:
+    """Raises UsageError for an output that exists, unless `may_replace` says that it may be
+    replaced, or that has no plain name."""
+    if may_replace is None or not may_replace():
+        require_free(folder)
+    if folder.absolute().name.startswith(".") or not folder.name:
+        raise UsageError(
+            "the output is the plain name of a new folder",
+            file=folder,
+            expected="converted/global_step100",
+            found=str(folder),
+            fix="give such a name",
+        )
+
+
+def require_free(folder: Path) -> None:
+    """Raises UsageError for an output that exists."""
+    if folder.exists() or folder.is_symlink():
+        raise UsageError(
+            "the output exists",
+            file=folder,
+            expected="a folder that does not exist yet",
+            found="one that does",
+            fix="give another name, or remove it; export-hf replaces its own with --force (Python: "
+            "force=True)",
+        )
+
+
+def require_outside(folder: Path, source: Path) -> None:
+    """A `latest` in a tag folder would lead every load of that tag astray. Raises UsageError."""
+    parent = Path(os.path.realpath(folder)).parent  # of a loop of links, too
+    beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    if Path(os.path.realpath(source)) in (parent, *parent.parents) or any(
+        MODEL.fullmatch(n) or MODEL_PARTITION.fullmatch(n) for n in beside
+    ):
+        raise UsageError(
+            "the output lies inside of a checkpoint",
+            file=folder,
+            expected="a place beside it",
+            found=parent,
+            fix="name the output in another folder",
+        )

@@ -1,0 +1,224 @@
+"""The one way in which a training state is moved, between files and the memory of ranks.
+
+A `Source` has values: the files of a checkpoint, the memories of a live engine's ranks, a base
+model with an adapter. A `Sink` takes them: a folder, a live engine. `transfer` joins the two, and
+gives every pair the same guarantees: all of it is planned, proved and looked up before a byte
+moves; values that a narrower dtype can't hold are refused; what was read is compared with its
+checksums; nothing counts before all ranks are done, and after a failure of any rank nothing does.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Plan, Slot, Want, make_plan
+from megatron_ucp.core.proof import one_state, prove
+from megatron_ucp.errors import SaveError
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.overflows import Overflows, is_finite, is_looked_at
+
+TensorOf = Callable[[Slot], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A manifest that is filled, and the slots of it that are wanted, each with the state of the
+    source that it gets. `allow` is what may happen to these beside what is allowed for all.
+    `as_trained`: weights that are the masters in the dtype of the training, as the run itself
+    rounded them: those are as they were, whatever they are. `names` are what messages call each
+    buffer's values (none: their parameters)."""
+
+    target: Manifest
+    wants: tuple[Want, ...]
+    allow: frozenset[str] = frozenset()
+    as_trained: bool = False
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Proved:
+    """A part with its plan, which was proved; `allow` is all that may happen to it."""
+
+    part: Part
+    plan: Plan
+    allow: frozenset[str]
+
+
+class Windows(Protocol):
+    """Reads what one proved part wants, window by window."""
+
+    def fill(self, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a slot into memory of its dtype, which is filled."""
+        ...
+
+    def exact(self, slot: Slot, low: int, elems: int) -> torch.Tensor:
+        """The same elements in a dtype that keeps every value of the source."""
+        ...
+
+    def window_bytes(self, slot: Slot) -> int:
+        """How large the windows of a slot are best."""
+        ...
+
+
+class Source(Protocol):
+    """Values, wherever they lie. `file` names it in messages; `read_bytes` counts what was read of
+    it. `is_collective`: all ranks read together, in one order. `computes`: its values are no ones
+    that lie anywhere, but sums in fp64, whatever dtype the manifest says."""
+
+    manifest: Manifest
+    file: str
+    read_bytes: int
+    is_collective: bool
+    computes: bool
+
+    def locate(self, plan: Plan) -> None:
+        """Looks every slot up that a plan reads. Raises a UcpError before a byte moves."""
+        ...
+
+    def windows(self, one: Proved) -> Windows:
+        """What reads a part."""
+        ...
+
+    def check(self, thorough: bool) -> None:
+        """Compares what was read with its checksums; `thorough`: what nobody needed of a record is
+        read for that. Raises DamagedFileError."""
+        ...
+
+
+class Sink(AbstractContextManager[Any], Protocol):
+    """Where values go. Entering it is the first write; leaving it before `publish` leaves nothing
+    behind that counts. `verb` says what for, in messages: to train, to export."""
+
+    parts: Sequence[Part]
+    verb: str
+
+    def move(self, source: Source, readers: "Readers", run: "Run") -> None:
+        """Moves everything: the inner loop that fits. See `in_threads`, `in_one_order`."""
+        ...
+
+    def finish(self) -> None:
+        """Writes all that is no piece; on disk, or in place, when it returns."""
+        ...
+
+    def publish(self) -> None:
+        """From here on it counts: a folder gets its name, an engine may step."""
+        ...
+
+
+@dataclass
+class Run:
+    """How far a transfer is. Several threads use one. After a failure of one of them, and after
+    Ctrl-C, it is `stopped`, and the others raise at their next window."""
+
+    total: int = 0
+    progress: Progress | None = None
+    done: int = 0
+    stopped: threading.Event = field(default_factory=threading.Event)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def count(self, moved_bytes: int) -> None:
+        """Says that so many bytes more were moved. Raises SaveError where it was stopped."""
+        if self.stopped.is_set():
+            raise SaveError("the work was stopped", fix="start it again", id="")
+        with self._lock:
+            self.done += moved_bytes
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+
+class Readers:
+    """What reads each part of a sink, and looks at every value that it rounds."""
+
+    def __init__(self, source: Source, proved: Sequence[Proved]) -> None:
+        self.source, self.overflows = source, Overflows()
+        self._of = [source.windows(one) for one in proved]
+        self._parts = [one.part for one in proved]
+        self._looked_at = [_looked_at(source, one.part) for one in proved]
+
+    def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a slot of a part into memory of its dtype."""
+        self._of[part].fill(slot, low, memory)
+        if slot in self._looked_at[part]:
+            self._look(part, slot, low, memory)
+
+    def window_bytes(self, part: int, slot: Slot) -> int:
+        """How large the windows of a slot are best."""
+        return self._of[part].window_bytes(slot)
+
+    def _look(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        if is_finite(memory):
+            return
+        exact = self._of[part].exact(slot, low, len(memory))
+        target, names = self._parts[part].target, self._parts[part].names
+        buffer, high = target.buffers[slot.buffer].of(slot.state), low + len(memory)
+        for one in buffer.fragments(slot.part):
+            first, last = max(one.offset, low), min(one.offset + one.high - one.low, high)
+            if first < last:
+                name = names[slot.buffer] if names else buffer.members[one.member].param
+                own = slice(first - low, last - low)
+                self.overflows.compare(name, exact[own], memory[own])
+
+
+def _looked_at(source: Source, part: Part) -> frozenset[Slot]:
+    """The slots whose values may be lost in a narrower dtype."""
+    if source.computes:
+        return frozenset(slot for slot, _ in part.wants)
+    out: set[Slot] = set()
+    for slot, state in part.wants:
+        buffer = part.target.buffers[slot.buffer]
+        dtype = dict(buffer.states)[slot.state]
+        params = {member.param for member in buffer.members}
+        held = source.manifest
+        if any(is_looked_at(held, name, state, dtype, part.as_trained) for name in params):
+            out.add(slot)
+    return frozenset(out)
+
+
+def proved(source: Source, part: Part, allow: frozenset[str]) -> Proved:
+    """Plans all of a part, proves the plan and looks every source up. Raises a UcpError."""
+    allow |= part.allow
+    plan = make_plan(source.manifest, part.target, part.wants, allow)
+    apart = source.manifest.uncut | part.target.uncut
+    prove(one_state(plan, apart), source.manifest, part.target)
+    source.locate(plan)
+    return Proved(part, plan, allow)
+
+
+def transfer(
+    source: Source,
+    sink: Sink,
+    allow: frozenset[str] = frozenset(),
+    *,
+    run: Run | None = None,
+    alone: bool = False,
+) -> Run:
+    """Moves all that a sink wants from a source. Collective, unless this process is `alone`.
+
+    Raises a UcpError on every rank. What lay there before is then as it was; of a live engine that
+    was written into nothing may be used.
+    """
+    together = agree.alone if alone else agree.together
+    run = run or Run()
+    with ExitStack() as left:
+        with together():
+            parts = [proved(source, part, allow) for part in sink.parts]
+            readers = Readers(source, parts)
+        with together():
+            left.enter_context(sink)
+        with together():
+            sink.move(source, readers, run)
+        with together() as block:
+            source.check(thorough=True)
+            block.value = readers.overflows.found
+        with together():
+            readers.overflows.refuse(block.values, source.file, sink.verb)
+            sink.finish()
+        with together():
+            sink.publish()
+    return run
