@@ -21,6 +21,7 @@ from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.model_config import config_for
 from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, beside_weights, training_dtype
 from megatron_ucp.reshard.hugging_face.twin import twin_of
+from megatron_ucp.reshard.transfer import Run
 
 
 def export(
@@ -57,7 +58,8 @@ def export(
         twin = twin_of(manifest, given, "", chosen, str(folder))
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer, found and found.folder)
-    done = export_live(live, out, folder, beside)
+    with say.progress("export-hf") as advance:
+        done = export_live(live, out, folder, beside, Run(progress=advance))
     say.ended(str(done), done.notes)
     return done
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from megatron_ucp.core.manifest import FILE_NAME, MOVED_LATEST, RUN, TAG, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import from_json
@@ -147,21 +148,47 @@ class Syncs:
             self.seconds += time.perf_counter() - started
 
 
-def write_at(handle: int, data: bytes | memoryview, place: int) -> None:
-    """All of the bytes from byte `place` of a file on. Raises OSError."""
-    done = 0
-    while done < len(data):  # one call moves at most 2 GiB
-        done += os.pwrite(handle, data[done:], place + done)
+class OutFile:
+    """A file that is written by places; several processes may write one. Made where it is not
+    there. A context manager. Errors of the operating system name it."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
-def write_joined_at(handle: int, pieces: Sequence[memoryview], place: int) -> None:
-    """Pieces one after the other, from byte `place` of a file on. Raises OSError."""
-    for first in range(0, len(pieces), _MOST_PIECES):
-        joined = pieces[first : first + _MOST_PIECES]
-        size, done = sum(map(len, joined)), os.pwritev(handle, joined, place)
-        if done < size:
-            write_at(handle, b"".join(joined)[done:], place + done)
-        place += size
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def write(self, data: bytes | memoryview, place: int) -> None:
+        """All of the bytes from byte `place` on. Raises OSError."""
+        with self._named():
+            done = 0
+            while done < len(data):  # one call moves at most 2 GiB
+                done += os.pwrite(self._handle, data[done:], place + done)
+
+    def write_joined(self, pieces: Sequence[memoryview], place: int) -> None:
+        """Pieces one after the other, from byte `place` on. Raises OSError."""
+        for first in range(0, len(pieces), _MOST_PIECES):
+            joined = pieces[first : first + _MOST_PIECES]
+            with self._named():
+                size, done = sum(map(len, joined)), os.pwritev(self._handle, joined, place)
+            if done < size:
+                self.write(b"".join(joined)[done:], place + done)
+            place += size
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise
 
 
 def replace_text(path: Path, text: str, sync: Syncs) -> None:

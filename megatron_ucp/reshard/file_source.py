@@ -12,6 +12,7 @@ import torch
 
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows
+from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.base import Record, Where
 from megatron_ucp.formats.base import Source as Held
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -63,13 +64,15 @@ class ThreadMemory(Memory, threading.local):
 
 
 class FileSource:
-    """A checkpoint. `checkpoint` gives manifest and places; `read_bytes` counts what was read."""
+    """A checkpoint. `checkpoint` gives manifest and places; `read_bytes` counts what was read.
+    `masters` are what it is a copy of, rounded: values are compared with those."""
 
     is_collective = False
-    computes = False
 
-    def __init__(self, checkpoint: Held, file: str) -> None:
+    def __init__(self, checkpoint: Held, file: str, masters: Held | None = None) -> None:
         self.checkpoint, self.file, self.manifest = checkpoint, file, checkpoint.manifest
+        self.masters = self if masters is None else FileSource(masters, file)
+        self.all_looked_at = masters is not None
         self.places: dict[Slot, Where] = {}
         self.read_bytes = 0
         self._lock = threading.Lock()
@@ -233,9 +236,11 @@ class FileWindows:
 
     def _as_saved(self, slot: Slot) -> "FileWindows":
         """A target that holds the slot in a dtype which keeps every value."""
-        source, state = self._source, self._states[slot]
+        source, state = self._source.masters, self._states[slot]
         buffer = self._target.buffers[slot.buffer]
         names = [member.param for member in buffer.members]
+        if source is not self._source:
+            state = MASTER
         dtype = _widest({source.manifest.states_of(name)[state] for name in names})
         states = tuple((key, dtype if key == slot.state else d) for key, d in buffer.states)
         buffers = list(self._target.buffers)

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from isal.isal_zlib import crc32
 from megatron_ucp.errors import PlanError, SaveError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
+from megatron_ucp.formats.durable import OutFile
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.execute import bytes_of
@@ -132,6 +133,8 @@ class FolderSink:
     def finish(self) -> None:
         """Writes what holds nothing of a tensor; all of it is on disk then."""
         with as_save_error(self.folder):
+            for file in self.output.files:
+                _require_whole(self.aside / file.name, file.size_bytes)
             self.output.close(self.aside)
             sync_all(self.aside)
 
@@ -141,11 +144,18 @@ class FolderSink:
             self.output.publish(self.aside)
 
 
+def _require_whole(path: Path, size_bytes: int) -> None:
+    found = path.stat().st_size
+    if found != size_bytes:
+        what = "a file has another size than was planned"
+        raise PlanError(what, file=path, expected=size_bytes, found=found)
+
+
 class as_save_error:
     """Inside, what the operating system refuses is a SaveError."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, what_to_do: str = "free space or mend permissions") -> None:
+        self._folder, self._fix = folder, f"{what_to_do}, then try again"
 
     def __enter__(self) -> None:
         pass
@@ -156,7 +166,7 @@ class as_save_error:
                 "the output could not be written; nothing is left of it",
                 file=error.filename or self._folder,
                 found=f"{type(error).__name__}: {error}",
-                fix="free space or mend permissions, then try again",
+                fix=self._fix,
             ) from error
 
 
@@ -174,30 +184,25 @@ class FileOnItsWay:
     crcs: dict[int, int] = field(default_factory=dict[int, int])
     _lock: Any = field(default_factory=threading.Lock)
 
-    def wrote(self, handle: int, crcs: dict[int, int]) -> None:
+    def wrote(self, out: OutFile, crcs: dict[int, int]) -> None:
         """Says which pieces a job wrote. Behind the last one comes what stands around them."""
         with self._lock:
             self.crcs.update(crcs)
             self.left -= 1
             is_last = self.left == 0
         if is_last:
-            self._close(handle)
+            write_around(out, self.layout, self.crcs)
 
-    def _close(self, handle: int) -> None:
-        layout = self.layout
-        for at, blob in layout.blobs:
-            data = blob()
-            self.crcs[at] = crc32(data)
-            durable.write_at(handle, data, at)
-        for at, data in layout.around(self.crcs):
-            durable.write_at(handle, data, at)
-        if os.fstat(handle).st_size != layout.size_bytes:
-            raise PlanError(
-                "a file has another size than was planned",
-                file=self.path,
-                expected=layout.size_bytes,
-                found=os.fstat(handle).st_size,
-            )
+
+def write_around(out: OutFile, layout: FileLayout, crcs: Mapping[int, int]) -> None:
+    """Writes all of a file but its pieces, whose CRC-32s are known. Raises OSError."""
+    sums = dict(crcs)
+    for at, blob in layout.blobs:
+        data = blob()
+        sums[at] = crc32(data)
+        out.write(data, at)
+    for at, data in layout.around(sums):
+        out.write(data, at)
 
 
 class _Threads:
@@ -222,16 +227,13 @@ class _Threads:
 
     def _pieces(self, file: FileOnItsWay, pieces: Sequence[FilePiece]) -> FileRun | None:
         """Some pieces of a file that follow each other. Runs in a thread of its own."""
-        handle = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            crcs = {piece.place: self._piece(handle, piece) for piece in pieces}
-            file.wrote(handle, crcs)
-        finally:
-            os.close(handle)
+        with OutFile(file.path) as out:
+            crcs = {piece.place: self._piece(out, piece) for piece in pieces}
+            file.wrote(out, crcs)
         size = sum(piece.size_bytes for piece in pieces)
         return (file.path, pieces[0].place, size) if size > WINDOW_BYTES else None
 
-    def _piece(self, handle: int, piece: FilePiece) -> int:
+    def _piece(self, out: OutFile, piece: FilePiece) -> int:
         """One piece; its CRC-32."""
         size, crc = ITEMSIZE[piece.dtype], 0
         step = self._readers.window_bytes(piece.part, piece.slot) // size
@@ -240,7 +242,7 @@ class _Threads:
             self._readers.fill(piece.part, piece.slot, low, window)
             data = bytes_of(window)
             crc = crc32(data, crc)
-            durable.write_at(handle, data, piece.place + low * size)
+            out.write(data, piece.place + low * size)
             self._run.count(window.nbytes)
         return crc
 
@@ -265,17 +267,14 @@ class _Threads:
         one write a file; the disk begins meanwhile."""
         held = [(bytes_of(tile), tile.nbytes // rows.rows) for tile in tiles]
         row_bytes = sum(width for _, width in held)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
+        with OutFile(path) as out:
             for first in range(0, rows.rows, ROWS_AT_ONCE):
                 numbers = range(first, min(first + ROWS_AT_ONCE, rows.rows))
                 pieces = [data[at * n : at * n + n] for at in numbers for data, n in held]
                 start, size = rows.place + first * row_bytes, len(numbers) * row_bytes
-                durable.write_joined_at(handle, pieces, start)
+                out.write_joined(pieces, start)
                 threads.submit(begin_sync, path, start, size)
                 self._run.count(size)
-        finally:
-            os.close(handle)
 
 
 def _jobs_of(pieces: Sequence[FilePiece]) -> list[list[FilePiece]]:

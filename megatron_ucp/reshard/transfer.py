@@ -20,6 +20,7 @@ from megatron_ucp.core.plan import Plan, Slot, Want, make_plan
 from megatron_ucp.core.proof import one_state, prove
 from megatron_ucp.errors import SaveError
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.overflows import Overflows, is_finite, is_looked_at
 
@@ -68,14 +69,14 @@ class Windows(Protocol):
 
 class Source(Protocol):
     """Values, wherever they lie. `file` names it in messages; `read_bytes` counts what was read of
-    it. `is_collective`: all ranks read together, in one order. `computes`: its values are no ones
-    that lie anywhere, but sums in fp64, whatever dtype the manifest says."""
+    it. `is_collective`: all ranks read together, in one order. `all_looked_at`: what it gives was
+    rounded, whatever the dtypes of the manifest are: sums, or copies of the masters."""
 
     manifest: Manifest
     file: str
     read_bytes: int
     is_collective: bool
-    computes: bool
+    all_looked_at: bool
 
     def locate(self, plan: Plan) -> None:
         """Looks every slot up that a plan reads. Raises a UcpError before a byte moves."""
@@ -144,17 +145,25 @@ class Readers:
     def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
         """Elements from `low` of a slot of a part into memory of its dtype."""
         self._of[part].fill(slot, low, memory)
-        if slot in self._looked_at[part]:
-            self._look(part, slot, low, memory)
+        if slot in self._looked_at[part] and not is_finite(memory):
+            exact = self._of[part].exact(slot, low, len(memory))
+            self._look(part, slot, low, exact, memory)
+
+    def rounded(self, part: int, slot: Slot, low: int, exact: torch.Tensor) -> torch.Tensor:
+        """Elements from `low` of a slot, which are there as the source has them, in its dtype."""
+        buffer = self._parts[part].target.buffers[slot.buffer]
+        memory = exact.to(TORCH_DTYPES[dict(buffer.states)[slot.state]])
+        if slot in self._looked_at[part] and not is_finite(memory):
+            self._look(part, slot, low, exact, memory)
+        return memory
 
     def window_bytes(self, part: int, slot: Slot) -> int:
         """How large the windows of a slot are best."""
         return self._of[part].window_bytes(slot)
 
-    def _look(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        if is_finite(memory):
-            return
-        exact = self._of[part].exact(slot, low, len(memory))
+    def _look(
+        self, part: int, slot: Slot, low: int, exact: torch.Tensor, memory: torch.Tensor
+    ) -> None:
         target, names = self._parts[part].target, self._parts[part].names
         buffer, high = target.buffers[slot.buffer].of(slot.state), low + len(memory)
         for one in buffer.fragments(slot.part):
@@ -167,7 +176,7 @@ class Readers:
 
 def _looked_at(source: Source, part: Part) -> frozenset[Slot]:
     """The slots whose values may be lost in a narrower dtype."""
-    if source.computes:
+    if source.all_looked_at:
         return frozenset(slot for slot, _ in part.wants)
     out: set[Slot] = set()
     for slot, state in part.wants:

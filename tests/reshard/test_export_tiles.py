@@ -11,6 +11,7 @@ import pytest
 import megatron_ucp as ucp
 from megatron_ucp.errors import DamagedFileError, InexactError, SaveError
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.durable import OutFile
 from megatron_ucp.formats.file_layout import TiledRows
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard import file_source, folder_sink
@@ -74,12 +75,12 @@ def test_a_tile_in_a_wrong_place_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
     windows(monkeypatch, 2, 200)
-    write = folder_sink.durable.write_joined_at
+    write = OutFile.write_joined
 
-    def swapped(handle: int, pieces: Sequence[memoryview], place: int) -> None:
-        write(handle, [*reversed(pieces)], place)
+    def swapped(out: OutFile, pieces: Sequence[memoryview], place: int) -> None:
+        write(out, [*reversed(pieces)], place)
 
-    monkeypatch.setattr(folder_sink.durable, "write_joined_at", swapped)
+    monkeypatch.setattr(OutFile, "write_joined", swapped)
     with pytest.raises(SaveError, match="read back"):
         ucp.export_hf(source, tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()

@@ -204,7 +204,9 @@ def _values(prepared: _Prepared) -> Source:
     """What is written."""
     if prepared.merged is not None:
         return prepared.merged
-    return FileSource(prepared.readable, str(prepared.source.folder))
+    source, file = prepared.source, str(prepared.source.folder)
+    is_copy = prepared.readable is not source
+    return FileSource(prepared.readable, file, masters=source if is_copy else None)
 
 
 def _of_engine(engine: Any, dst: str | Path, asked: _Asked) -> Exported:

@@ -80,7 +80,7 @@ class Merge:
     """
 
     is_collective = False
-    computes = True
+    all_looked_at = True
 
     def __init__(self, base: Checkpoint, source: Checkpoint, config: Mapping[str, Any]) -> None:
         self.manifest = base.manifest

@@ -55,7 +55,7 @@ from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.durable import Syncs, aside_of, begin, write_at
+from megatron_ucp.formats.durable import OutFile, Syncs, aside_of, begin
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.kinds import Kind
@@ -66,9 +66,7 @@ from megatron_ucp.formats.megatron.writer import (
     Wish,
     entries_of,
     finish_files,
-    make_files,
     plan_torch_dist,
-    write_around,
 )
 from megatron_ucp.formats.of_ranks import PER_RANK
 from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
@@ -148,7 +146,7 @@ def _save(
             block.value = where_to(folder, tag), how.asked()
             if rank == 0:
                 left.enter_context(begin(folder, tag))
-                make_files(aside, job.plan)
+                job.make_files(aside)
         require_one_save(block.values)
         apart = job.own.differing(agree.collect(job.own.digest))
         with as_save_error(), agree.together():
@@ -267,6 +265,15 @@ class _Job:
     def _is_own_master(self, spec: ParamSpec) -> bool:
         return spec.dtype == "float32" and self.kind is not Kind.DISTRIBUTED
 
+    def make_files(self, aside: Path) -> None:
+        """The files with their objects, at full size. Raises OSError."""
+        for name, size in self.plan.sizes.items():
+            with open(aside / name, "wb") as file:
+                file.truncate(size)
+        for name, at, data in self.plan.objects.values():
+            with OutFile(aside / name) as out:
+                out.write(data, at)
+
     def finish(self, aside: Path, arguments: Any, sync: Syncs) -> None:
         """Writes what is no element; all files are on disk after it. Raises OSError."""
         common = self._common(arguments, str(aside))
@@ -318,9 +325,8 @@ class _Job:
                 if run.place not in own or not self._writes(run, rank):
                     continue
                 if chunk.file not in handles:
-                    path = aside / chunk.file
-                    handles[chunk.file] = opened.enter_context(open(path, "r+b", buffering=0))
-                _write(handles[chunk.file].fileno(), self._elements(chunk, run), chunk, aside)
+                    handles[chunk.file] = opened.enter_context(OutFile(aside / chunk.file))
+                _write(handles[chunk.file], self._elements(chunk, run), chunk)
                 touched.add(chunk.file)
                 if sync.durable and chunk.archive.size_bytes >= _BEGIN_SYNC_BYTES:
                     begin_sync(aside / chunk.file)
@@ -345,15 +351,16 @@ class _Job:
         return whole[run.local - first : run.local - first + run.elems]
 
 
-def _write(handle: int, elements: torch.Tensor, chunk: PlannedChunk, aside: Path) -> None:
+def _write(out: OutFile, elements: torch.Tensor, chunk: PlannedChunk) -> None:
     """One chunk: its bytes, and what stands around them. Raises OSError."""
     data, crc, done = bytes_of(elements.contiguous().cpu()), 0, 0
     while done < len(data):
         window = data[done : done + _WINDOW_BYTES]
         crc = crc32(window, crc)
-        write_at(handle, window, chunk.data_offset + done)
+        out.write(window, chunk.data_offset + done)
         done += len(window)
-    write_around(aside, chunk, crc)
+    for at, around in chunk.around({chunk.data_offset: crc}):
+        out.write(around, at)
 
 
 def _recorded(

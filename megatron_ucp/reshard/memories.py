@@ -1,0 +1,277 @@
+"""The memories of all ranks as a source: what one rank takes, others send.
+
+What a rank takes it has itself, where it can be: then nobody waits for anybody. All else moves in
+rounds. In each of them every rank takes one window, so that all of them work at once; each rank
+packs what it has of a window into one message, so that nobody holds more than some windows of what
+is not its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
+from megatron_ucp.core.plan import Windows as Planner
+from megatron_ucp.errors import PlanError, UnsupportedError
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import TORCH_DTYPES
+from megatron_ucp.reshard.transfer import Proved
+
+MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
+Held = tuple[int, Coords, int]  # number of a buffer, place along the axes that cut it, partition
+
+
+class Holder(Protocol):
+    """What holds values on this rank: a live engine."""
+
+    manifest: Manifest
+
+    def parts(self) -> list[Held]:
+        """What this rank holds."""
+        ...
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """The memory of one of this rank's slots, flat, detached."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Elements [low, low + elems) of a slot of part number `part`, which a rank takes. `goal` says
+    where they go there."""
+
+    part: int
+    slot: Slot
+    low: int
+    elems: int
+    goal: Any = None
+
+
+class MemoryWindows:
+    """The windows of one part: which rank has what of each."""
+
+    def __init__(self, source: "Memories", one: Proved) -> None:
+        self._states = dict(one.plan.wants)
+        self._planner = Planner(source.manifest, one.part.target, one.allow)
+        self._target = one.part.target
+        self.holders: dict[Slot, set[int]] = {}  # the ranks that have all of a slot
+        everybody = set(range(source.world))
+        for op in one.plan.ops:
+            have = self.holders.setdefault(op.target.slot, {*everybody})
+            have &= source.holders[_held(_side(op).slot)]
+
+    def plan(self, slot: Slot, low: int, high: int) -> Plan:
+        """What makes up a window."""
+        return self._planner.plan(slot, self._states[slot], low, high)
+
+    def fill(self, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """Of memories all ranks fill windows together."""
+        raise PlanError("a window of memories is filled by all ranks together", found=slot)
+
+    def exact(self, slot: Slot, low: int, elems: int) -> torch.Tensor:
+        """As `fill`."""
+        raise PlanError("a window of memories is filled by all ranks together", found=slot)
+
+    def window_bytes(self, slot: Slot) -> int:
+        """Those of a message."""
+        return MESSAGE_BYTES
+
+
+class Memories:
+    """The source. Making one is collective."""
+
+    is_collective = True
+    all_looked_at = False
+    read_bytes = 0
+
+    def __init__(self, engine: Holder, file: str) -> None:
+        self.engine, self.manifest, self.file = engine, engine.manifest, file
+        self.rank, self.world = agree.world()
+        self.holders: dict[Held, set[int]] = {}
+        for number, parts in enumerate(agree.gather(engine.parts())):
+            for part in parts:
+                self.holders.setdefault(part, set()).add(number)
+        self._device = _device()
+        self._windows: list[MemoryWindows] = []
+
+    def locate(self, plan: Plan) -> None:
+        """Looks up who has what a plan reads. Raises UnsupportedError for a mean of copies."""
+        means = [op for op in plan.ops if isinstance(op, Mean)]
+        if means:
+            target = means[0].target.slot
+            raise UnsupportedError(
+                "a mean of copies is not made from memory",
+                found=f"{len(means)} of them, the first for {target}",
+                fix='save, and use the files with --allow mean (Python: allow={"mean"})',
+            )
+        for slot in plan.sources:
+            if _held(slot) not in self.holders:
+                raise PlanError("no rank holds what the plan reads", found=slot)
+
+    def windows(self, one: Proved) -> MemoryWindows:
+        """What says who has what of a part."""
+        self._windows.append(MemoryWindows(self, one))
+        return self._windows[-1]
+
+    def check(self, thorough: bool) -> None:
+        """Memory has no checksums."""
+
+    def holders_of(self, part: int, slot: Slot) -> set[int]:
+        """The ranks that have all of a slot of a part."""
+        return self._windows[part].holders.get(slot, set())
+
+    def move(
+        self, queues: Sequence[Sequence[Window]], put: Callable[[Window, torch.Tensor], None]
+    ) -> None:
+        """Gives each rank the windows of its queue, in their order, as they are held. Collective. A
+        rank that can't go on still sends what others wait for; its first error is raised then."""
+        kept = agree.KeptBack()
+        moving = [
+            [one for one in queue if rank not in self.holders_of(one.part, one.slot)]
+            for rank, queue in enumerate(queues)
+        ]
+        for window in queues[self.rank]:
+            if self.rank in self.holders_of(window.part, window.slot):
+                with kept:
+                    if kept.error is None:
+                        put(window, self._own(window))
+        for round_ in range(max(map(len, moving))):
+            asked = [queue[round_] if round_ < len(queue) else None for queue in moving]
+            mine, exact = asked[self.rank], self._exchange(asked, kept)
+            with kept:
+                if mine is not None and exact is not None and kept.error is None:
+                    put(mine, exact)
+        kept.raise_kept()
+
+    def _own(self, window: Window) -> torch.Tensor:
+        """A window that this rank has itself."""
+        ops = self._ops(window)
+        exact = self._empty(window, ops)
+        for op in ops:
+            _put(op, self._values(op), exact)
+        return exact
+
+    def _exchange(
+        self, asked: Sequence[Window | None], kept: agree.KeptBack
+    ) -> torch.Tensor | None:
+        """One round; this rank's window."""
+        exact: torch.Tensor | None = None
+        waiting: list[Any] = []
+        sent: list[torch.Tensor] = []
+        taken: list[tuple[list[Op], torch.Tensor]] = []
+        for taker, window in enumerate(asked):
+            if window is None:
+                continue
+            ops = self._ops(window)
+            if taker == self.rank:
+                exact = self._empty(window, ops)
+            for giver, own in self._by_giver(ops, taker):
+                if giver == taker == self.rank:
+                    taken.append((own, self._packed(own, kept)))
+                elif giver == self.rank:
+                    sent.append(self._packed(own, kept).to(self._device))
+                    waiting.append(dist.isend(sent[-1], taker))
+                elif taker == self.rank:
+                    memory = torch.empty(self._bytes(own), dtype=torch.uint8, device=self._device)
+                    taken.append((own, memory))
+                    waiting.append(dist.irecv(memory, giver))
+        for one in waiting:
+            one.wait()
+        with kept:
+            for ops, packed in taken:
+                self._unpack(ops, packed.cpu(), exact)
+        return exact
+
+    def _ops(self, window: Window) -> list[Op]:
+        plan = self._windows[window.part].plan(window.slot, window.low, window.low + window.elems)
+        return list(plan.ops)
+
+    def _by_giver(self, ops: Sequence[Op], taker: int) -> Iterator[tuple[int, list[Op]]]:
+        """The operations by the rank that gives their values: the taker itself, where it can."""
+
+        def giver(op: Op) -> int:
+            have = self.holders[_held(_side(op).slot)]
+            return taker if taker in have else sorted(have)[taker % len(have)]
+
+        ordered = sorted(ops, key=lambda op: (giver(op), op.target.offset))
+        for number, own in groupby(ordered, key=giver):
+            yield number, list(own)
+
+    def _empty(self, window: Window, ops: Sequence[Op]) -> torch.Tensor:
+        """A window of zeros, in a dtype that holds what all operations give."""
+        dtypes = {TORCH_DTYPES[self._dtype(op)] for op in ops} or {torch.float32}
+        dtype = dtypes.pop()
+        for other in dtypes:
+            dtype = torch.promote_types(dtype, other)
+        return torch.zeros(window.elems, dtype=dtype)
+
+    def _dtype(self, op: Op) -> str:
+        slot = _side(op).slot
+        return dict(self.manifest.buffers[slot.buffer].states)[slot.state]
+
+    def _bytes(self, ops: Sequence[Op]) -> int:
+        return sum(op.box.numel * ITEMSIZE[self._dtype(op)] for op in ops)
+
+    def _packed(self, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:
+        """The bytes of operations; zeros where this rank can't read them."""
+        with kept:
+            values = [self._values(op).reshape(-1).view(torch.uint8) for op in ops]
+            return torch.cat(values)
+        return torch.zeros(self._bytes(ops), dtype=torch.uint8)
+
+    def _unpack(self, ops: Sequence[Op], packed: torch.Tensor, window: Any) -> None:
+        at = 0
+        for op in ops:
+            dtype = self._dtype(op)
+            size = op.box.numel * ITEMSIZE[dtype]
+            values = packed[at : at + size].clone().view(TORCH_DTYPES[dtype])
+            _put(op, values.view(op.shape), window)
+            at += size
+
+    def _values(self, op: Op) -> torch.Tensor:
+        """The elements of an operation, from this rank's memory."""
+        side = _side(op)
+        flat = self.engine.tensor(side.slot)
+        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset() + side.offset)
+
+
+def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:
+    torch.as_strided(window, op.shape, op.target.strides, op.target.offset).copy_(values)
+
+
+def _held(slot: Slot) -> Held:
+    return slot.buffer, slot.cut, slot.part
+
+
+def _side(op: Op) -> Side:
+    if isinstance(op, Mean):
+        raise PlanError("a mean has no single source", found=op.target.slot)
+    return op.source
+
+
+def evenly(sizes: Sequence[tuple[int, set[int]]], world: int) -> list[int]:
+    """For each of some things, of (bytes, the ranks that have all of it), the rank that takes it:
+    one that has it, where there is any; each rank as many bytes as the others, if it can be."""
+    held = [0] * world
+    takers = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number][0]):
+        size, have = sizes[number]
+        takers[number] = min(have or range(world), key=lambda rank: (held[rank], rank))
+        held[takers[number]] += size
+    return takers
+
+
+def _device() -> torch.device:
+    """Where messages of the default group lie."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    from torch.distributed.distributed_c10d import _get_object_coll_device
+
+    return torch.device(_get_object_coll_device(dist.group.WORLD))

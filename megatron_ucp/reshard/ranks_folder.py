@@ -1,0 +1,139 @@
+"""A folder as a sink of all ranks: each writes its share of the files, all of them at once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from isal.isal_zlib import crc32
+
+from megatron_ucp.formats import durable
+from megatron_ucp.formats.durable import OutFile
+from megatron_ucp.formats.file_layout import FileLayout, FilePiece
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.execute import bytes_of
+from megatron_ucp.reshard.folder_sink import (
+    FolderOutput,
+    FolderSink,
+    as_save_error,
+    begin_sync,
+    write_around,
+)
+from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
+from megatron_ucp.reshard.transfer import Readers, Run, Source
+
+_BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a window goes: the file, its piece, and which file of the output it is."""
+
+    number: int
+    file: FileLayout
+    piece: FilePiece
+
+
+class RanksFolderSink(FolderSink):
+    """Rank 0 makes the folder and names it. `owner` is the rank that writes a file; None: of each
+    piece by itself somebody, as fits best, in a format without checksums around its pieces."""
+
+    def __init__(
+        self,
+        folder: Path,
+        output: FolderOutput,
+        owner: Callable[[FileLayout], int] | None = None,
+        sync: durable.Syncs | None = None,
+    ) -> None:
+        super().__init__(folder, output)
+        self.rank, self.world = agree.world()
+        self.owner, self.sync = owner, sync or durable.Syncs()
+        self._crcs: dict[str, dict[int, int]] = {}
+        self._files: dict[str, OutFile] = {}
+
+    def __enter__(self) -> Self:
+        if self.rank == 0:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for out in self._files.values():
+            out.close()
+        self._files.clear()
+        super().__exit__()
+
+    def move(self, source: Source, readers: Readers, run: Run) -> None:
+        """Every rank writes what it has itself; what others have comes in rounds."""
+        if not isinstance(source, Memories):
+            raise TypeError(f"ranks write what is in memory, not {type(source).__name__}")
+        run.total = self.output.size_bytes
+        queues = self._queues(source)
+
+        def put(window: Window, exact: torch.Tensor) -> None:
+            place: _Place = window.goal
+            memory = readers.rounded(window.part, window.slot, window.low, exact)
+            self._write(place, window.low, memory)
+            run.count(memory.nbytes)
+
+        with as_save_error(self.folder, "free space or mend permissions on every rank"):
+            source.move(queues, put)
+            self._close_files()
+
+    def finish(self) -> None:
+        """Each rank brings what it wrote to disk: other machines can't do it for it."""
+        with as_save_error(self.folder, "free space or mend permissions on every rank"):
+            for name in sorted(self._files):
+                self.sync(self.aside / name)
+        if self.rank == 0:
+            super().finish()
+
+    def publish(self) -> None:
+        if self.rank == 0:
+            super().publish()
+
+    def _queues(self, source: Memories) -> list[list[Window]]:
+        """The windows that each rank takes, in the order of the files' bytes."""
+        places = [
+            _Place(number, file, piece)
+            for number, file in enumerate(self.output.files)
+            for piece in file.pieces
+        ]
+        takers = self._takers(places, source)
+        queues: list[list[Window]] = [[] for _ in range(self.world)]
+        for place, taker in zip(places, takers, strict=True):
+            piece = place.piece
+            step = MESSAGE_BYTES // ITEMSIZE[piece.dtype]
+            for low in range(0, piece.elems, step):
+                elems = min(step, piece.elems - low)
+                queues[taker].append(Window(piece.part, piece.slot, low, elems, place))
+        return queues
+
+    def _takers(self, places: Sequence[_Place], source: Memories) -> list[int]:
+        if self.owner is not None:
+            return [self.owner(place.file) for place in places]
+        pieces = [place.piece for place in places]
+        sizes = [(one.size_bytes, source.holders_of(one.part, one.slot)) for one in pieces]
+        return evenly(sizes, self.world)
+
+    def _write(self, place: _Place, low: int, memory: torch.Tensor) -> None:
+        data, piece = bytes_of(memory), place.piece
+        self._file(place.file.name).write(data, piece.place + low * memory.element_size())
+        if self.owner is not None:
+            crcs = self._crcs.setdefault(place.file.name, {})
+            crcs[piece.place] = crc32(data, crcs.get(piece.place, 0))
+        is_whole = low + len(memory) == piece.elems
+        if is_whole and self.sync.durable and piece.size_bytes >= _BEGIN_SYNC_BYTES:
+            begin_sync(self.aside / place.file.name, piece.place, piece.size_bytes)
+
+    def _file(self, name: str) -> OutFile:
+        if name not in self._files:
+            self._files[name] = OutFile(self.aside / name)
+        return self._files[name]
+
+    def _close_files(self) -> None:
+        """What stands around the pieces of the files that this rank owns."""
+        for file in self.output.files:
+            if self.rank == (self.owner(file) if self.owner is not None else 0):
+                write_around(self._file(file.name), file, self._crcs.get(file.name, {}))
