@@ -19,8 +19,9 @@ from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.load_options import How, check_options
 from megatron_ucp.reshard.report import Report
-from megatron_ucp.reshard.resume import How, check_options, resume
+from megatron_ucp.reshard.resume import resume
 
 
 @contextmanager

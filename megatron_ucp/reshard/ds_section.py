@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.reshard.resume import check_options
+from megatron_ucp.reshard.load_options import check_options
 
 SECTION = "universal_checkpoint"
 _KEYS = {

@@ -16,6 +16,7 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.base import Record, Where
 from megatron_ucp.formats.base import Source as Held
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
     Counts,
@@ -26,7 +27,8 @@ from megatron_ucp.reshard.execute import (
     execute,
     read_run,
 )
-from megatron_ucp.reshard.transfer import Part, Proved, proved
+from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.transfer import Part, Proved, TensorOf, proved
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 # The next window of a transposed tensor reads the bytes between the rows of this one: reading them
@@ -104,6 +106,38 @@ class FileSource:
         summed = {k: record for k, record in self._records.items() if opened(k[0]).has_checksums}
         self.checkpoint.check_read()
         self.read_bytes += check_runs(self._runs, summed, opened, thorough=thorough)[2]
+
+
+class SharedFiles(FileSource):
+    """The files of a checkpoint that all ranks read, each what it needs. `sums` are bytes: read by
+    this rank, checked and not checked by all of them; `read_by_all` those of all ranks."""
+
+    def __init__(self, checkpoint: Held, file: str, checksums: bool) -> None:
+        super().__init__(checkpoint, file)
+        self.sums, self.read_by_all = (0, 0, 0), 0
+        self._checksums, self._counts = checksums, Counts()
+
+    def read(self, plan: Plan, into: TensorOf, progress: Progress | None) -> None:
+        """Fills every slot of a plan in place, in the order of the files."""
+        where, checksums = self.places.__getitem__, self._checksums
+        self._counts = execute(plan, where, into, checksums=checksums, progress=progress)
+
+    def check(self, thorough: bool) -> None:
+        """Compares the sums of all ranks' runs, each rank a share of the records. Collective."""
+        rank, world = agree.world()
+        filled = agree.gather(self._counts)
+        runs = [run for counts in filled for run in counts.runs]
+        records = {key: record for counts in filled for key, record in counts.records.items()}
+        unsummed = sum(counts.unsummed_bytes for counts in filled)
+        own, self.read_by_all = self._counts.read_bytes, sum(one.read_bytes for one in filled)
+        self.sums = own, 0, unsummed
+        if not runs:
+            return
+        opened = self.checkpoint.opened
+        sums = agree.collect(lambda: check_runs(runs, records, opened, rank=rank, world=world))
+        checked = sum(one for one, _, _ in sums)
+        self.sums = own + sums[rank][2], checked, unsummed + sum(one for _, one, _ in sums)
+        self.read_by_all += sum(more for _, _, more in sums)
 
 
 @dataclass(frozen=True, slots=True)

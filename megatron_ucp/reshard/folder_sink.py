@@ -28,6 +28,7 @@ from megatron_ucp.reshard.file_source import (
     ThreadMemory,
     pool,
 )
+from megatron_ucp.reshard.overflows import Lost
 from megatron_ucp.reshard.transfer import Part, Readers, Run, Source
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
@@ -91,6 +92,8 @@ def pieces_of(file: FileLayout) -> list[FilePiece]:
 class FolderSink:
     """One folder that is written by the threads of one process."""
 
+    thorough = True
+
     def __init__(self, folder: Path, output: FolderOutput) -> None:
         output.prove()
         self.folder, self.output = folder, output
@@ -124,11 +127,16 @@ class FolderSink:
         """Several pieces at a time, each window by window: read, summed, written."""
         run.total = self.output.size_bytes
         places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
+        readers.prepare()
         writer = _Threads(self.aside, readers, run)
         with as_save_error(self.folder), pool() as threads:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
             writer.write(threads, self.output.files)
+
+    def lost(self, source: Source, readers: Readers) -> Lost:
+        """What was looked at as it was written."""
+        return readers.overflows.found
 
     def finish(self) -> None:
         """Writes what holds nothing of a tensor; all of it is on disk then."""

@@ -63,15 +63,15 @@ class Overflows:
             with self._lock:
                 self.found[key] = self.found.get(key, 0) + lost
 
-    @staticmethod
-    def refuse(found: Iterable[Lost], file: str, verb: str) -> None:
-        """Raises InexactError that lists every tensor with values which its dtype can't hold, of
-        what all ranks found."""
-        total = Counter[tuple[str, str]]()
-        for one in found:
-            total.update(one)
-        if total:
-            raise too_large(total, file, verb)
+
+def refuse_lost(found: Iterable[Lost], file: str, verb: str) -> None:
+    """Raises InexactError that lists every tensor with values which its dtype can't hold, of what
+    all ranks found. What several ranks have copies of counts once."""
+    total = Counter[tuple[str, str]]()
+    for one in found:
+        total |= Counter(one)
+    if total:
+        raise too_large(total, file, verb)
 
 
 def is_looked_at(

@@ -69,6 +69,7 @@ class RanksFolderSink(FolderSink):
         if not isinstance(source, Memories):
             raise TypeError(f"ranks write what is in memory, not {type(source).__name__}")
         run.total = self.output.size_bytes
+        readers.prepare()
         queues = self._queues(source)
 
         def put(window: Window, exact: torch.Tensor) -> None:

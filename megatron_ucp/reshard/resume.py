@@ -6,9 +6,9 @@ unusable, filled, refreshed and marked usable again. No collective stands inside
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,25 @@ from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import RUN, Manifest
-from megatron_ucp.core.plan import Cast, Mean, Plan, Slot, Want, make_plan
-from megatron_ucp.core.proof import prove
+from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
     StateMismatchError,
-    UsageError,
-    some_of,
 )
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.of_ranks import (
-    OwnValues,
     PerRank,
     differing,
 )
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.arguments import check_switch
 from megatron_ucp.reshard.engine import Engine
-from megatron_ucp.reshard.execute import Counts, check_runs, execute
+from megatron_ucp.reshard.engine_sink import EngineSink, Filled, named
+from megatron_ucp.reshard.file_source import SharedFiles
+from megatron_ucp.reshard.load_options import How
 from megatron_ucp.reshard.match import (
-    ALLOWANCES,
     Fit,
     check_not_lost,
     group_values,
@@ -51,77 +47,9 @@ from megatron_ucp.reshard.match import (
     require_alone,
     source_states,
 )
-from megatron_ucp.reshard.overflows import lost_in, may_overflow, too_large
-from megatron_ucp.reshard.own_values import set_buffers, values_for
+from megatron_ucp.reshard.own_values import values_for
 from megatron_ucp.reshard.report import Report
-
-_NAMED = 5  # parameters that a note lists by name
-
-
-@dataclass(frozen=True)
-class How:
-    """What a load is asked for; see `load`. `loader` is the data loader whose position is
-    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
-    gets of it (None: what all share), both known once its files were looked at."""
-
-    optimizer: bool = True
-    scheduler: bool = True
-    module_only: bool = False
-    hyper: str = "checkpoint"
-    checksums: bool = True
-    allow: frozenset[str] = frozenset()
-    rng: bool = True
-    loader: Any = None
-    per_rank: Callable[[str, list[Any]], Any] | None = None
-    apart: PerRank = field(default_factory=PerRank)
-    own: OwnValues | None = None
-
-
-def check_options(
-    hyper: str = "checkpoint",
-    checksums: bool = True,
-    allow: Collection[str] = (),
-    rng: bool = True,
-    per_rank: Callable[[str, list[Any]], Any] | None = None,
-    **unknown: Any,
-) -> None:
-    """Raises UsageError for an option of `load` that is not known, before anybody trains for hours
-    with it."""
-    if unknown:
-        raise UsageError(
-            "an option is not known",
-            expected="hyper, checksums, allow, rng, per_rank",
-            found=", ".join(sorted(unknown)),
-            fix="give one of these options",
-        )
-    check_switch("checksums", checksums)
-    check_switch("rng", rng)
-    if hyper not in ("checkpoint", "config"):
-        raise UsageError(
-            "hyper says where hyper-parameters come from",
-            expected="checkpoint or config",
-            found=hyper,
-            fix='give hyper="checkpoint" or hyper="config"',
-        )
-    if per_rank is not None and not callable(per_rank):
-        raise UsageError(
-            "per_rank is a function of a name and the values of all ranks",
-            expected="function(name, values)",
-            found=repr(per_rank)[:200],
-            fix="give a function, or leave per_rank out",
-        )
-    words = isinstance(allow, Collection) and not isinstance(allow, str)
-    odd = (
-        [one for one in allow if not isinstance(one, str) or one not in ALLOWANCES] if words else []
-    )
-    wrong = sorted(map(str, odd)) if words else [repr(allow)]
-    if wrong:
-        raise UsageError(
-            "allow names what may happen",
-            expected=" ".join(ALLOWANCES),
-            found=", ".join(wrong),
-            fix='give a set of these, such as allow={"missing"}',
-        )
+from megatron_ucp.reshard.transfer import Part, Run, transfer
 
 
 def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Report:
@@ -136,30 +64,24 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
             source = opened.enter_context(open_checkpoint(path, tag, told=told))
             looked.value = _check_files(source, how, engine)
         how = replace(how, apart=functools.reduce(PerRank.__or__, looked.values))
-        with agree.together() as planned:
-            job = _Job.prepare(engine, source, how)
-            planned.value = _inexact(job.plan, engine.manifest)
-        job.notes[:0] = _of_all_ranks(engine.manifest, planned.values)
-        filled = agree.collect(job.fill)
-        sums, read_bytes = _checksums(filled, source)
-        job.check_overflows(planned.values)
-        engine.refresh()
         with agree.together():
-            notes = job.finish()
-        engine.mark_usable()
+            sink = _prepared(engine, source, how)
+        values = SharedFiles(source, str(source.folder), how.checksums)
+        with say.progress("load") as advance:
+            transfer(values, sink, run=Run(progress=advance))
     steps = source.extras.counters.get("global_steps", 0)
     said = source.recorded.run if source.recorded is not None else {}
     return Report(
         str(source.folder),
         str(source.manifest.written_on),
         str(engine.manifest.mesh),
-        *sums,
+        *values.sums,
         time.perf_counter() - started,
-        job.extras.client_state,
-        tuple(notes),
+        sink.extras.client_state,
+        tuple(sink.notes),
         steps,
         str(said.get(RUN, "")),
-        read_bytes,
+        values.read_by_all,
         _left_out(how, engine),
     )
 
@@ -171,91 +93,31 @@ def _left_out(how: How, engine: Engine) -> str:
     return "the optimizer's states" if engine.has_optimizer and not how.optimizer else ""
 
 
-@dataclass
-class _Job:
-    """One load on its way: what to read into where, and what to set. `states` and `scalars` are for
-    each buffer of the manifest that this rank fills, `groups` for each of its groups."""
-
-    engine: Engine
-    source: Checkpoint
-    how: How
-    plan: Plan
-    extras: Any
-    states: dict[int, tuple[str, ...]]
-    scalars: dict[int, list[Scalars]]
-    groups: list[Mapping[str, Any]]
-    notes: list[str] = field(default_factory=list[str])
-
-    @classmethod
-    def prepare(cls, engine: Engine, source: Checkpoint, how: How) -> "_Job":
-        """Everything that needs no tensor byte; raises before anything is written. Every rank looks
-        at the whole engine, and plans for its own part."""
-        file, bare = str(source.folder), engine.manifest
-        optimizer = how.optimizer and engine.has_optimizer
-        engine.check(source, optimizer)
-        fit = _fit(source.manifest, bare, how.allow, optimizer, file)
-        if optimizer:
-            match_ties(source.manifest, file)
-        require_alone(bare, fit, optimizer and engine.has_one_step, file)
-        states = _states(bare, source.manifest, fit, optimizer, file)
-        target = _with_states(engine, states)
-        groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
-        plan = _proved(engine, source, target, fit, how.allow)
-        how, apart = _with_own(source, bare, replace(how, optimizer=optimizer))
-        extras = _extras(engine, source, how)
-        own = [number for number, _, _ in engine.parts() if bare.buffers[number].stepped]
-        said = _described(fit, source.manifest)
-        notes = [*source.notes, *said, *settings, *apart, *extras.notes]
-        scalars = {number: _scalars(bare.buffers[number], source.manifest) for number in own}
-        held = {number: states[number] for number in own}
-        return cls(engine, source, how, plan, extras, held, scalars, groups, notes)
-
-    def fill(self) -> Counts:
-        """Moves the bytes. From here on a failure of any rank leaves the engine unusable on all."""
-        self.engine.mark_unusable()
-        if self.how.optimizer:
-            self.engine.allocate(self.states)
-        where, checksums = self.source.where, self.how.checksums
-        with say.progress("load") as advance:
-            return execute(
-                self.plan, where, self.engine.tensor, checksums=checksums, progress=advance
-            )
-
-    def check_overflows(self, inexact: Sequence[tuple[int, int]]) -> None:
-        """Raises InexactError on every rank, before weights become infinite. Collective, where any
-        rank rounds (`inexact`, of all of them), or the dtype of the training is another one."""
-        rounds = any(rounded for rounded, _ in inexact)
-        if rounds or may_overflow(self.source.manifest, self.engine.manifest):
-            found: dict[tuple[str, str], int] = {}
-            for one in agree.collect(lambda: lost_in(self.engine, self.source, self.plan)):
-                found |= one
-            if found:
-                raise too_large(found, str(self.source.folder), "train")
-
-    def finish(self) -> list[str]:
-        """Sets steps, hyper-parameters and extras; returns the notes of the whole load."""
-        self.notes += self.engine.drop_gradients()
-        if self.how.own is not None:
-            set_buffers(self.engine, self.how.own.buffers)
-        if self.how.optimizer:
-            for number, scalars in self.scalars.items():
-                self.engine.set_scalars(number, scalars)
-            self.notes += self._set_groups()
-        self.notes += self.engine.restore(self.extras, self.how.optimizer, self.how.module_only)
-        return self.notes
-
-    def _set_groups(self) -> list[str]:
-        if self.how.hyper == "config":
-            return ["hyper-parameters kept from the engine's configuration, as asked"]
-        if not any(self.groups):
-            fresh = "the optimizer's states begin afresh, "
-            return [
-                f"{fresh if not any(self.states.values()) else ''}hyper-parameters kept from the "
-                "engine: the checkpoint holds none"
-            ]
-        own = {group.optimizer for group in self.engine.manifest.groups}
-        theirs = {group.optimizer for group in self.source.manifest.groups}
-        return self.engine.set_groups(self.groups, carried=theirs <= {*own, ""})
+def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
+    """Everything that needs no tensor byte; raises before anything is written. Every rank looks at
+    the whole engine, and prepares its own part."""
+    file, bare = str(source.folder), engine.manifest
+    optimizer = how.optimizer and engine.has_optimizer
+    engine.check(source, optimizer)
+    fit = _fit(source.manifest, bare, how.allow, optimizer, file)
+    if optimizer:
+        match_ties(source.manifest, file)
+    require_alone(bare, fit, optimizer and engine.has_one_step, file)
+    states = _states(bare, source.manifest, fit, optimizer, file)
+    target = _with_states(engine, states)
+    groups, settings = _groups(engine, source, target, fit, how) if optimizer else ([], [])
+    own, apart = values_for(source, bare, how.apart, how.per_rank, how.allow)
+    how = replace(how, optimizer=optimizer, own=own)
+    extras = _extras(engine, source, how)
+    stepped = [number for number, _, _ in engine.parts() if bare.buffers[number].stepped]
+    filled = Filled(
+        {number: states[number] for number in stepped},
+        {number: _scalars(bare.buffers[number], source.manifest) for number in stepped},
+        groups,
+    )
+    parts = _parts(engine, target, fit, how.allow)
+    notes = [*source.notes, *_described(fit, source.manifest), *settings, *apart, *extras.notes]
+    return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
 
 
 def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
@@ -380,30 +242,17 @@ def _first_of(target: Manifest, buffer: int) -> str:
     return members[0].param if members else ""
 
 
-def _with_own(source: Checkpoint, bare: Manifest, how: How) -> tuple[How, list[str]]:
-    """What is asked for, with what this rank gets of values that differ; and notes."""
-    own, notes = values_for(source, bare, how.apart, how.per_rank, how.allow)
-    return replace(how, own=own), notes
-
-
-def _proved(
-    engine: Engine, source: Checkpoint, target: Manifest, fit: Fit, allow: frozenset[str]
-) -> Plan:
-    """A plan that is proved, and whose every source is there. What is frozen from here on is
-    rounded to its training copy, as the run did, and so are the weights of an engine without an
-    optimizer; nothing else without `allow`."""
+def _parts(engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]) -> tuple[Part, ...]:
+    """What this rank fills. What is frozen from here on is rounded to its training copy, as the run
+    did, and so are the weights of an engine without an optimizer; nothing else without `allow`."""
     allow = allow if engine.has_optimizer else allow | {"narrow"}
     wants = _wants(engine, target, fit)
     frozen = [want for want in wants if _first_of(target, want[0].buffer) in fit.frozen]
     others = [want for want in wants if want not in frozen]
-    plan = make_plan(source.manifest, target, others, allow)
+    parts = [Part(target, tuple(others), allow, as_trained=True)]
     if frozen:
-        more = make_plan(source.manifest, target, frozen, allow | {"narrow"})
-        plan = Plan(plan.wants + more.wants, plan.ops + more.ops, plan.fills + more.fills)
-    prove(plan, source.manifest, target)
-    for slot in plan.sources:
-        source.where(slot)
-    return plan
+        parts.append(Part(target, tuple(frozen), allow | {"narrow"}, as_trained=True))
+    return tuple(parts)
 
 
 def _extras(engine: Engine, source: Checkpoint, how: How) -> Any:
@@ -437,51 +286,4 @@ def _described(fit: Fit, source: Manifest) -> list[str]:
         "new, with the engine's values, their states begin afresh": fit.new,
         "frozen from here on, their states dropped": fit.frozen,
     }
-    return replica_notes(source) + _named(found)
-
-
-def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:
-    """Parameters of which a plan rounds some elements, and of which it averages some: a bit for
-    each parameter of the manifest, as every rank sends it to every other one."""
-    number = {spec.name: 1 << n for n, spec in enumerate(target.params)}
-    rounded = averaged = 0
-    for op in plan.ops:
-        if isinstance(op, Mean):
-            averaged |= number[target.member(op.target.slot.buffer, op.member).param]
-        elif isinstance(op, Cast) and not op.lossless:
-            rounded |= number[target.member(op.target.slot.buffer, op.member).param]
-    return rounded, averaged
-
-
-def _of_all_ranks(target: Manifest, found: Sequence[tuple[int, int]]) -> list[str]:
-    """Notes for what the plans of all ranks do: one rank's report speaks for the load."""
-    names: list[list[str]] = [[], []]
-    for listed, masks in zip(names, zip(*found, strict=True), strict=True):
-        every = functools.reduce(int.__or__, masks)
-        listed += sorted(spec.name for n, spec in enumerate(target.params) if every >> n & 1)
-    return _named({"rounded to a narrower dtype": names[0], "averaged over its copies": names[1]})
-
-
-def _named(found: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]
-
-
-def _checksums(filled: list[Counts], source: Checkpoint) -> tuple[tuple[int, int, int], int]:
-    """Compares the sums of all ranks' runs, each rank a share of the records. Collective.
-
-    Returns bytes: read by this rank, checked and not checked by all ranks; and read by all ranks.
-    """
-    rank, world = agree.world()
-    runs = [run for counts in filled for run in counts.runs]
-    records = {key: record for counts in filled for key, record in counts.records.items()}
-    unsummed = sum(counts.unsummed_bytes for counts in filled)
-    read_bytes = sum(counts.read_bytes for counts in filled)
-    if not runs:
-        return (filled[rank].read_bytes, 0, unsummed), read_bytes
-    sums = agree.collect(lambda: check_runs(runs, records, source.opened, rank=rank, world=world))
-    own = (
-        filled[rank].read_bytes + sums[rank][2],
-        sum(checked for checked, _, _ in sums),
-        unsummed + sum(unchecked for _, unchecked, _ in sums),
-    )
-    return own, read_bytes + sum(more for _, _, more in sums)
+    return replica_notes(source) + named(found)

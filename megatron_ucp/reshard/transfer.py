@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from megatron_ucp.errors import SaveError
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Progress
-from megatron_ucp.reshard.overflows import Overflows, is_finite, is_looked_at
+from megatron_ucp.reshard.overflows import Lost, Overflows, is_finite, is_looked_at, refuse_lost
 
 TensorOf = Callable[[Slot], torch.Tensor]
 
@@ -94,13 +95,19 @@ class Source(Protocol):
 
 class Sink(AbstractContextManager[Any], Protocol):
     """Where values go. Entering it is the first write; leaving it before `publish` leaves nothing
-    behind that counts. `verb` says what for, in messages: to train, to export."""
+    behind that counts. `verb` says what for, in messages: to train, to export. `thorough`: every
+    record that was read is compared with its checksum, whatever has to be read for that."""
 
     parts: Sequence[Part]
     verb: str
+    thorough: bool
 
     def move(self, source: Source, readers: "Readers", run: "Run") -> None:
         """Moves everything: the inner loop that fits. See `in_threads`, `in_one_order`."""
+        ...
+
+    def lost(self, source: Source, readers: "Readers") -> Lost:
+        """How many finite values of which tensors became none on this rank."""
         ...
 
     def finish(self) -> None:
@@ -137,10 +144,20 @@ class Readers:
     """What reads each part of a sink, and looks at every value that it rounds."""
 
     def __init__(self, source: Source, proved: Sequence[Proved]) -> None:
-        self.source, self.overflows = source, Overflows()
-        self._of = [source.windows(one) for one in proved]
+        self.source, self.proved, self.overflows = source, proved, Overflows()
         self._parts = [one.part for one in proved]
-        self._looked_at = [_looked_at(source, one.part) for one in proved]
+
+    @cached_property
+    def _of(self) -> list[Windows]:
+        return [self.source.windows(one) for one in self.proved]
+
+    @cached_property
+    def _looked_at(self) -> list[frozenset[Slot]]:
+        return [_looked_at(self.source, part) for part in self._parts]
+
+    def prepare(self) -> None:
+        """Before threads ask for windows."""
+        _ = self._of, self._looked_at
 
     def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
         """Elements from `low` of a slot of a part into memory of its dtype."""
@@ -223,10 +240,10 @@ def transfer(
         with together():
             sink.move(source, readers, run)
         with together() as block:
-            source.check(thorough=True)
-            block.value = readers.overflows.found
+            source.check(sink.thorough)
+            block.value = sink.lost(source, readers)
         with together():
-            readers.overflows.refuse(block.values, source.file, sink.verb)
+            refuse_lost(block.values, source.file, sink.verb)
             sink.finish()
         with together():
             sink.publish()

@@ -259,7 +259,7 @@ def reshard(setup: Staged, folder: str, out: str) -> None:
 def fails_on_rank(setup: Staged, folder: str, rank: int) -> dict[str, Any]:
     """A load in which one rank's disk fails while bytes move."""
     from megatron_ucp.errors import DamagedFileError
-    from megatron_ucp.reshard import resume as loading
+    from megatron_ucp.reshard import file_source as loading
 
     engine, stock = make(setup), loading.execute
 

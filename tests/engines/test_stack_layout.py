@@ -142,7 +142,7 @@ def broken_load(engine: Any, folder: str, attempt: Any) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(5, "the disk is gone")
 
-    with mock.patch("megatron_ucp.reshard.resume.execute", failing):
+    with mock.patch("megatron_ucp.reshard.file_source.execute", failing):
         attempt("broken", lambda: ucp.load(engine.handle, folder))
     attempt("step", engine.optimizer.step)
     attempt("save", lambda: ucp.save(engine.handle, folder))

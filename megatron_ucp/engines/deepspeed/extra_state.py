@@ -11,7 +11,7 @@ from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.engines.values import WHAT_TRAVELS, strange
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.load_options import How
 
 _KEY = "_extra_state"
 _NATIVE = "keep it in buffers instead, or leave `attach` out: DeepSpeed's own load on the same mesh"

@@ -37,7 +37,7 @@ from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
-from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.load_options import How
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":

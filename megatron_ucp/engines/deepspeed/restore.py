@@ -17,8 +17,8 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.schedules import counted_groups
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.load_options import How
 from megatron_ucp.reshard.match import scheduler_for
-from megatron_ucp.reshard.resume import How
 
 MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step, which are lost
 

@@ -33,7 +33,7 @@ from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_us
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.load_options import How
 
 
 def describe(stack: MegatronStack) -> "LiveMegatron":

@@ -1,0 +1,146 @@
+"""A live engine as a sink: its memory is filled in place, in the order of the files."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from megatron_ucp.core.flat import Scalars
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Cast, Mean, Plan
+from megatron_ucp.errors import some_of
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.file_source import SharedFiles
+from megatron_ucp.reshard.load_options import How
+from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow
+from megatron_ucp.reshard.own_values import set_buffers
+from megatron_ucp.reshard.transfer import Part, Readers, Run, Source
+
+_NAMED = 5  # parameters that a note lists by name
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What an engine gets besides elements: `states` and `scalars` for each buffer of the manifest
+    that this rank fills, `groups` for each of its groups."""
+
+    states: Mapping[int, tuple[str, ...]]
+    scalars: Mapping[int, list[Scalars]]
+    groups: list[Mapping[str, Any]]
+
+
+class EngineSink:
+    """What a load fills. `held` is the checkpoint's manifest; `notes` grow with what is done."""
+
+    verb = "train"
+    thorough = False  # what no rank needs is not read for a checksum: the report says how much
+
+    def __init__(
+        self,
+        engine: Engine,
+        held: Manifest,
+        how: How,
+        parts: tuple[Part, ...],
+        filled: Filled,
+        extras: Any,
+        notes: list[str],
+    ) -> None:
+        self.engine, self.held, self.how, self.parts = engine, held, how, parts
+        self.filled, self.extras, self.notes = filled, extras, notes
+        self._rounds = False
+
+    def __enter__(self) -> Self:
+        """The first write. From here on a failure of any rank leaves the engine unusable on all."""
+        self.engine.mark_unusable()
+        if self.how.optimizer:
+            self.engine.allocate(self.filled.states)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What was filled in part stays unusable."""
+
+    def move(self, source: Source, readers: Readers, run: Run) -> None:
+        """All bytes that this rank needs, straight into its memory."""
+        if not isinstance(source, SharedFiles):
+            raise TypeError(f"an engine is filled from files, not from {type(source).__name__}")
+        plan = _joined([one.plan for one in readers.proved])
+        source.read(plan, self.engine.tensor, run.progress)
+        found = agree.gather(_inexact(plan, self.engine.manifest))
+        self._rounds = any(rounded for rounded, _ in found)
+        self.notes[:0] = _of_all_ranks(self.engine.manifest, found)
+
+    def lost(self, source: Source, readers: Readers) -> Lost:
+        """What this rank's memory, which was filled, lost of the checkpoint's values, and what
+        weights will lose of the masters. Nothing where no rank rounds, and the dtype of the
+        training is the same."""
+        rounds = self._rounds or may_overflow(self.held, self.engine.manifest)
+        if not rounds or not isinstance(source, SharedFiles):
+            return {}
+        plan = _joined([one.plan for one in readers.proved])
+        return lost_in(self.engine, source.checkpoint, plan)
+
+    def finish(self) -> None:
+        """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
+        self.engine.refresh()
+        self.notes += self.engine.drop_gradients()
+        if self.how.own is not None:
+            set_buffers(self.engine, self.how.own.buffers)
+        if self.how.optimizer:
+            for number, scalars in self.filled.scalars.items():
+                self.engine.set_scalars(number, scalars)
+            self.notes += self._set_groups()
+        self.notes += self.engine.restore(self.extras, self.how.optimizer, self.how.module_only)
+
+    def publish(self) -> None:
+        """The engine may step, and be saved."""
+        self.engine.mark_usable()
+
+    def _set_groups(self) -> list[str]:
+        if self.how.hyper == "config":
+            return ["hyper-parameters kept from the engine's configuration, as asked"]
+        if not any(self.filled.groups):
+            fresh = "the optimizer's states begin afresh, "
+            return [
+                f"{fresh if not any(self.filled.states.values()) else ''}hyper-parameters kept "
+                "from the engine: the checkpoint holds none"
+            ]
+        own = {group.optimizer for group in self.engine.manifest.groups}
+        theirs = {group.optimizer for group in self.held.groups}
+        return self.engine.set_groups(self.filled.groups, carried=theirs <= {*own, ""})
+
+
+def _joined(plans: Sequence[Plan]) -> Plan:
+    """Plans for slots that are not the same, as one: files are read in their order."""
+    joined = plans[0]
+    for plan in plans[1:]:
+        ops, fills = joined.ops + plan.ops, joined.fills + plan.fills
+        joined = Plan(joined.wants + plan.wants, ops, fills)
+    return joined
+
+
+def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:
+    """Parameters of which a plan rounds some elements, and of which it averages some: a bit for
+    each parameter of the manifest, as every rank sends it to every other one."""
+    number = {spec.name: 1 << n for n, spec in enumerate(target.params)}
+    rounded = averaged = 0
+    for op in plan.ops:
+        if isinstance(op, Mean):
+            averaged |= number[target.member(op.target.slot.buffer, op.member).param]
+        elif isinstance(op, Cast) and not op.lossless:
+            rounded |= number[target.member(op.target.slot.buffer, op.member).param]
+    return rounded, averaged
+
+
+def _of_all_ranks(target: Manifest, found: Sequence[tuple[int, int]]) -> list[str]:
+    """Notes for what the plans of all ranks do: one rank's report speaks for the load."""
+    names: list[list[str]] = [[], []]
+    for listed, masks in zip(names, zip(*found, strict=True), strict=True):
+        every = functools.reduce(int.__or__, masks)
+        listed += sorted(spec.name for n, spec in enumerate(target.params) if every >> n & 1)
+    return named({"rounded to a narrower dtype": names[0], "averaged over its copies": names[1]})
+
+
+def named(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """A note for each thing that some parameters have in common."""
+    return [f"{what}: {some_of(names, _NAMED)}" for what, names in found.items() if names]

@@ -1,0 +1,76 @@
+"""What a load is asked for."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.of_ranks import OwnValues, PerRank
+from megatron_ucp.reshard.arguments import check_switch
+from megatron_ucp.reshard.match import ALLOWANCES
+
+
+@dataclass(frozen=True)
+class How:
+    """What a load is asked for; see `load`. `loader` is the data loader whose position is
+    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
+    gets of it (None: what all share), both known once its files were looked at."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    hyper: str = "checkpoint"
+    checksums: bool = True
+    allow: frozenset[str] = frozenset()
+    rng: bool = True
+    loader: Any = None
+    per_rank: Callable[[str, list[Any]], Any] | None = None
+    apart: PerRank = field(default_factory=PerRank)
+    own: OwnValues | None = None
+
+
+def check_options(
+    hyper: str = "checkpoint",
+    checksums: bool = True,
+    allow: Collection[str] = (),
+    rng: bool = True,
+    per_rank: Callable[[str, list[Any]], Any] | None = None,
+    **unknown: Any,
+) -> None:
+    """Raises UsageError for an option of `load` that is not known, before anybody trains for hours
+    with it."""
+    if unknown:
+        raise UsageError(
+            "an option is not known",
+            expected="hyper, checksums, allow, rng, per_rank",
+            found=", ".join(sorted(unknown)),
+            fix="give one of these options",
+        )
+    check_switch("checksums", checksums)
+    check_switch("rng", rng)
+    if hyper not in ("checkpoint", "config"):
+        raise UsageError(
+            "hyper says where hyper-parameters come from",
+            expected="checkpoint or config",
+            found=hyper,
+            fix='give hyper="checkpoint" or hyper="config"',
+        )
+    if per_rank is not None and not callable(per_rank):
+        raise UsageError(
+            "per_rank is a function of a name and the values of all ranks",
+            expected="function(name, values)",
+            found=repr(per_rank)[:200],
+            fix="give a function, or leave per_rank out",
+        )
+    words = isinstance(allow, Collection) and not isinstance(allow, str)
+    odd = (
+        [one for one in allow if not isinstance(one, str) or one not in ALLOWANCES] if words else []
+    )
+    wrong = sorted(map(str, odd)) if words else [repr(allow)]
+    if wrong:
+        raise UsageError(
+            "allow names what may happen",
+            expected=" ".join(ALLOWANCES),
+            found=", ".join(wrong),
+            fix='give a set of these, such as allow={"missing"}',
+        )
