@@ -216,9 +216,11 @@ class _Share:
     def _values(self, op: Op) -> torch.Tensor:
         """The elements of an operation, from this rank's memory, in the order of its dims."""
         side = _source(op)
-        flat = self.engine.tensor(side.slot)
-        first = flat.storage_offset() + side.offset
-        return torch.as_strided(flat, op.shape, side.strides, first).reshape(-1)
+        spanned = 1 + sum(
+            (size - 1) * step for size, step in zip(op.shape, side.strides, strict=True)
+        )
+        flat = self.engine.read(side.slot, side.offset, side.offset + spanned)
+        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset()).reshape(-1)
 
     def _holder(self, op: Op) -> int:
         slot = _source(op).slot
