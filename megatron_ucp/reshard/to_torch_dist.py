@@ -101,7 +101,7 @@ def written(wanted: Wanted, source: Checkpoint, mesh: Mesh, notes: list[str]) ->
     apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
     wishes = list(_wishes(params, states))
     plan = plan_torch_dist(wanted.params, wishes, _FILES, apart=apart)
-    common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
+    common = CommonFile(states, extras, mesh, wanted.file)
     out = Written(states, _weights(params), plan, common.output(), mesh)
     notes += common.notes
     if extras.modules:

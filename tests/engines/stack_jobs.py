@@ -441,23 +441,6 @@ def resume(
     return found
 
 
-def export_in_place(setup: Mcore, folder: str) -> list[tuple[int, ...]]:
-    """Exports the weights from memory, and those of a save; where each master lies before the
-    export, and after it."""
-    from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, pieces_of
-
-    engine = make(setup)
-    train(engine, 1)
-    inners = inner_optimizers(engine.optimizer)
-    masters = [piece.master for inner in inners for piece in pieces_of(inner)]
-    found = [tuple(master.data_ptr() for master in masters)]
-    engine.handle.ucp_export_hf(f"{folder}/live", "float32")
-    found.append(tuple(master.data_ptr() for master in masters))
-    write(engine, Path(folder) / "saved", "ours")
-    close(engine)
-    return found
-
-
 def name_as_transformer_engine(engine: Engine) -> None:
     """Gives the norms before experts the keys that they have in its layers."""
     for layer in (layer for bare in engine.stack.bare for layer in bare.decoder.layers):

@@ -165,7 +165,7 @@ def test_an_export_of_the_memory_moves_none_of_it(
 ) -> None:
     world, setup = SOURCES[source]
     for before, after in ranks.run(
-        world, "tests.engines.stack_jobs:export_in_place", setup, str(tmp_path)
+        world, "tests.engines.stack_own_jobs:export_in_place", setup, str(tmp_path)
     ):
         assert before and before == after
     ucp.export_hf(tmp_path / "saved", tmp_path / "files", dtype="float32")
