@@ -272,6 +272,7 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     from megatron_ucp.formats.base import Extras
     from megatron_ucp.formats.deepspeed.native_writer import NativeWriter, RunSettings
     from megatron_ucp.formats.deepspeed.target import Target
+    from megatron_ucp.formats.loss_scale import LossScale
     from megatron_ucp.formats.pt.writer import write_pt
     from megatron_ucp.reshard.preview import paper_manifest, paper_sizes
     from megatron_ucp.reshard.target import Wanted, target_manifest
@@ -281,8 +282,9 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     model = paper_manifest(find_family(family), known)
     manifest = target_manifest(Wanted(model, target, "paper"))
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    extras = Extras({"global_steps": 1, "global_samples": 2}, None, {}, config, {})
-    run = RunSettings(extras, config, "0.19.8", "bfloat16", {}, 1.0, False, lambda _: None)
+    none = LossScale()
+    extras = Extras({"global_steps": 1, "global_samples": 2}, None, none, config, {})
+    run = RunSettings(extras, config, "0.19.8", "bfloat16", none, 1.0, False, lambda _: None)
     blocks = {"float32": b"\0\0\xc0\x3f" * (BLOCK // 4), "bfloat16": b"\xc0\x3f" * (BLOCK // 2)}
     out = folder / "large"
     out.mkdir()

@@ -8,12 +8,11 @@ import argparse
 from typing import Any
 
 from megatron_ucp.cli.output import (
-    DONE,
     add_allow,
     add_checkpoint,
     allowed,
-    print_json,
-    print_notes,
+    named,
+    show,
 )
 from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.errors import UsageError
@@ -85,14 +84,7 @@ def run(args: Any) -> int:
         paths[1],
         to=to,
         target=target,
-        latest=args.latest,
-        tag=args.tag,
-        rules=args.rules,
-        ds_config=args.ds_config,
         allow=allowed(args),
+        **named(args, "latest", "tag", "rules", "ds_config"),
     )
-    if args.json:
-        return print_json(vars(found), DONE)
-    print_notes(found.notes)
-    print(found)
-    return DONE
+    return show(args, found)

@@ -4,7 +4,7 @@ states, steps, hyper-parameters, schedules."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_rules, print_json, print_notes
+from megatron_ucp.cli.output import DONE, FOUND, add_rules, named, print_json, print_notes
 
 HELP = "compare two checkpoints of any meshes bit by bit"
 EXAMPLE = "diff runs/llama converted/global_step80"
@@ -34,7 +34,7 @@ def run(args: Any) -> int:
     from megatron_ucp.formats.registry import find_checkpoint
     from megatron_ucp.reshard.diff import diff
 
-    found = diff(args.a, args.b, rules=args.rules, rules_b=args.rules_b)
+    found = diff(args.a, args.b, **named(args, "rules", "rules_b"))
     code = FOUND if found else DONE
     if args.json:
         return print_json({"equal": not found, "differences": found}, code)

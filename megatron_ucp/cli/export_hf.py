@@ -14,12 +14,16 @@ from megatron_ucp.cli.output import (
     add_checkpoint,
     add_dtype,
     allowed,
-    print_json,
-    print_notes,
+    named,
+    show,
 )
 
 HELP = "write the weights as a folder that transformers loads"
 EXAMPLE = "export-hf runs/llama hf --dtype bf16 --verify"
+_PLAIN = (
+    *("dtype", "max_shard_size", "tag", "rules", "config", "family"),
+    *("tokenizer", "merge", "verify", "force"),
+)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -82,21 +86,7 @@ def run(args: Any) -> int:
     found = export_hf(
         args.path,
         args.output,
-        dtype=args.dtype,
-        max_shard_size=args.max_shard_size,
-        tag=args.tag,
-        rules=args.rules,
-        config=args.config,
-        family=args.family,
-        tokenizer=args.tokenizer,
-        merge=args.merge,
-        verify=args.verify,
-        force=args.force,
         allow=allowed(args),
+        **named(args, *_PLAIN),
     )
-    code = DONE if found.loadable else FOUND
-    if args.json:
-        return print_json(vars(found), code)
-    print_notes(found.notes)
-    print(found)
-    return code
+    return show(args, found, DONE if found.loadable else FOUND)

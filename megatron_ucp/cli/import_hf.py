@@ -6,7 +6,7 @@ OUTPUT is the new tag folder: it must not exist, and appears as a whole or not a
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_allow, allowed, print_json, print_notes
+from megatron_ucp.cli.output import add_allow, allowed, named, show
 from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.errors import UsageError
 
@@ -57,14 +57,8 @@ def run(args: Any) -> int:
         args.path,
         args.output,
         target=target,
-        latest=args.latest,
-        family=args.family,
         padded_vocab=args.padded_vocab_size,
-        ds_config=args.ds_config,
         allow=allowed(args),
+        **named(args, "latest", "family", "ds_config"),
     )
-    if args.json:
-        return print_json(vars(found), DONE)
-    print_notes(found.notes)
-    print(found)
-    return DONE
+    return show(args, found)

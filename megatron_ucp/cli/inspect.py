@@ -4,7 +4,7 @@ and imports no torch."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, print_json
+from megatron_ucp.cli.output import DONE, add_checkpoint, named, print_json
 
 HELP = "what a checkpoint is: format, model, step, mesh, optimizer, size"
 EXAMPLE = "inspect runs/llama --all"
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Any) -> int:
     from megatron_ucp.reshard.inspect import inspect
 
-    found = inspect(args.path, tag=args.tag, rules=args.rules)
+    found = inspect(args.path, **named(args, "tag", "rules"))
     if args.json:
         return print_json(_tree(found), DONE)
     print(found)

@@ -108,14 +108,28 @@ def add_dtype(parser: argparse.ArgumentParser, choices: tuple[str, ...], help: s
     parser.add_argument("--dtype", type=dtype_name, choices=choices, metavar="DTYPE", help=help)
 
 
-def print_findings(found: Any) -> None:
-    """Findings with their facts, then the notes."""
-    for one in found.findings:
+def named(args: Any, *names: str) -> dict[str, Any]:
+    """Options that a function takes under the names of the command line."""
+    return {name: getattr(args, name) for name in names}
+
+
+def show(args: Any, found: Any, code: int = DONE, **more: Any) -> int:
+    """The result of a command as it was asked for; returns the exit code. As JSON its fields, and
+    `more` of them; else findings, notes and its line."""
+    if args.json:
+        return print_json({**vars(found), **more}, code)
+    _print_findings(getattr(found, "findings", ()))
+    print_notes(getattr(found, "notes", ()))
+    print(found)
+    return code
+
+
+def _print_findings(findings: Any) -> None:
+    for one in findings:
         print(": ".join(filter(None, (one.parameter, one.what))))
         for key in ("file", "expected", "found"):
             if getattr(one, key):
                 print(f"  {key}: {getattr(one, key)}")
-    print_notes(found.notes)
 
 
 def print_notes(notes: Any) -> None:

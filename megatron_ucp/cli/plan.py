@@ -7,7 +7,7 @@ meshes are enough."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, print_json, print_notes
+from megatron_ucp.cli.output import DONE, add_checkpoint, named, print_json, print_notes
 from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families
@@ -60,9 +60,7 @@ def run(args: Any) -> int:
         )
     else:
         refuse_unused_size(args, target, args.path)
-        found = preview.plan(
-            args.path, target, tag=args.tag, rules=args.rules, ds_config=args.ds_config
-        )
+        found = preview.plan(args.path, target, **named(args, "tag", "rules", "ds_config"))
     if args.picture:
         preview.draw(found, args.picture)
     if args.json:

@@ -4,7 +4,7 @@ with the checkpoint."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, print_findings, print_json
+from megatron_ucp.cli.output import DONE, FOUND, print_json, show
 from megatron_ucp.errors import UsageError
 
 HELP = "draft the rules of a model that no family covers, or check them"
@@ -41,9 +41,4 @@ def _check(args: Any) -> int:
             "--out is for a draft, and --check writes none", fix="leave one of the two out"
         )
     found = check_rules(args.path, args.check, args.tag)
-    code = DONE if found else FOUND
-    if args.json:
-        return print_json(vars(found), code)
-    print_findings(found)
-    print(found)
-    return code
+    return show(args, found, DONE if found else FOUND)

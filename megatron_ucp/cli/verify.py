@@ -4,7 +4,7 @@ number. All damage is listed."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, print_findings, print_json
+from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, named, show
 
 HELP = "whether a checkpoint is whole; with --deep every byte of it"
 EXAMPLE = "verify runs/llama --deep"
@@ -25,12 +25,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Any) -> int:
     from megatron_ucp.reshard.verify import verify
 
-    found = verify(
-        args.path, tag=args.tag, deep=args.deep, allow_nan=args.allow_nan, rules=args.rules
-    )
-    code = DONE if found else FOUND
-    if args.json:
-        return print_json({"ok": found.ok, **vars(found)}, code)
-    print_findings(found)
-    print(found)
-    return code
+    found = verify(args.path, **named(args, "tag", "deep", "allow_nan", "rules"))
+    return show(args, found, DONE if found else FOUND, ok=found.ok)

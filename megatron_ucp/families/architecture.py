@@ -1,6 +1,6 @@
 """What a model computes besides what the shapes of its parameters say."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -144,12 +144,21 @@ def _activation(config: Any) -> str:
     return "gelu_tanh" if name == "gelu" and config.bias_activation_fusion else name
 
 
-def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
+def odd_settings(said: Callable[[str, object], Any], experts: bool) -> dict[str, Any]:
+    """Settings that change what is computed; `said(name, usual)` is the value of one, or the usual
+    one where nothing says it."""
     out: dict[str, Any] = {}
     for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = as_one(name, getattr(module, name, getattr(config, name, values[0])))
+        value = as_one(name, said(name, values[0]))
         if value not in values:
             out[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return out
+
+
+def _odd(module: Any, config: Any, experts: bool) -> dict[str, Any]:
+    out = odd_settings(
+        lambda name, usual: getattr(module, name, getattr(config, name, usual)), experts
+    )
     kind = getattr(module, "position_embedding_type", "learned_absolute")
     if kind not in ("rope", "learned_absolute"):
         out["position_embedding_type"] = str(kind)

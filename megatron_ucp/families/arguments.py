@@ -8,13 +8,11 @@ from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, Manifest
 from megatron_ucp.families import families
 from megatron_ucp.families.architecture import (
     FREQUENCY,
-    NEUTRAL,
-    NEUTRAL_OF_EXPERTS,
     Architecture,
-    as_one,
     every_of,
+    odd_settings,
 )
-from megatron_ucp.families.base import Family
+from megatron_ucp.families.base import Builder, Family
 
 _TOKENIZERS_WITH_END = ("NullTokenizer",)  # whose vocabulary has an end mark more than asked for
 
@@ -58,20 +56,11 @@ def unknown_padding(manifest: Manifest) -> list[str]:
 
 def _is_built_so(family: Family, said: Mapping[str, Any]) -> bool:
     """Whether a family's builder makes the model of the arguments."""
-    builder = family.builder
-    return builder is not None and (
-        builder.normalization,
-        builder.gated,
-        builder.biases,
-        builder.position_embedding_type,
-        builder.experts,
-        builder.qkv_biases,
-        builder.qk_norms,
-    ) == (
-        said.get("normalization"),
+    return family.builder == Builder(
+        said.get("normalization"),  # pyright: ignore[reportArgumentType]  (no other is equal)
         bool(said.get("swiglu")),
         bool(said.get("add_bias_linear")),
-        said.get("position_embedding_type"),
+        said.get("position_embedding_type"),  # pyright: ignore[reportArgumentType]
         bool(said.get("num_experts")),
         bool(said.get("add_qkv_bias")),
         bool(said.get("qk_layernorm")),
@@ -122,7 +111,7 @@ def _architecture(said: Mapping[str, Any]) -> Architecture:
         norm_epsilon=float(said["layernorm_epsilon"]),
         activation=_activation(said),
         topk=int(said["moe_router_topk"]) if experts else 0,
-        odd=_odd(said, experts),
+        odd=odd_settings(said.get, experts),
     )
     if not rotary:
         return found
@@ -144,13 +133,3 @@ def _activation(said: Mapping[str, Any]) -> str:
     # megatron-core's fused kernel of bias and gelu computes the tanh form
     tanh = said.get("openai_gelu") or (said.get("bias_gelu_fusion") and said.get("add_bias_linear"))
     return "gelu_tanh" if tanh else "gelu"
-
-
-def _odd(said: Mapping[str, Any], experts: bool) -> dict[str, Any]:
-    """Settings that change what is computed, as `architecture_of` finds them in a live model."""
-    out: dict[str, Any] = {}
-    for name, values in (NEUTRAL | NEUTRAL_OF_EXPERTS if experts else NEUTRAL).items():
-        value = as_one(name, said.get(name, values[0]))
-        if value not in values:
-            out[name] = value if isinstance(value, bool | int | float | str) else str(value)
-    return out

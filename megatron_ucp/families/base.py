@@ -158,6 +158,18 @@ class Builder:
             "qk_norms": self.qk_norms,
         }
 
+    def check(self, sizes: Sizes, name: str) -> None:
+        """Raises UsageError for sizes of a model that this does not build; `name` is the
+        family's."""
+        own = {field: getattr(sizes, field) for field in self.flags}
+        if own != self.flags or (sizes.positions and not self.learned_positions):
+            raise UsageError(
+                f"these sizes are no {name}",
+                expected=", ".join(f"{field}={value}" for field, value in self.flags.items()),
+                found=str(sizes),
+                fix="give the family that the model was built with",
+            )
+
 
 @dataclass(frozen=True)
 class Divided:

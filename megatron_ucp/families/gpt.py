@@ -5,16 +5,7 @@ from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.shares import Share
 from megatron_ucp.families import pipe
 from megatron_ucp.families.architecture import Architecture
-from megatron_ucp.families.base import (
-    Builder,
-    Declared,
-    Family,
-    Sizes,
-    bias,
-    norm,
-    vocabulary,
-    whole,
-)
+from megatron_ucp.families.base import Builder, Declared, Family, Sizes
 from megatron_ucp.families.hugging_face import (
     TRANSPOSED,
     Config,
@@ -24,24 +15,12 @@ from megatron_ucp.families.hugging_face import (
     refused_sizes,
     split_qkv,
 )
-from megatron_ucp.families.layer import attention_and_mlp
+from megatron_ucp.families.layer import attention_and_mlp, transformer
 
 
 def table(sizes: Sizes) -> dict[str, Declared]:
     """Every parameter of the model."""
-    out = {
-        "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
-        "decoder.final_layernorm.weight": norm(sizes.hidden),
-    }
-    if sizes.positions:
-        out["embedding.position_embeddings.weight"] = whole(sizes.positions, sizes.hidden)
-    if sizes.norm_biases:
-        out["decoder.final_layernorm.bias"] = bias(whole(sizes.hidden))
-    if not sizes.tied:
-        out["output_layer.weight"] = vocabulary(sizes, sizes.hidden)
-    for layer in range(sizes.layers):
-        out |= attention_and_mlp(sizes, f"decoder.layers.{layer}.")
-    return out
+    return transformer(sizes, lambda _: attention_and_mlp(sizes))
 
 
 # ------------------------------------------------ GPT-2 of Hugging Face

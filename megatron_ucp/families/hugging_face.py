@@ -112,15 +112,13 @@ def attention(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
     return {**out, f"{prefix}o_proj.weight": Share(f"{canonical}linear_proj.weight")}
 
 
-def with_layers(
-    sizes: Sizes, layer: Callable[[int, str, str], dict[str, Share]]
-) -> dict[str, Share]:
-    """The tensors of a model whose modules have the names of Llama's. `layer(number, prefix,
+def with_layers(sizes: Any, layer: Callable[[Any, str, str], dict[str, Share]]) -> dict[str, Share]:
+    """The tensors of a model whose modules have the names of Llama's. `layer(sizes, prefix,
     canonical prefix)` gives those of a layer but for its two norms."""
     out = {"model.embed_tokens.weight": Share("embedding.word_embeddings.weight")}
     for number in range(sizes.layers):
         prefix, canonical = f"model.layers.{number}.", f"decoder.layers.{number}."
-        out |= layer(number, prefix, canonical)
+        out |= layer(sizes, prefix, canonical)
         for ours, theirs in {
             "input_layernorm": "input_layernorm",
             "pre_mlp_layernorm": "post_attention_layernorm",
@@ -221,9 +219,17 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
     for one in ropes:
         rope.update(one)
     kind: object = rope.get("rope_type", rope.get("type", "default"))
-    fixed = {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3
+    layers = {*(config.get("layer_types") or ())} - {"full_attention"}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    made: dict[str, object] = {
+        "partial_rotary_factor": part,
+        "rope type": kind,
+        "rope parameters": {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3,
+        "layer types": ", ".join(sorted(layers)),
+        "rope_scaling beside rope_parameters": "the same" if ropes[:1] == ropes[-1:] else "another",
+    }
     check_config(
-        config,
+        {**config, **made},
         {
             "hidden_act": ("silu", "swish"),
             "attention_bias": (False,),
@@ -231,22 +237,11 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
             "sliding_window": (None,),
             "quantization_config": (None,),
             "pretraining_tp": (1,),
-        },
-        {
-            "rope type": (kind, ("default", "linear", "llama3")),
-            "rope parameters": (fixed, (LLAMA_3,)),
-            "layer types": (
-                ", ".join(sorted({*(config.get("layer_types") or ())} - {"full_attention"})),
-                ("",),
-            ),
-            "rope_scaling beside rope_parameters": (
-                "another" if ropes and ropes[0] != ropes[-1] else "the same",
-                ("the same",),
-            ),
-            "partial_rotary_factor": (
-                rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
-                (1.0,),
-            ),
+            "rope type": ("default", "linear", "llama3"),
+            "rope parameters": (LLAMA_3,),
+            "layer types": ("",),
+            "rope_scaling beside rope_parameters": ("the same",),
+            "partial_rotary_factor": (1.0,),
         },
     )
     factor = 0.0 if kind == "default" else float(rope["factor"])
@@ -261,21 +256,14 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
     )
 
 
-def check_config(
-    config: Config,
-    known: Mapping[str, tuple[object, ...]],
-    found: Mapping[str, tuple[object, tuple[object, ...]]] | None = None,
-) -> None:
-    """Raises UnsupportedError that lists every setting whose value is none of the `known` ones.
-    `found` are values that were made of several settings, with their known ones."""
-    values = {key: (config.get(key, few[0]), few) for key, few in known.items()}
-    wrong = {k: (v, few) for k, (v, few) in {**values, **(found or {})}.items() if v not in few}
+def check_config(config: Config, known: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises UnsupportedError that lists every setting whose value is none of the `known` ones."""
+    values = {key: config.get(key, few[0]) for key, few in known.items()}
+    wrong = {key: value for key, value in values.items() if value not in known[key]}
     if wrong:
         raise UnsupportedError(
             "the config asks for what megatron-core's modules of this family do not compute",
-            expected="; ".join(
-                f"{key} {' or '.join(map(str, few))}" for key, (_, few) in wrong.items()
-            ),
-            found="; ".join(f"{key} {value}" for key, (value, _) in wrong.items()),
+            expected="; ".join(f"{key} {' or '.join(map(str, known[key]))}" for key in wrong),
+            found="; ".join(f"{key} {value}" for key, value in wrong.items()),
             fix="train such a model with transformers under DeepSpeed, which needs no family",
         )

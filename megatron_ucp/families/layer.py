@@ -1,11 +1,40 @@
-"""The parameters of one transformer layer on megatron-core's local layer spec."""
+"""The parameters of a transformer on megatron-core's local layer spec."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_ucp.families.base import Declared, Sizes, bias, column, gated, norm, row, whole
+from megatron_ucp.families.base import (
+    Declared,
+    Sizes,
+    bias,
+    column,
+    gated,
+    norm,
+    row,
+    vocabulary,
+    whole,
+)
 
 
-def attention_and_mlp(sizes: Sizes, prefix: str) -> dict[str, Declared]:
+def transformer(sizes: Sizes, layer: Callable[[int], dict[str, Declared]]) -> dict[str, Declared]:
+    """Every parameter of a model; `layer(number)` gives those of a layer."""
+    out = {
+        "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
+        "decoder.final_layernorm.weight": norm(sizes.hidden),
+    }
+    if sizes.positions:
+        out["embedding.position_embeddings.weight"] = whole(sizes.positions, sizes.hidden)
+    if sizes.norm_biases:
+        out["decoder.final_layernorm.bias"] = bias(whole(sizes.hidden))
+    if not sizes.tied:
+        out["output_layer.weight"] = vocabulary(sizes, sizes.hidden)
+    for number in range(sizes.layers):
+        rows = layer(number)
+        out |= {f"decoder.layers.{number}.{name}": declared for name, declared in rows.items()}
+    return out
+
+
+def attention_and_mlp(sizes: Sizes) -> dict[str, Declared]:
     """One transformer layer; biases, gate and norm biases as the sizes say."""
     out = {
         "input_layernorm.weight": norm(sizes.hidden),
@@ -31,4 +60,4 @@ def attention_and_mlp(sizes: Sizes, prefix: str) -> dict[str, Declared]:
             "mlp.linear_fc1.bias": bias((gated if sizes.gated else column)(sizes.ffn)),
             "mlp.linear_fc2.bias": bias(whole(sizes.hidden)),
         }
-    return {prefix + name: declared for name, declared in out.items()}
+    return out

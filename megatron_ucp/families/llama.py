@@ -1,10 +1,11 @@
 """LLaMA on megatron-core's local layer spec: grouped queries, SwiGLU (gate above up), RMSNorm,
-RoPE, no biases."""
+RoPE, no biases; and the models that are one but for a setting of their attention."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.core.shares import Share
-from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, pipe
 from megatron_ucp.families.architecture import Architecture
 from megatron_ucp.families.base import Builder, Declared, Family, Sizes
@@ -21,27 +22,12 @@ from megatron_ucp.families.hugging_face import (
     with_layers,
 )
 
-
-def table(sizes: Sizes) -> dict[str, Declared]:
-    """Every parameter of the model. Raises UsageError for sizes that are no LLaMA."""
-    return checked(sizes, "LLaMA")
-
-
-def checked(
-    sizes: Sizes, name: str, qkv_biases: bool = False, qk_norms: bool = False
-) -> dict[str, Declared]:
-    """Every parameter of a model that is a LLaMA but for biases and norms of its attention. Raises
-    UsageError for sizes that are none."""
-    own = (sizes.qkv_biases, sizes.qk_norms) == (qkv_biases, qk_norms)
-    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated or not own:
-        raise UsageError(
-            f"these sizes are no {name}",
-            expected=f"a gated MLP, no biases, no learned positions, qkv_biases={qkv_biases}, "
-            f"qk_norms={qk_norms}",
-            found=str(sizes),
-            fix="give the family that the model was built with",
-        )
-    return gpt.table(sizes)
+BUILDER = Builder("RMSNorm", gated=True, biases=False, position_embedding_type="rope")
+DEFAULTS = {
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 
 
 # ------------------------------------------------ Llama of Hugging Face
@@ -50,7 +36,7 @@ def checked(
 def tensors(sizes: Sizes) -> dict[str, Share]:
     """What each tensor of LlamaForCausalLM holds. No row of q or k changes its place: both sides
     rotate halves."""
-    return with_layers(sizes, lambda _, prefix, canonical: layer(sizes, prefix, canonical))
+    return with_layers(sizes, layer)
 
 
 def layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
@@ -63,33 +49,58 @@ def layer(sizes: Sizes, prefix: str, canonical: str) -> dict[str, Share]:
     }
 
 
-def config(sizes: Sizes, architecture: Architecture) -> dict[str, Any]:
-    """config.json of Llama."""
-    return {**common(sizes, architecture), "attention_bias": False, "mlp_bias": False}
+def refuses(sizes: Sizes, architecture: Architecture, *known: str) -> list[str]:
+    """What LlamaForCausalLM does not have; `known` are settings that another model has."""
+    return refused_settings(architecture, ("silu",), known) + refused_sizes(sizes)
 
 
-def refuses(sizes: Sizes, architecture: Architecture) -> list[str]:
-    """What LlamaForCausalLM does not have."""
-    return refused_settings(architecture, ("silu",)) + refused_sizes(sizes)
+# ------------------------------------------------ families
 
 
-def read(found: Config) -> tuple[Sizes, Architecture]:
-    """Sizes and architecture of a Llama. Raises UnsupportedError for what is not computed here."""
-    sizes = Sizes(**read_common(found, int(found["vocab_size"])))
-    return sizes, read_architecture(found, 1e-6, 10000.0)
+def alike(
+    title: str,
+    config: Mapping[str, Any],
+    accepted: Callable[[Config], Config] = lambda found: found,
+    settings: Mapping[str, str] | None = None,
+) -> Family:
+    """A family of models that are LLaMAs but for `settings` of their attention: fields of `Sizes`,
+    with megatron-core's names for them.
+
+    `config` is what its config.json says besides `common`; `accepted` gives a config as one of a
+    LLaMA, and raises UnsupportedError for what is not computed here.
+    """
+    name, settings = title.lower(), settings or {}
+    own = dict.fromkeys(settings, True)
+    builder = replace(BUILDER, **own)
+
+    def table(sizes: Sizes) -> dict[str, Declared]:
+        builder.check(sizes, title)
+        return gpt.table(sizes)
+
+    def read(found: Config) -> tuple[Sizes, Architecture]:
+        found = accepted(found)
+        sizes = Sizes(**read_common(found, int(found["vocab_size"]), **own))
+        odd = dict.fromkeys(settings.values(), True)
+        return sizes, read_architecture(found, 1e-6, 10000.0, odd=odd)
+
+    twin = HuggingFace(
+        name,
+        f"{name.capitalize()}ForCausalLM",
+        tensors,
+        lambda sizes, architecture: {**common(sizes, architecture), **config},
+        read,
+        lambda sizes, architecture: refuses(sizes, architecture, *settings.values()),
+    )
+    return Family(
+        name,
+        table,
+        f"megatron_ucp/families/{name}.py",
+        pipe.names,
+        pipe.layers,
+        builder=builder,
+        defaults=DEFAULTS,
+        hugging_face=twin,
+    )
 
 
-FAMILY = Family(
-    "llama",
-    table,
-    "megatron_ucp/families/llama.py",
-    pipe.names,
-    pipe.layers,
-    builder=Builder("RMSNorm", gated=True, biases=False, position_embedding_type="rope"),
-    defaults={
-        "untie_embeddings_and_output_weights": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    },
-    hugging_face=HuggingFace("llama", "LlamaForCausalLM", tensors, config, read, refuses),
-)
+FAMILY = alike("LLaMA", {"attention_bias": False, "mlp_bias": False})

@@ -18,19 +18,16 @@ from typing import Any
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import pipe
+from megatron_ucp.families import llama, pipe
 from megatron_ucp.families.architecture import FREQUENCY, Architecture, as_one
 from megatron_ucp.families.base import (
-    Builder,
     Declared,
     Divided,
     Family,
     Sizes,
     dense,
     gated,
-    norm,
     row,
-    vocabulary,
     whole,
 )
 from megatron_ucp.families.hugging_face import (
@@ -42,13 +39,12 @@ from megatron_ucp.families.hugging_face import (
     gated_halves,
     read_architecture,
     read_common,
-    refused_settings,
-    refused_sizes,
     with_layers,
 )
-from megatron_ucp.families.layer import attention_and_mlp
+from megatron_ucp.families.layer import attention_and_mlp, transformer
 from megatron_ucp.families.measure import measured
 
+MIXTURE = replace(llama.BUILDER, experts=True)
 ROUTER, EXPERT, SHARED = "mlp.router.", "mlp.experts.local_experts.", "mlp.shared_experts."
 
 
@@ -71,14 +67,7 @@ class MixtralSizes(Sizes):
 
 def table(sizes: MixtralSizes) -> dict[str, Declared]:
     """Every parameter of the model. Raises UsageError for sizes that are no Mixtral."""
-    attention = sizes.qkv_biases or sizes.qk_norms
-    if sizes.biases or sizes.norm_biases or sizes.positions or not sizes.gated or attention:
-        raise UsageError(
-            "these sizes are no Mixtral",
-            expected="gated experts, no biases, no learned positions",
-            found=str(sizes),
-            fix="give the family that the model was built with",
-        )
+    MIXTURE.check(sizes, "Mixtral")
     if sizes.experts < 1 or sizes.every < 1:
         raise UsageError(
             "these sizes are no Mixtral",
@@ -86,21 +75,12 @@ def table(sizes: MixtralSizes) -> dict[str, Declared]:
             found=f"{sizes.experts} experts in every layer number {sizes.every}",
             fix="give a number of experts of at least 1, and as the step of its layers 1, 2, ...",
         )
-    out = {
-        "embedding.word_embeddings.weight": vocabulary(sizes, sizes.hidden),
-        "decoder.final_layernorm.weight": norm(sizes.hidden),
-    }
-    if not sizes.tied:
-        out["output_layer.weight"] = vocabulary(sizes, sizes.hidden)
-    for number in range(sizes.layers):
-        rows = layer(sizes, number)
-        out |= {f"decoder.layers.{number}.{name}": declared for name, declared in rows.items()}
-    return out
+    return transformer(sizes, lambda number: layer(sizes, number))
 
 
 def layer(sizes: MixtralSizes, number: int) -> dict[str, Declared]:
     """A transformer layer, with experts or without."""
-    out = attention_and_mlp(sizes, "")
+    out = attention_and_mlp(sizes)
     if number % sizes.every:
         return out
     out = {name: declared for name, declared in out.items() if not name.startswith("mlp.")}
@@ -146,7 +126,7 @@ def _usual_names() -> set[str]:
     sizes = MixtralSizes(
         1, 1, 1, 1, 1, 1, 1, 1, gated=True, biases=False, norm_biases=False, experts=1, shared_ffn=1
     )
-    return {*layer(sizes, 0), *attention_and_mlp(sizes, "")}
+    return {*layer(sizes, 0), *attention_and_mlp(sizes)}
 
 
 def measure(module: Any) -> MixtralSizes:
@@ -184,7 +164,7 @@ def measure(module: Any) -> MixtralSizes:
 def tensors(sizes: MixtralSizes) -> dict[str, Share]:
     """What each tensor of MixtralForCausalLM holds, by the names on disk, where each expert has
     tensors of its own (transformers 5 stacks them in memory)."""
-    return with_layers(sizes, lambda _, prefix, canonical: _layer(sizes, prefix, canonical))
+    return with_layers(sizes, _layer)
 
 
 def _layer(sizes: MixtralSizes, prefix: str, canonical: str) -> dict[str, Share]:
@@ -213,7 +193,7 @@ def config(sizes: MixtralSizes, architecture: Architecture) -> dict[str, Any]:
 
 def refuses(sizes: MixtralSizes, architecture: Architecture) -> list[str]:
     """What MixtralForCausalLM does not have."""
-    out = refused_settings(architecture, ("silu",)) + refused_sizes(sizes)
+    out = llama.refuses(sizes, architecture)
     said = " ".join(out)
     if sizes.shared_ffn and "moe_shared_expert" not in said:
         out.append(f"a shared expert of the width {sizes.shared_ffn}")
@@ -243,15 +223,8 @@ FAMILY = Family(
     names,
     layers,
     divided=divided,
-    builder=Builder(
-        "RMSNorm", gated=True, biases=False, position_embedding_type="rope", experts=True
-    ),
-    defaults={
-        "untie_embeddings_and_output_weights": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "num_experts": 8,
-    },
+    builder=MIXTURE,
+    defaults={**llama.DEFAULTS, "num_experts": 8},
     paper={"experts": 8},
     sizes=MixtralSizes,
     measure=measure,

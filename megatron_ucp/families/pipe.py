@@ -17,7 +17,7 @@ ATTENTION = "decoder.layers.0.self_attention."
 
 def names(sizes: Sizes) -> dict[str, str]:
     """Name in the pipeline -> canonical name, for every parameter."""
-    return with_layers(sizes, lambda _: attention_and_mlp(sizes, ""))
+    return with_layers(sizes, lambda _: attention_and_mlp(sizes))
 
 
 def with_layers(sizes: Sizes, layer: Callable[[int], Collection[str]]) -> dict[str, str]:

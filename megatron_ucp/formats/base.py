@@ -12,6 +12,7 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.shares import Share
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.values import TensorRef
 
 if TYPE_CHECKING:
@@ -84,17 +85,17 @@ class Extras:
     `Checkpoint.read` takes.
 
     `scheduler` is its `state_dict`; what it keeps for each parameter group stands in the order of
-    the manifest's groups. `scaler` is the loss scale in its canonical form, `config` the DeepSpeed
-    config (None: the files hold none), `others` are states of DeepSpeed's own helpers by key.
-    `clip_grad` and `int_steps` (whether the optimizer keeps its step as an int) are as the files
-    show them. `stateless` are entries of the weights that hold nothing, by canonical name;
-    `patterns` is stock DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep
-    besides tensors (`get_extra_state`), by the names of these entries of the weights.
+    the manifest's groups. `scaler` is the loss scale, `config` the DeepSpeed config (None: the
+    files hold none), `others` are states of DeepSpeed's own helpers by key. `clip_grad` and
+    `int_steps` (whether the optimizer keeps its step as an int) are as the files show them.
+    `stateless` are entries of the weights that hold nothing, by canonical name; `patterns` is stock
+    DeepSpeed's `universal_checkpoint_info`; `modules` are what modules keep besides tensors
+    (`get_extra_state`), by the names of these entries of the weights.
     """
 
     counters: Mapping[str, int]
     scheduler: Mapping[str, Any] | None
-    scaler: Mapping[str, Any]
+    scaler: LossScale
     config: Mapping[str, Any] | None
     client_state: Mapping[str, Any]
     others: Mapping[str, Any] = field(default_factory=dict[str, Any])

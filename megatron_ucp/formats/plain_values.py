@@ -1,4 +1,4 @@
-"""What optimizer files say in plain values: hyper-parameters of groups, and the loss scale."""
+"""What optimizer files say in plain values: hyper-parameters of groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
@@ -17,19 +17,6 @@ GROUP_MARKS = frozenset(
         *("params", "name", "moe", "param_names", "_ds_source_param_group_id", "step"),
         MEGATRON,
     }
-)
-SCALER = (
-    "dynamic",
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "scale_factor",
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "cur_hysteresis",
-    "consecutive_hysteresis",
-    "raise_error_at_min_scale",
 )
 
 
@@ -59,9 +46,3 @@ def number(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return str(value) if isinstance(value, PurePath) else f"<{type(value).__name__}>"
-
-
-def loss_scaler(value: Any) -> Mapping[str, Any]:
-    """The canonical form of a pickled loss scaler; empty without one."""
-    fields = value.state if isinstance(value, Stand) else {}
-    return {name: number(fields[name]) for name in SCALER if name in fields}

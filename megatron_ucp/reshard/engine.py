@@ -52,7 +52,13 @@ class Engine(Protocol):
         ...
 
     def tensor(self, slot: Slot) -> "torch.Tensor":
-        """The memory of one of this rank's slots, flat, detached."""
+        """The memory of one of this rank's slots, flat, detached: what a load writes, once the
+        engine is marked unusable and has room for it."""
+        ...
+
+    def read(self, slot: Slot, first: int, last: int) -> "torch.Tensor":
+        """Elements [first, last) of what this rank has of one parameter in a slot, as they lie:
+        flat, detached, a view of the engine's own memory. At any time; nothing is moved."""
         ...
 
     def check(self, source: Checkpoint, optimizer: bool) -> None:

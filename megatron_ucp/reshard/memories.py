@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_ucp.core.box import span
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
@@ -37,8 +38,9 @@ class Holder(Protocol):
         """What this rank holds."""
         ...
 
-    def tensor(self, slot: Slot) -> torch.Tensor:
-        """The memory of one of this rank's slots, flat, detached."""
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        """Elements [first, last) of what this rank has of one parameter in a slot, as they lie:
+        flat, detached."""
         ...
 
 
@@ -238,8 +240,8 @@ class Memories:
     def _values(self, op: Op) -> torch.Tensor:
         """The elements of an operation, from this rank's memory."""
         side = _side(op)
-        flat = self.engine.tensor(side.slot)
-        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset() + side.offset)
+        flat = self.engine.read(side.slot, side.offset, side.offset + span(op.shape, side.strides))
+        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset())
 
 
 def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:

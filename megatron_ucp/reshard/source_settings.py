@@ -18,6 +18,7 @@ from megatron_ucp.formats.deepspeed.declared import says_layouts
 from megatron_ucp.formats.deepspeed.model_file import training_dtype
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.of_ranks import Apart, apart_in, ranks_of, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.formats.pt.known import KNOWN
@@ -123,13 +124,12 @@ class Origin:
         config = self.config if config is None else config
         dtype = wanted.target.dtype or self.dtype
         scaler = self.extras.scaler
-        if dtype != "float16" and scaler.get("dynamic"):
+        if dtype != "float16" and scaler.dynamic:
             self.notes.append("the dynamic loss scale of fp16 has no place in the target")
         elif dtype == "float16" and self.dtype != "float16":
-            scaler = _fresh_scaler(config)
+            scaler = LossScale.fresh(config)
             self.notes.append(
-                f"the loss scale of fp16 begins anew, at {scaler['cur_scale']:g}: the source has "
-                "none"
+                f"the loss scale of fp16 begins anew, at {scaler.cur_scale:g}: the source has none"
             )
         return RunSettings(
             self.extras,
@@ -166,25 +166,3 @@ class Origin:
                     firsts.setdefault(member.group, member.param)
         origins = [self.manifest.group_number(name) for _, name in sorted(firsts.items())]
         return scheduler_for(self.extras.scheduler, origins, len(self.manifest.groups))
-
-
-def _fresh_scaler(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A loss scaler before the first step, with the defaults of DeepSpeed's `fp16` section."""
-    section = config.get("fp16")
-    said: Mapping[str, Any] = section if isinstance(section, dict) else {}
-    if said.get("loss_scale"):
-        return {"dynamic": False, "cur_scale": float(said["loss_scale"])}
-    hysteresis = int(said.get("hysteresis", 2))
-    return {
-        "dynamic": True,
-        "cur_scale": 2.0 ** int(said.get("initial_scale_power", 16)),
-        "cur_iter": 0,
-        "last_overflow_iter": -1,
-        "scale_factor": 2.0,
-        "scale_window": int(said.get("loss_scale_window", 1000)),
-        "min_scale": said.get("min_loss_scale", 1),
-        "delayed_shift": hysteresis,
-        "cur_hysteresis": hysteresis,
-        "consecutive_hysteresis": bool(said.get("consecutive_hysteresis", False)),
-        "raise_error_at_min_scale": True,
-    }

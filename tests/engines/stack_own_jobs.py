@@ -1,12 +1,13 @@
-"""What the ranks do in the tests of values that differ from rank to rank, in megatron-core's own
-stack."""
+"""What the ranks do in the tests of values that differ from rank to rank, and of exports from
+memory, in megatron-core's own stack."""
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 import megatron_ucp as ucp
-from tests.engines.stack_jobs import Mcore, close, make, train
+from tests.engines.stack_jobs import Mcore, close, make, train, write
 from tests.engines.stack_states import biases
 
 
@@ -42,3 +43,20 @@ def load_own_buffers(setup: Mcore, folder: str, **options: Any) -> str:
         return f"error: {error}"
     finally:
         close(engine)
+
+
+def export_in_place(setup: Mcore, folder: str) -> list[tuple[int, ...]]:
+    """Exports the weights from memory, and those of a save; where each master lies before the
+    export, and after it."""
+    from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, pieces_of
+
+    engine = make(setup)
+    train(engine, 1)
+    inners = inner_optimizers(engine.optimizer)
+    masters = [piece.master for inner in inners for piece in pieces_of(inner)]
+    found = [tuple(master.data_ptr() for master in masters)]
+    engine.handle.ucp_export_hf(f"{folder}/live", "float32")
+    found.append(tuple(master.data_ptr() for master in masters))
+    write(engine, Path(folder) / "saved", "ours")
+    close(engine)
+    return found

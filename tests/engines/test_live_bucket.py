@@ -10,6 +10,7 @@ import torch
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.engines.megatron.engine.inner import LiveBucket, Stepped
+from megatron_ucp.errors import PlanError
 
 FLAT = FlatBuffer(
     (Member("a", 0, 5, 0), Member("b", 6, 4, 0)), 12, 1, "whole", ((MASTER, "float32"),)
@@ -32,8 +33,24 @@ def pieces() -> dict[int, Stepped]:
 def loaded(pieces: dict[int, Stepped]) -> LiveBucket:
     """A bucket as each load makes one anew, with room for a moment."""
     bucket = LiveBucket(FLAT, 0, pieces, None)
+    bucket.join(MASTER)
     bucket.allocate(["exp_avg"], "float32")
     return bucket
+
+
+def test_to_look_at_the_pieces_moves_nothing(pieces: dict[int, Stepped]) -> None:
+    """What an export of the live weights reads."""
+    bucket = LiveBucket(FLAT, 0, pieces, None)
+    before = [piece.master.data_ptr() for piece in pieces.values()]
+    found = bucket.read(MASTER, 7, 9)
+    assert found.tolist() == [21.0, 22.0]
+    assert found.data_ptr() == pieces[1].master.data_ptr() + found.itemsize
+    for first, last in ((4, 6), (9, 12)):  # over the end of a member, and into the padding
+        with pytest.raises(PlanError):
+            bucket.read(MASTER, first, last)
+    with pytest.raises(PlanError):
+        bucket.tensor(MASTER)
+    assert [piece.master.data_ptr() for piece in pieces.values()] == before
 
 
 def test_the_next_load_finds_the_partitions_again(pieces: dict[int, Stepped]) -> None:

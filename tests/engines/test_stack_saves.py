@@ -159,6 +159,23 @@ def test_the_loss_scale_crosses_engines(sources: Sources) -> None:
     assert {rank["scale"] for rank in found} == {rank["saved_scale"] for rank in found}
 
 
+@pytest.mark.parametrize("source", ["dp4", "fp16", "plain32"])
+def test_an_export_of_the_memory_moves_none_of_it(
+    ranks: RankPool, source: str, tmp_path: Path
+) -> None:
+    world, setup = SOURCES[source]
+    for before, after in ranks.run(
+        world, "tests.engines.stack_own_jobs:export_in_place", setup, str(tmp_path)
+    ):
+        assert before and before == after
+    ucp.export_hf(tmp_path / "saved", tmp_path / "files", dtype="float32")
+    names = [path.name for path in (tmp_path / "files").iterdir()]
+    assert "model.safetensors" in names
+    for name in names:
+        live, saved = (tmp_path / folder / name for folder in ("live", "files"))
+        assert live.read_bytes() == saved.read_bytes(), name
+
+
 def test_torchs_own_reader_and_the_verbs_read_it(sources: Sources) -> None:
     folder = Path(sources.get(*SOURCES["moe"], SAVE, kind="ours"))
     (tag,) = (folder / "trained").glob("iter_*")

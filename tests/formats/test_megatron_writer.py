@@ -15,6 +15,7 @@ from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.distcp import DistcpFile
 from megatron_ucp.formats.megatron.index import read_index, tiling_fault
@@ -200,7 +201,7 @@ def test_settings_of_a_schedule_without_a_place(style: str, initial: float, word
     """Megatron's own state leaves them out: its run takes them from flags."""
     schedule = {"max_lr": 1e-3, "min_lr": 0.0, "num_steps": 7, "lr_decay_style": style}
     more = {"init_lr": initial, "wsd_decay_steps": 8, "lr_wsd_decay_style": "linear"}
-    extras = Extras({"global_steps": 1}, schedule | more, {}, None, {})
+    extras = Extras({"global_steps": 1}, schedule | more, LossScale(), None, {})
     common = CommonFile(Manifest(Keeper.PAPER, Mesh(), (), (), ()), extras, Mesh())
     written = common.output().tree["opt_param_scheduler"]
     assert schedule.items() <= written.items() and not {*more} & {*written}

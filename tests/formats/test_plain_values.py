@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.values import DtypeName, Stand, VersionName, numpy_scalar
-from megatron_ucp.formats.plain_values import loss_scaler, number
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.plain_values import number
 
 TEXT = "static".encode("utf-32-le")
 
@@ -36,6 +37,7 @@ def test_a_scalar_is_of_pythons_own_type(value: Any, want: Any) -> None:
 
 def test_a_loss_scaler_with_numpys_numbers() -> None:
     scale = numpy_scalar("<f8", struct.pack("<d", 256.0))
-    found = loss_scaler(Stand("x.DynamicLossScaler", state={"cur_scale": scale, "cur_iter": 4}))
-    assert found == {"cur_scale": 256.0, "cur_iter": 4}
-    assert type(found["cur_scale"]) is float
+    stand = Stand("x.DynamicLossScaler", state={"cur_scale": scale, "cur_iter": 4})
+    found = LossScale.pickled(stand)
+    assert found.said == {"cur_scale": 256.0, "cur_iter": 4}
+    assert type(found.cur_scale) is float

@@ -135,6 +135,9 @@ class LiveEngine:
             return live.master.detach()[:0]
         return flat_view(live.own(self.wrapper.base.state[live.master][slot.state].detach()))
 
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        return self.tensor(slot)[first:last]
+
     def _elems(self, buffer: int, state: str) -> int:
         """Elements that this rank has of a state."""
         return self.manifest.buffers[buffer].of(state).elems(self._live(buffer).part)

@@ -15,11 +15,14 @@ from megatron_ucp.engines.loader import ResumableLoader, restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.schedules import counted_groups
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.load_options import How
 from megatron_ucp.reshard.match import scheduler_for
 
+# of a loss scale, what some files don't say and a step reads
+_MISSED = ("delayed_shift", "cur_hysteresis", "min_scale")
 MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step, which are lost
 
 
@@ -34,7 +37,7 @@ class DeepSpeedExtras:
     counters: Mapping[str, int]
     others: Mapping[str, Any]
     client_state: Mapping[str, Any]
-    scaler: Mapping[str, Any]
+    scaler: LossScale
     ranks: tuple[int, int]  # data-parallel and model-parallel ones of the checkpoint
     randoms: Restored
     position: Mapping[str, Any] | None
@@ -171,23 +174,21 @@ def _check_scheduler(found: Any, engine: Any, source: Checkpoint) -> None:
         )
 
 
-def set_scaler(engine: Any, wrapper: Any, saved: Mapping[str, Any], notes: list[str]) -> None:
+def set_scaler(engine: Any, wrapper: Any, saved: LossScale, notes: list[str]) -> None:
     """Carries the loss scale from fp16 to fp16; every other target ignores it."""
-    if not engine.fp16_enabled() or not saved:
+    if not engine.fp16_enabled() or not saved.said:
         return
     scaler, names = wrapper.scaler()
-    if bool(saved.get("dynamic")) != bool(getattr(scaler, names.get("dynamic", "dynamic"), False)):
-        notes.append(
-            "the loss scale was kept from the engine's configuration: one side is dynamic, the "
-            "other static"
-        )
+    if not saved.is_kind(bool(getattr(scaler, names.get("dynamic", "dynamic"), False)), notes):
         return
-    for key, value in saved.items():
+    for key, value in vars(saved).items():
         name = names.get(key, key)
-        if key != "dynamic" and hasattr(scaler, name):
-            setattr(scaler, name, value)
-        elif key != "dynamic":
-            notes.append(f"loss scaler: {key}={value} has no counterpart in this engine")
-    for key in ("delayed_shift", "cur_hysteresis", "min_scale"):
-        if key not in saved and hasattr(scaler, names.get(key, key)):
+        has = hasattr(scaler, name)
+        if key == "dynamic":
+            continue
+        if value is None and has and key in _MISSED:
             notes.append(f"loss scaler: {key} is not in the checkpoint, the engine's value stays")
+        elif value is not None and has:
+            setattr(scaler, name, value)
+        elif value is not None:
+            notes.append(f"loss scaler: {key}={value} has no counterpart in this engine")

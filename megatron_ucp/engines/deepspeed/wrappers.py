@@ -5,9 +5,8 @@ One class per wrapper; the attributes that they read are those that the wrapper 
 (reference: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`, `fp16/`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,6 +38,16 @@ class LiveBuffer:
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """What the buffer has of its master, or of a state of the master's shape."""
         return whole if self.expert is None else whole[self.expert]
+
+
+def _as_it_is(param: Any, master: torch.Tensor, group: int) -> LiveBuffer:
+    """A parameter that an optimizer steps as it is."""
+    return LiveBuffer((param,), (0,), param.numel(), 1, 0, "whole", master, group)
+
+
+def _one_after_another(params: Sequence[Any]) -> tuple[Sequence[int], int]:
+    """Where parameters begin, and where the last one ends."""
+    return flat.aligned_starts([param.numel() for param in params])
 
 
 class Wrapper:
@@ -80,118 +89,87 @@ class Wrapper:
 
 
 class LiveZero12(Wrapper):
-    """DeepSpeedZeroOptimizer, stages 1 and 2."""
+    """DeepSpeedZeroOptimizer, stages 1 and 2. Each group is a flat buffer that is cut as a whole;
+    `lists` are the wrapper's own names of what it has for each: this rank's partition of the
+    masters, parameters, weights in one tensor, and partitions of these."""
 
     keeper = Keeper.ZERO_1_OR_2
+    lists = (
+        "single_partition_of_fp32_groups",
+        "round_robin_bit16_groups",
+        "bit16_groups_flat",
+        "parallel_partitioned_bit16_groups",
+    )
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.zero = 2 if self.opt.partition_gradients else 1
 
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        """Of each group what `lists` say, its number of partitions, and the ranks that have
+        them."""
+        names = (*self.lists, "partition_count", "real_dp_process_group")
+        return zip(*(getattr(self.opt, name) for name in names), strict=True)
+
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
-        for g, master in enumerate(self.opt.single_partition_of_fp32_groups):
-            params = self.opt.round_robin_bit16_groups[g]
-            starts = self._starts(g)
-            flat, group = self.opt.bit16_groups_flat[g], self.group_of(master)
-            _check_starts(self.engine, params, starts, flat)
+        for g, (master, params, weights, _, count, ranks) in enumerate(self._rows()):
+            starts, group = self._starts(g, params), self.group_of(master)
+            _check_starts(self.engine, params, starts, weights)
             stepped = {} if group is None else self.base.param_groups[group]
-            out.append(
-                LiveBuffer(
-                    tuple(params),
-                    tuple(starts),
-                    flat.numel(),
-                    self.opt.partition_count[g],
-                    rank_in(self.opt.real_dp_process_group[g]),
-                    "whole",
-                    master,
-                    group,
-                    uncut=uncut_states(stepped, self.keeper, self.opt.cpu_offload),
-                )
-            )
+            uncut = uncut_states(stepped, self.keeper, self._is_offloaded)
+            lies = tuple(params), tuple(starts), weights.numel(), count, rank_in(ranks)
+            out.append(LiveBuffer(*lies, "whole", master, group, uncut=uncut))
         return out
 
-    def _starts(self, group: int) -> Sequence[int]:
+    @property
+    def _is_offloaded(self) -> bool:
+        return getattr(self.opt, "cpu_offload", False)
+
+    def _starts(self, group: int, params: Sequence[Any]) -> Sequence[int]:
         """Where parameters begin in the flat buffer of a group. DeepSpeed 0.19.0 keeps no list of
         it: there nothing lies between them."""
         offsets = getattr(self.opt, "round_robin_bit16_offsets", None)
-        if offsets is not None:
-            return offsets[group]
-        sizes = [param.numel() for param in self.opt.round_robin_bit16_groups[group]]
-        return [0, *accumulate(sizes)][:-1]
+        return _one_after_another(params)[0] if offsets is None else offsets[group]
 
     def momentum_dtype(self) -> torch.dtype | None:
         """That of the gradients that it averages."""
-        if self.opt.cpu_offload:
+        if self._is_offloaded:
             return None
         apart = self.opt.use_grad_accum_attribute
         return self.opt.gradient_accumulation_dtype if apart else self.opt.dtype
 
     def refresh(self) -> None:
-        _refresh_flat(
-            self.opt,
-            self.opt.single_partition_of_fp32_groups,
-            self.opt.parallel_partitioned_bit16_groups,
-        )
+        rows = list(self._rows())
+        if all(on_cpu(partitions) for _, _, _, partitions, _, _ in rows):
+            # as `update_lp_params`, in place
+            for master, _, _, partitions, _, ranks in rows:
+                partitions[rank_in(ranks)].data.copy_(master.data)
+                broadcast_each(partitions, ranks)
+        else:
+            self.opt.update_lp_params()
+        self.opt._link_all_hp_params()
+        # the tensors of the states may be new: they are linked again on first use
+        self.opt._hp_optimizer_states_linked = False
 
 
-def _refresh_flat(
-    opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]
-) -> None:
-    """Weights of all ranks from the masters, and the links from parameters to masters and states.
-    Collective."""
-    _share(opt, masters, partitioned)
-    opt._link_all_hp_params()
-    opt._hp_optimizer_states_linked = (
-        False  # the state tensors may be new: link them again on first use
-    )
-
-
-def _share(
-    opt: Any, masters: Sequence[torch.Tensor], partitioned: Sequence[Sequence[torch.Tensor]]
-) -> None:
-    """`opt.update_lp_params()`: this rank's masters into its partition of the weights, and that to
-    all ranks. Collective."""
-    if not all(map(on_cpu, partitioned)):
-        opt.update_lp_params()
-        return
-    for master, partitions, group in zip(
-        masters, partitioned, opt.real_dp_process_group, strict=True
-    ):
-        partitions[rank_in(group)].data.copy_(master.data)
-        broadcast_each(partitions, group)
-
-
-class LiveBf16(Wrapper):
+class LiveBf16(LiveZero12):
     """BF16_Optimizer: ZeRO-1 with fp32 gradient accumulation."""
 
     keeper = Keeper.BF16
-    zero = 1
+    lists = (
+        "fp32_groups_flat_partition",
+        "bf16_groups",
+        "bf16_groups_flat",
+        "bf16_partitioned_groups",
+    )
 
-    def buffers(self) -> list[LiveBuffer]:
-        out: list[LiveBuffer] = []
-        for g, master in enumerate(self.opt.fp32_groups_flat_partition):
-            params, weights = self.opt.bf16_groups[g], self.opt.bf16_groups_flat[g]
-            starts, _ = flat.aligned_starts([p.numel() for p in params])
-            _check_starts(self.engine, params, starts, weights)
-            out.append(
-                LiveBuffer(
-                    tuple(params),
-                    tuple(starts),
-                    weights.numel(),
-                    self.opt.partition_count[g],
-                    rank_in(self.opt.real_dp_process_group[g]),
-                    "whole",
-                    master,
-                    self.group_of(master),
-                )
-            )
-        return out
+    def __init__(self, engine: Any) -> None:
+        Wrapper.__init__(self, engine)
+        self.zero = 1
 
-    def refresh(self) -> None:
-        _refresh_flat(
-            self.opt, self.opt.fp32_groups_flat_partition, self.opt.bf16_partitioned_groups
-        )
+    def momentum_dtype(self) -> torch.dtype | None:
+        return None
 
     def scaler(self) -> tuple[Any, Mapping[str, str]]:
         return None, {}
@@ -217,33 +195,20 @@ class LiveZero3(Wrapper):
             count = torch.distributed.get_world_size(group=group)
             starts, used = flat.aligned_starts([p.ds_tensor.ds_numel for p in params])
             for param, start in zip(params, starts, strict=True):
-                where = self.opt.grad_position[self.opt.get_param_id(param)]
-                if (where[0], where[1], where[2]) != (
-                    i,
-                    start,
-                    param.ds_tensor.ds_numel,
-                ) or param.ds_tensor.ds_numel != -(-param.ds_numel // count):
+                share = -(-param.ds_numel // count)
+                where = tuple(self.opt.grad_position[self.opt.get_param_id(param)])
+                if where[:3] != (i, start, share) or param.ds_tensor.ds_numel != share:
                     raise LayoutError(
                         "the engine keeps a parameter elsewhere than ZeRO-3's formulas say",
                         parameter=self.engine.param_names[param],
                         found=str(where),
-                        expected=f"sub-group {i}, offset {start}, {-(-param.ds_numel // count)} "
-                        "elements",
+                        expected=f"sub-group {i}, offset {start}, {share} elements",
                         fix="report this with the version of DeepSpeed: its ZeRO-3 divides "
                         "parameters otherwise than is known",
                     )
-            out.append(
-                LiveBuffer(
-                    tuple(params),
-                    tuple(starts),
-                    used,
-                    count,
-                    rank_in(group),
-                    "each",
-                    master,
-                    self.opt.sub_group_to_group_id[i],
-                )
-            )
+            lies = tuple(params), tuple(starts), used, count, rank_in(group)
+            stepped = self.opt.sub_group_to_group_id[i]
+            out.append(LiveBuffer(*lies, "each", master, stepped))
         return out
 
     def _process_group(self, sub_group: int) -> Any:
@@ -272,18 +237,16 @@ class LiveUnfused(Wrapper):
     keeper = Keeper.ZERO_0
 
     def buffers(self) -> list[LiveBuffer]:
+        groups = zip(self.opt.fp16_groups, self.opt.fp32_groups, strict=True)
         return [
-            LiveBuffer((param,), (0,), param.numel(), 1, 0, "whole", master, g)
-            for g, (params, masters) in enumerate(
-                zip(self.opt.fp16_groups, self.opt.fp32_groups, strict=True)
-            )
-            for param, master in zip(params, masters, strict=True)
+            _as_it_is(param, master, g)
+            for g, lists in enumerate(groups)
+            for param, master in zip(*lists, strict=True)
         ]
 
     def refresh(self) -> None:
-        for params, masters in zip(self.opt.fp16_groups, self.opt.fp32_groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                param.data.copy_(master.data)
+        for live in self.buffers():
+            live.params[0].data.copy_(live.master.data)
 
     def scaler(self) -> tuple[Any, Mapping[str, str]]:
         return self.opt.loss_scale_config, {
@@ -297,22 +260,16 @@ class LiveFusedFlat(LiveUnfused):
 
     def buffers(self) -> list[LiveBuffer]:
         out: list[LiveBuffer] = []
-        for g, master in enumerate(self.opt.fp32_groups_flat):
-            params = self.opt.fp16_groups[g]
-            starts, used = flat.aligned_starts([p.numel() for p in params])
-            out.append(
-                LiveBuffer(
-                    tuple(params), tuple(starts), used, 1, 0, "whole", master, self.group_of(master)
-                )
-            )
+        for params, master in zip(self.opt.fp16_groups, self.opt.fp32_groups_flat, strict=True):
+            starts, used = _one_after_another(params)
+            lies = tuple(params), tuple(starts), used
+            out.append(LiveBuffer(*lies, 1, 0, "whole", master, self.group_of(master)))
         return out
 
     def refresh(self) -> None:
-        for params, master in zip(self.opt.fp16_groups, self.opt.fp32_groups_flat, strict=True):
-            at = 0
-            for param in params:
-                param.data.copy_(master.data[at : at + param.numel()].view_as(param))
-                at += param.numel()
+        for live in self.buffers():
+            for param, start in zip(live.params, live.starts, strict=True):
+                param.data.copy_(live.master.data[start : start + param.numel()].view_as(param))
 
 
 STEPPED = "_ucp_stepped"  # of an engine: what its plain optimizer stepped when it was attached
@@ -337,7 +294,7 @@ class LivePlain(Wrapper):
 
     def buffers(self) -> list[LiveBuffer]:
         return [
-            LiveBuffer((param,), (0,), param.numel(), 1, 0, "whole", param, g)
+            _as_it_is(param, param, g)
             for g, group in enumerate(self.base.param_groups)
             for param in group["params"]
             if param.numel() and self._is_stepped(param)

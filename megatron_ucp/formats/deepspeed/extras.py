@@ -9,6 +9,7 @@ from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.keys import COUNTERS, HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.weights import is_nothing
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.schedules import regrouped
 
@@ -42,7 +43,7 @@ def from_meta(
     meta: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     scheduler: Any,
-    scaler: Mapping[str, Any],
+    scaler: LossScale,
     modules: Mapping[str, Any],
 ) -> Extras:
     """`meta` is the tree of a model file, `optimizer` that of an optimizer file, `modules` what

@@ -57,6 +57,7 @@ from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile, Unpartitione
 from megatron_ucp.formats.deepspeed.stage_order import orders_of, wrong_structure
 from megatron_ucp.formats.deepspeed.weights import LayerFiles, StageModels, Weights, WholeModel
 from megatron_ucp.formats.deepspeed.whole import check_file
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.of_ranks import PER_RANK, OwnValues, PerRank
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.tags import tag_folder
@@ -252,7 +253,7 @@ class NativeCheckpoint(TagFolder):
             unnamed = not self.names.optimizer and wanted is None and positions_too
             if tree is None or unnamed:
                 self.readers.append(PlainFile(self._weight_dtype))
-                out.append(Contents(Keeper.NOBODY, (), (), {}, ()))
+                out.append(Contents(Keeper.NOBODY, (), (), LossScale(), ()))
             else:
                 config = self.meta.get("ds_config")
                 self.readers.append(reader_for(tree, file, self._weight_dtype, config))

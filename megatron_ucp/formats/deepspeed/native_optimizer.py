@@ -214,7 +214,7 @@ class OptimizerTrees(Structure):
             return base
         fields: dict[str, Any] = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
         if self.run.dtype == "float16":
-            scaler = {**_DYNAMIC, **self.run.scaler}
+            scaler = {**_DYNAMIC, **self.run.scaler.said}
             fields = {
                 "dynamic_loss_scale": bool(scaler["dynamic"]),
                 **{key: scaler[key] for key in ("cur_scale", "cur_iter")},
@@ -248,7 +248,7 @@ def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str
 
 def scaler_of(run: RunSettings) -> tuple[Stand, bool]:
     """The pickled loss scaler, and whether it is dynamic."""
-    saved = dict(run.scaler)
+    saved = run.scaler.said
     if run.dtype != "float16":
         return Stand(f"{_SCALER}.LossScaler", (), {"cur_scale": 1.0, "dynamic": False}), False
     if not saved.get("dynamic", True):

@@ -17,22 +17,22 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.of_ranks import Apart
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """What written files say besides the manifest. `extras` are the source's; `config`, `version`
-    and `dtype` those of the run that the files are for; `scaler` is the loss scale's canonical
-    form; `int_steps` says whether the optimizer keeps `step` as an int; `scheduler` gives the
-    state of a stage's scheduler; `apart` are the values that ranks have otherwise than each
-    other."""
+    and `dtype` those of the run that the files are for; `scaler` is the loss scale; `int_steps`
+    says whether the optimizer keeps `step` as an int; `scheduler` gives the state of a stage's
+    scheduler; `apart` are the values that ranks have otherwise than each other."""
 
     extras: Extras
     config: Mapping[str, Any]
     version: str
     dtype: str
-    scaler: Mapping[str, Any]
+    scaler: LossScale
     clip_grad: float
     int_steps: bool
     scheduler: Callable[[int], Any]

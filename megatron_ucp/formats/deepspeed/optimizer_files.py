@@ -24,8 +24,9 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.muon import uncut_states
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import check_known, is_element
-from megatron_ucp.formats.plain_values import Tensors, loss_scaler, param_groups
+from megatron_ucp.formats.plain_values import Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
 
@@ -44,7 +45,7 @@ class Contents:
     keeper: Keeper
     buffers: tuple[FlatBuffer, ...]
     groups: tuple[ParamGroup, ...]
-    scaler: Mapping[str, Any]
+    scaler: LossScale
     indices: tuple[int, ...]
 
     @property
@@ -267,7 +268,7 @@ class Zero12File:
             keeper,
             tuple(buffers),
             param_groups([{}] * len(shapes) if elastic else groups, tensor),
-            loss_scaler(tree.get("loss_scaler")),
+            LossScale.pickled(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
 
@@ -339,7 +340,7 @@ class Zero3File:
             Keeper.ZERO_3,
             tuple(buffers),
             param_groups(groups, tensor),
-            loss_scaler(tree.get("loss_scaler")),
+            LossScale.pickled(tree.get("loss_scaler")),
             tuple(range(len(buffers))),
         )
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
@@ -12,7 +11,6 @@ from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
-from megatron_ucp.formats import plain_values
 from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.optimizer_files import (
     Contents,
@@ -22,7 +20,8 @@ from megatron_ucp.formats.deepspeed.optimizer_files import (
     members_of,
     split_states,
 )
-from megatron_ucp.formats.plain_values import SCALER, Tensors, param_groups
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.plain_values import Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
@@ -180,14 +179,11 @@ def own_slice(ref: TensorRef | None, shape: Ints, name: str) -> TensorRef | None
     return replace(ref, offset_elems=ref.offset_elems + first, shape=shape, stride=ref.stride[1:])
 
 
-def _flat_scaler(tree: Tree) -> Mapping[str, Any]:
+def _flat_scaler(tree: Tree) -> LossScale:
     """The loss scaler whose fields stand in the state dict itself (stage 0)."""
     if "cur_scale" not in tree:
-        return {}
-    return {
-        "dynamic": plain_values.number(tree.get("dynamic_loss_scale")),
-        **{name: plain_values.number(tree[name]) for name in SCALER[1:] if name in tree},
-    }
+        return LossScale()
+    return LossScale.of_deepspeed({**tree, "dynamic": tree.get("dynamic_loss_scale")})
 
 
 def is_empty(entry: Tree) -> bool:

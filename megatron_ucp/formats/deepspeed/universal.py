@@ -42,8 +42,9 @@ from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.steppers import with_rules
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import ELEMENT
-from megatron_ucp.formats.plain_values import loss_scaler, number, param_groups
+from megatron_ucp.formats.plain_values import number, param_groups
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
@@ -476,15 +477,14 @@ class UniversalCheckpoint(TagFolder):
         return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Opens one file; what its atoms say was compared when the folder was."""
-        self.file(name)
+        self.file(name)  # what its atoms say was compared when the folder was opened
 
     def read_extras(self) -> Extras:
-        scaler = loss_scaler(self._global.get("loss_scaler"))
-        scheduler = self.meta.get("lr_scheduler")
+        whole, scheduler = self._global, self.meta.get("lr_scheduler")
+        scaler = LossScale.pickled(whole.get("loss_scaler"))
         module: Any = self.meta.get("module") or {}
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
-        return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
+        return from_meta(self, self.meta, whole, scheduler, scaler, kept)
 
     def layers(self) -> Layers | None:
         return None

@@ -89,6 +89,8 @@ def _check_optimizer_file(
     _check_sharing(checkpoint, tree, found, rank, file)
     for what in ("keeper", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
+        if what == "scaler":
+            ours, theirs = ours.said, theirs.said
         if what == "groups":
             ours, theirs = ([dict(group.settings) for group in one] for one in (ours, theirs))
         if not (same(ours, theirs) if what == "groups" else ours == theirs):

@@ -34,6 +34,7 @@ from megatron_ucp.formats.base import (
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.recorded import open_regular
@@ -251,7 +252,7 @@ class HuggingFaceCheckpoint:
 
     @property
     def extras(self) -> Extras:
-        return Extras({}, None, {}, None, {})
+        return Extras({}, None, LossScale(), None, {})
 
     @property
     def notes(self) -> list[str]:

@@ -12,7 +12,7 @@ from megatron_ucp.core.values import Stand, alike
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.megatron.arguments import written_arguments
-from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER, good_steps
+from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS, SCHEDULER
 from megatron_ucp.formats.megatron.groups import is_not_decayed
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.schedule import OF_WSD, is_schedule
@@ -55,7 +55,6 @@ class CommonFile:
     manifest: Manifest
     extras: Extras
     mesh: Mesh
-    scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
     kind: Kind = Kind.DISTRIBUTED
     chained: bool | None = None
@@ -200,15 +199,15 @@ class CommonFile:
 
     def _scaler(self, out: Output) -> dict[str, Any]:
         """The loss scale, where it changes."""
-        found = self.scaler
-        if not found.get("dynamic"):
+        found = self.extras.scaler
+        if not found.dynamic:
             return {}
-        scale = struct.pack("<f", float(found["cur_scale"]))
-        allowed = found.get("cur_hysteresis", found.get("delayed_shift", 2))
+        said = {"scale_window": 1000, "delayed_shift": 2, **found.said}
+        scale = struct.pack("<f", float(said["cur_scale"]))
         return {
             "scale": out.tensor(scale, "float32", (1,)),
-            "growth_tracker": good_steps(found, int(found.get("scale_window", 1000))),
-            "hysteresis_tracker": int(allowed),
+            "growth_tracker": found.good_steps(int(said["scale_window"])),
+            "hysteresis_tracker": int(said.get("cur_hysteresis", said["delayed_shift"])),
         }
 
     def _scheduler(self) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Told, Where
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
-from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of
+from megatron_ucp.formats.megatron.extras import counters_of, loss_scale_of
 from megatron_ucp.formats.megatron.flat import (
     KNOWN_ORDERS,
     PlacedBuffer,
@@ -96,14 +97,14 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             if (found := _OBJECT.fullmatch(key)) and found["what"] == what:
                 yield key, int(found["optimizer"] or 0)
 
-    def _scaler(self) -> dict[str, Any]:
+    def _scaler(self) -> LossScale:
         for key, _ in self._objects("grad_scaler"):
 
             def tensor(ref: TensorRef, key: str = key) -> Stand:
                 return self.tensor_at(self.place_in(key, ref), ref)
 
-            return canonical_scaler(self.object(key), self.arguments, tensor, self.iteration)
-        return {}
+            return loss_scale_of(self.object(key), self.arguments, tensor, self.iteration)
+        return LossScale()
 
     # ------------------------------------------------ structure
 

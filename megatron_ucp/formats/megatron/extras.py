@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import rate
 from megatron_ucp.formats.megatron.groups import SavedGroup
 from megatron_ucp.formats.plain_values import Tensors, number
@@ -49,7 +50,7 @@ def extras_of(
     tree: Mapping[str, Any],
     arguments: Mapping[str, Any],
     counters: Mapping[str, int],
-    scaler: Mapping[str, Any],
+    scaler: LossScale,
     int_steps: bool,
     stateless: Mapping[str, Any],
     file: str,
@@ -79,47 +80,21 @@ def extras_of(
     )
 
 
-def canonical_scaler(
+def loss_scale_of(
     tree: Any, arguments: Mapping[str, Any], tensors: Tensors, iteration: int
-) -> dict[str, Any]:
-    """The loss scale in its canonical form (see `Extras`), empty without one.
-
-    Megatron counts good steps since the last change of the scale (`growth_tracker`), DeepSpeed all
-    steps since the last overflow, and both the overflows that may still pass.
-    """
+) -> LossScale:
+    """The loss scale of a saved scaler, none of anything else."""
     if not isinstance(tree, Mapping) or "scale" not in tree:
-        return {}
-    scale, growth, hysteresis = (_number(tree.get(key), tensors) for key in _SCALER)
+        return LossScale()
+    scale, growth, left = (_number(tree.get(key), tensors) for key in _SCALER)
     if growth is None:
-        return {"dynamic": False, "cur_scale": scale}
-    window = arguments.get("loss_scale_window") or 1000
-    allowed = arguments.get("hysteresis") or 2
-    return {
-        "dynamic": True,
-        "cur_scale": scale,
-        "cur_iter": iteration,
-        "last_overflow_iter": iteration - int(growth) - 1,
-        "scale_factor": 2.0,
-        "scale_window": int(window),
-        "min_scale": arguments.get("min_loss_scale") or 1.0,
-        "delayed_shift": int(allowed),
-        "cur_hysteresis": int(hysteresis if hysteresis is not None else allowed),
-        "consecutive_hysteresis": False,
-        "raise_error_at_min_scale": True,
-    }
-
-
-def good_steps(scaler: Mapping[str, Any], interval: int) -> int:
-    """Megatron's `growth_tracker` of a loss scale in its canonical form, for a scale that grows
-    after `interval` good steps: those since it last changed.
-
-    DeepSpeed counts them since the last bad one, and doubles the scale in the first good step after
-    each `scale_window` of them.
-    """
-    good = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1
-    window = int(scaler.get("scale_window", interval))
-    since = good if good <= window else (good - 1) % window
-    return min(max(since, 0), interval - 1)
+        return LossScale(False, scale)
+    window, allowed = arguments.get("loss_scale_window"), arguments.get("hysteresis") or 2
+    hysteresis = int(allowed), int(allowed if left is None else left)
+    least = arguments.get("min_loss_scale") or 1.0
+    return LossScale.of_megatron(
+        scale, int(growth), iteration, int(window or 1000), hysteresis, least
+    )
 
 
 def _number(value: Any, tensors: Tensors) -> float | None:

@@ -37,7 +37,7 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
-from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
+from megatron_ucp.formats.megatron.extras import counters_of, extras_of, loss_scale_of
 from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
@@ -470,7 +470,7 @@ class LegacyCheckpoint(MegatronFolder):
         trees: Any = self.main_tree.get("optimizer")
         first: Any = trees[0] if isinstance(trees, list) else trees
         saved = (first or {}).get("grad_scaler")
-        scaler = canonical_scaler(saved, self.arguments, self._tensor, self.iteration)
+        scaler = loss_scale_of(saved, self.arguments, self._tensor, self.iteration)
         tree, said = self.main_tree, self.arguments
         stateless = dict.fromkeys(self._stateless())
         return extras_of(tree, said, counters, scaler, False, stateless, self.main_file)

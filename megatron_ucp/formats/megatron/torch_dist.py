@@ -17,10 +17,11 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats.base import Extras, Record, Told, Where
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import DistcpFile
-from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
+from megatron_ucp.formats.megatron.extras import counters_of, extras_of, loss_scale_of
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import INDEX_FILE, Index, StoredTensor
@@ -257,10 +258,10 @@ class TorchDistCheckpoint(MegatronFolder):
         tree, said, file = self.main_tree, self.arguments, self.main_file
         return extras_of(tree, said, counters, scaler, False, self._stateless, file)
 
-    def _scaler(self) -> dict[str, Any]:
+    def _scaler(self) -> LossScale:
         """The loss scale; the optimizers of a chain have the same."""
         saved = [tree["grad_scaler"] for tree in self._optimizers if "grad_scaler" in tree]
-        return canonical_scaler(
+        return loss_scale_of(
             saved[0] if saved else None,
             self.arguments,
             lambda ref: self.tensor(COMMON_FILE, ref),

@@ -22,6 +22,7 @@ from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.hugging_face.checkpoint import HuggingFaceCheckpoint
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard.arguments import (
     check_allow,
     check_switch,
@@ -224,5 +225,6 @@ def _settings(target: Target, config: Mapping[str, Any] | None) -> RunSettings:
     dtype = str(target.dtype)
     said = config_for(target, config or {}, dtype)
     clip = said.get("gradient_clipping", CLIP_GRAD)
-    extras = Extras(counters, None, {}, None, {})
-    return RunSettings(extras, said, VERSION, dtype, {}, float(clip), False, lambda _: None)
+    none = LossScale()
+    extras = Extras(counters, None, none, None, {})
+    return RunSettings(extras, said, VERSION, dtype, none, float(clip), False, lambda _: None)

@@ -61,7 +61,7 @@ def torch_dist(
     said = extras.client_state.get(ARGUMENTS_KEY)
     apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
     plan = plan_torch_dist(wanted.params, list(_wishes(params, states)), _FILES, apart=apart)
-    common = CommonFile(states, extras, mesh, extras.scaler, wanted.file)
+    common = CommonFile(states, extras, mesh, wanted.file)
     beside = common.output()
     origin.notes += [*common.notes, *_left_out(extras)]
     numbers = [_numbers(manifest) for manifest in (states, weights)]

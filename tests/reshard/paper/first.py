@@ -20,6 +20,7 @@ from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.native_writer import NativeWriter
 from megatron_ucp.formats.deepspeed.target import Target
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.output import Output, Weight
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.reshard.execute import bytes_of
@@ -107,9 +108,9 @@ def _run(model: Model, meta: dict[str, Any]) -> RunSettings:
     patterns = said.pop("universal_checkpoint_info", {})
     counters = {key: said.pop(key) for key in ("global_steps", "skipped_steps", "global_samples")}
     said.pop("ds_version")
-    extras = Extras(counters, scheduler, {}, config, said, patterns=patterns)
+    extras = Extras(counters, scheduler, LossScale(), config, said, patterns=patterns)
     return RunSettings(
-        extras, config, "0.19.8", model.dtype, {}, 1.5, flat, lambda stage: scheduler
+        extras, config, "0.19.8", model.dtype, LossScale(), 1.5, flat, lambda stage: scheduler
     )
 
 

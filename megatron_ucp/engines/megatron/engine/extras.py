@@ -11,7 +11,8 @@ from megatron_ucp.engines.megatron.engine.inner import RATES
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.megatron.extras import OPERATIONS, good_steps
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.megatron.extras import OPERATIONS
 from megatron_ucp.reshard.load_options import How
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class MegatronExtras:
     samples: int | None
     groups: Sequence[Mapping[str, Any]]
     counters: Mapping[str, int]
-    scaler: Mapping[str, Any]
+    scaler: LossScale
     client_state: Mapping[str, Any]
     randoms: Restored
     position: Mapping[str, Any] | None
@@ -185,19 +186,12 @@ def _set_schedule(
 # ------------------------------------------------ loss scale
 
 
-def _set_scaler(scaler: Any, saved: Mapping[str, Any], notes: list[str]) -> None:
+def _set_scaler(scaler: Any, saved: LossScale, notes: list[str]) -> None:
     """Carries the loss scale from fp16 to fp16; every other target ignores it."""
-    if scaler is None or not saved:
+    if scaler is None or not saved.said:
         return
     dynamic = hasattr(scaler, "_growth_tracker")
-    if bool(saved.get("dynamic")) != dynamic:
-        notes.append(
-            "the loss scale was kept from the engine's configuration: one side is dynamic, the "
-            "other static"
-        )
-        return
-    if not dynamic:
-        return  # a constant is the configuration's
-    scaler._scale.fill_(saved["cur_scale"])
-    scaler._growth_tracker = good_steps(saved, scaler.growth_interval)
-    scaler._hysteresis_tracker = int(saved.get("cur_hysteresis", scaler.hysteresis))
+    if saved.is_kind(dynamic, notes) and dynamic:  # a constant is the configuration's
+        scaler._scale.fill_(saved.cur_scale)
+        scaler._growth_tracker = saved.good_steps(scaler.growth_interval)
+        scaler._hysteresis_tracker = int(saved.said.get("cur_hysteresis", scaler.hysteresis))

@@ -3,6 +3,7 @@ their states, as the live objects say."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron_ucp.core.flat import FlatBuffer, Scalars, States
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.engines.declared import dtype_name, flat_view
 from megatron_ucp.engines.settings import scalar_state
-from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.optimizers import kept_by, name_in_table
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
@@ -157,15 +158,15 @@ class LiveBucket:
     the masters.
 
     megatron-core keeps a tensor for each piece of a state. A load fills partitions as they lie in
-    files: the first time that a state is asked for, its pieces become views of one tensor, in which
-    they stay.
+    files: what makes room for one (`join`, `allocate`) turns its pieces into views of one tensor,
+    in which they stay. To look at them (`tensor`, `read`) moves nothing.
     """
 
     def __init__(
         self, flat: FlatBuffer, part: int, pieces: dict[int, Stepped], weights: torch.Tensor | None
     ) -> None:
         self.flat, self.part, self.pieces, self.weights = flat, part, pieces, weights
-        self._homes: dict[str, torch.Tensor] = {}
+        self._found: dict[str, torch.Tensor] = {}
 
     @property
     def _is_piece(self) -> bool:
@@ -174,36 +175,31 @@ class LiveBucket:
         return lengths == [self.flat.partition_elems]
 
     def tensor(self, state: str) -> torch.Tensor:
-        """The memory of a state, flat."""
+        """The memory of a state, flat. Raises PlanError while it lies in pieces."""
+        if state not in self._found:
+            one = self._one(state)
+            if one is None:
+                raise PlanError("the pieces of a partition lie apart: join them first", found=state)
+            self._found[state] = one
+        return self._found[state]
+
+    def read(self, state: str, first: int, last: int) -> torch.Tensor:
+        """Elements [first, last) of a state of one member, as they lie."""
+        if state == MASTER and self.weights is not None:
+            return self.weights[first:last]
+        for number, at in self._places.items():
+            piece = self.pieces[number]
+            if at <= first and last <= at + piece.last - piece.first:
+                return flat_view(piece.tensor(state).detach())[first - at : last - at]
+        raise PlanError("no piece has these elements", found=f"{state} [{first}, {last})")
+
+    def _one(self, state: str) -> torch.Tensor | None:
+        """The tensor that is a state's whole partition; None where its pieces lie apart."""
         if state == MASTER and self.weights is not None:
             return self.weights
-        if state not in self._homes:
-            self._homes[state] = self._home(state)
-        return self._homes[state]
-
-    def _home(self, state: str) -> torch.Tensor:
         if self._is_piece:
             (piece,) = self.pieces.values()
             return flat_view(piece.tensor(state).detach())
-        if (kept := self._kept_home(state)) is not None:
-            return kept
-        device = next((p.master.device for p in self.pieces.values()), torch.device("cpu"))
-        like = torch.empty(1, device=device).expand(self.flat.partition_elems)
-        home = fresh(like, torch.float32)
-        for number, piece in self.pieces.items():
-            at = self._place(number)
-            view = home[at : at + piece.last - piece.first]
-            if state == MASTER or state in piece.held:
-                view.copy_(flat_view(piece.tensor(state).detach()))
-            if state == MASTER:
-                piece.master.data = view
-            else:
-                piece.held[state] = view
-        return home
-
-    def _kept_home(self, state: str) -> torch.Tensor | None:
-        """The tensor of which all pieces of a state are views since an earlier load; None where
-        they are not."""
         elems = self.flat.partition_elems
         found: list[torch.Tensor] = []
         for number, piece in self.pieces.items():
@@ -212,17 +208,38 @@ class LiveBucket:
                 return None
             memory = held.untyped_storage()
             alone = memory.nbytes() == elems * held.itemsize and held.is_contiguous()
-            if not alone or held.storage_offset() != self._place(number):
+            if not alone or held.storage_offset() != self._places[number]:
                 return None
             found.append(held)
         if len({one.untyped_storage().data_ptr() for one in found}) != 1:
             return None
         return torch.as_strided(found[0].detach(), (elems,), (1,), 0)
 
-    def _place(self, number: int) -> int:
-        """Where a piece begins in the partition."""
-        piece = self.pieces[number]
-        return self.flat.offset(self.flat.members[number], self.part, piece.first)
+    def join(self, state: str) -> None:
+        """Makes the pieces of a state views of one tensor, with their values."""
+        if self._one(state) is not None:
+            return
+        device = next((p.master.device for p in self.pieces.values()), torch.device("cpu"))
+        like = torch.empty(1, device=device).expand(self.flat.partition_elems)
+        home = self._found[state] = fresh(like, torch.float32)
+        for number, piece in self.pieces.items():
+            at = self._places[number]
+            view = home[at : at + piece.last - piece.first]
+            if state == MASTER or state in piece.held:
+                view.copy_(flat_view(piece.tensor(state).detach()))
+            if state == MASTER:
+                piece.master.data = view
+            else:
+                piece.held[state] = view
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where each piece begins in the partition."""
+        members = self.flat.members
+        return {
+            number: self.flat.offset(members[number], self.part, piece.first)
+            for number, piece in self.pieces.items()
+        }
 
     def allocate(self, states: Sequence[str], dtype: str) -> None:
         """Makes room for exactly these states."""
@@ -234,9 +251,8 @@ class LiveBucket:
                 old = held.get(key)
                 if not isinstance(old, torch.Tensor) or old.shape != piece.master.shape:
                     held[key] = fresh(piece.master.detach(), TORCH_DTYPES[dtype])
-        if not self._is_piece:
-            for key in states:
-                self.tensor(key)
+        for key in states:
+            self.join(key)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Stage, check_replicas, join
-from megatron_ucp.core.states import VALUE
+from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.megatron.engine.extras import MegatronExtras
 from megatron_ucp.engines.megatron.engine.inner import (
@@ -102,6 +102,11 @@ class LiveMegatron:
             return flat_view(self._values[slot.buffer].tensor)
         return self._live[slot.buffer].tensor(slot.state)
 
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        if slot.state == VALUE:
+            return self.tensor(slot)[first:last]
+        return self._live[slot.buffer].read(slot.state, first, last)
+
     def piece(self, buffer: int, member: int) -> Stepped:
         """What this rank steps of a member of a buffer."""
         return self._live[buffer].pieces[member]
@@ -147,11 +152,15 @@ class LiveMegatron:
 
     # ------------------------------------------------ writing
 
+    @torch.no_grad()
     def mark_unusable(self) -> None:
         """And waits for gathers of weights that are under way: they would undo what is written, and
-        the refresh would take them for its own."""
+        the refresh would take them for its own. Masters become whole partitions, also where no
+        state of the optimizer is loaded."""
         mark_unusable(self.stack.optimizer)
         self.wait_for_gathers()
+        for live in self._live.values():
+            live.join(MASTER)
 
     def mark_usable(self) -> None:
         mark_usable(self.stack.optimizer)

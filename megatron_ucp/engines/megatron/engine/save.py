@@ -56,6 +56,7 @@ from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import OutFile, Syncs, aside_of, begin
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
 from megatron_ucp.formats.megatron.kinds import Kind
@@ -295,22 +296,20 @@ class _Job:
         client = {ARGUMENTS_KEY: said, OPERATIONS: stack.floating_point_operations}
         extras = Extras(counters, schedule, self._scaler(), None, client)
         mesh, apart = stack.mesh, stack.mesh.experts_apart
-        return CommonFile(self.manifest, extras, mesh, extras.scaler, file, self.kind, apart)
+        return CommonFile(self.manifest, extras, mesh, file, self.kind, apart)
 
-    def _scaler(self) -> Mapping[str, Any]:
-        """The loss scale in its canonical form (see `Extras`)."""
+    def _scaler(self) -> LossScale:
+        """The loss scale, where it changes."""
         scaler = next((getattr(one, "grad_scaler", None) for one in self.live.own.inner), None)
         if scaler is None or not hasattr(scaler, "_growth_tracker"):
-            return {}
-        iteration = self.stack.iteration
-        return {
-            "dynamic": True,
-            "cur_scale": float(scaler.scale),
-            "cur_iter": iteration,
-            "last_overflow_iter": iteration - scaler._growth_tracker - 1,
-            "scale_window": scaler.growth_interval,
-            "cur_hysteresis": scaler._hysteresis_tracker,
-        }
+            return LossScale()
+        return LossScale.of_megatron(
+            float(scaler.scale),
+            scaler._growth_tracker,
+            self.stack.iteration,
+            scaler.growth_interval,
+            (scaler.hysteresis, scaler._hysteresis_tracker),
+        )
 
     # ------------------------------------------------ this rank's part
 
