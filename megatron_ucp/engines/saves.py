@@ -17,6 +17,8 @@ from megatron_ucp.formats import durable
 from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_switch
+from megatron_ucp.reshard.folder_sink import FolderOutput
+from megatron_ucp.reshard.ranks_folder import RanksFolderSink
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,21 @@ def publish(
             found=f"{type(error).__name__}: {error.strerror or error}",
             fix=f'mend the folder and save again; until then load this tag by name: tag="{tag}"',
         ) from error
+
+
+class SaveSink(RanksFolderSink):
+    """A tag of a run that all ranks write. An older tag of that name is replaced."""
+
+    what_failed = "the checkpoint was not saved; `latest` and all older tags are as they were"
+
+    def __init__(self, folder: Path, tag: str, output: FolderOutput, sync: durable.Syncs) -> None:
+        super().__init__(folder / tag, output, sync)
+        self._tag = tag
+
+    @contextmanager
+    def _life(self) -> Iterator[None]:
+        with durable.begin(self.folder.parent, self._tag):
+            yield
 
 
 @contextmanager

@@ -49,7 +49,8 @@ def nothing_around(_: Crcs) -> Iterable[Blob]:
 class FileLayout:
     """One file: its name in the folder, and how long it is. `blobs` are all that is known before:
     the byte at which each begins, and what gives it. `around` gives the rest, once the CRC-32 of
-    every piece is known: so each file with checksums is written by one rank, its `owner`."""
+    every piece is known: so a file with checksums is written by one rank, its `owner` (None: each
+    piece by whoever can best)."""
 
     name: str
     size_bytes: int
@@ -57,4 +58,4 @@ class FileLayout:
     blobs: Sequence[tuple[int, Callable[[], bytes]]] = ()
     around: Callable[[Crcs], Iterable[Blob]] = nothing_around
     tiled: Sequence[TiledRows] = ()
-    owner: int = 0
+    owner: int | None = None

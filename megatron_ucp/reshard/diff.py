@@ -124,7 +124,7 @@ def _differences(
     names = dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name])
     out: list[Difference | _Values] = [*first]
     with pool() as threads:  # they compare while the next parameter is planned
-        sides = (FileSource(side, str(side.folder)) for side in (one, two))
+        sides = FileSource(one), FileSource(two)
         job = _Job(*sides, threads)
         try:
             for name in names if among is None else among:

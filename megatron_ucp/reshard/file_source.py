@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.base import Record, Where
@@ -71,7 +72,7 @@ class FileSource:
 
     is_collective = False
 
-    def __init__(self, checkpoint: Held, file: str, masters: Held | None = None) -> None:
+    def __init__(self, checkpoint: Held, file: str = "", masters: Held | None = None) -> None:
         self.checkpoint, self.file, self.manifest = checkpoint, file, checkpoint.manifest
         self.masters = self if masters is None else FileSource(masters, file)
         self.all_looked_at = masters is not None
@@ -81,9 +82,13 @@ class FileSource:
         self._runs: list[SummedRun] = []
         self._records: dict[tuple[str, str], Record] = {}
 
-    def locate(self, plan: Plan) -> None:
+    def manifest_of(self, part: int) -> Manifest:
+        """The checkpoint's."""
+        return self.manifest
+
+    def locate(self, one: Proved) -> None:
         """Looks up where the sources of a plan lie. Raises a UcpError."""
-        for slot in plan.sources - self.places.keys():
+        for slot in one.plan.sources - self.places.keys():
             self.places[slot] = self.checkpoint.where(slot)
 
     def windows(self, one: Proved) -> "FileWindows":

@@ -3,9 +3,9 @@
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,15 @@ FileRun = tuple[Path, int, int]  # file, first byte, how many bytes (0: all from
 class FolderOutput:
     """A folder on paper: what each of its files holds of which part. `close` writes what holds
     nothing of a tensor into the folder aside, once all else is there; `publish` gives that its
-    name. `verb` says what for: to train, to export."""
+    name. `each` writes what a rank has for itself, and says which files. `verb` says what for: to
+    train, to export."""
 
     parts: tuple[Part, ...]
     files: tuple[FileLayout, ...]
     close: Callable[[Path], None]
     publish: Callable[[Path], object]
     verb: str = "train"
+    each: Callable[[Path, int], Sequence[Path]] = lambda aside, rank: ()
 
     @property
     def size_bytes(self) -> int:
@@ -93,6 +95,8 @@ class FolderSink:
     """One folder that is written by the threads of one process."""
 
     thorough = True
+    what_failed = "the output could not be written; nothing is left of it"
+    what_to_do = "free space or mend permissions, then try again"
 
     def __init__(self, folder: Path, output: FolderOutput) -> None:
         output.prove()
@@ -105,10 +109,17 @@ class FolderSink:
     def __enter__(self) -> Self:
         """The folder beside it that files are written into, this process's alone. Raises UsageError
         where another process writes it, SaveError where the disk refuses."""
-        with as_save_error(self.folder):
-            self.aside.parent.mkdir(parents=True, exist_ok=True)
+        with self._as_save_error():
+            self._held.enter_context(self._life())
+        return self
+
+    @contextmanager
+    def _life(self) -> Iterator[None]:
+        """The folder aside, from its making to its end."""
+        self.aside.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
             try:
-                self._held.enter_context(durable.held(self.aside))
+                held.enter_context(durable.held(self.aside))
             except SaveError as error:
                 raise UsageError(
                     "another conversion is writing this output",
@@ -118,7 +129,7 @@ class FolderSink:
                     fix=error.what_to_do,
                     id=error.id,
                 ) from None
-        return self
+            yield
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
@@ -129,7 +140,7 @@ class FolderSink:
         places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
         readers.prepare()
         writer = _Threads(self.aside, readers, run)
-        with as_save_error(self.folder), pool() as threads:
+        with self._as_save_error(), pool() as threads:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
             writer.write(threads, self.output.files)
@@ -140,15 +151,31 @@ class FolderSink:
 
     def finish(self) -> None:
         """Writes what holds nothing of a tensor; all of it is on disk then."""
-        with as_save_error(self.folder):
+        with self._as_save_error():
             for file in self.output.files:
                 _require_whole(self.aside / file.name, file.size_bytes)
             self.output.close(self.aside)
-            sync_all(self.aside)
+            self._bring_to_disk()
+
+    def _bring_to_disk(self) -> None:
+        sync_all(self.aside)
+
+    @contextmanager
+    def _as_save_error(self) -> Iterator[None]:
+        """Inside, what the operating system refuses is a SaveError."""
+        try:
+            yield
+        except OSError as error:
+            raise SaveError(
+                self.what_failed,
+                file=error.filename or self.folder,
+                found=f"{type(error).__name__}: {error}",
+                fix=self.what_to_do,
+            ) from error
 
     def publish(self) -> None:
         """Gives the folder its name. Raises UsageError where a save took it meanwhile."""
-        with as_save_error(self.folder):
+        with self._as_save_error():
             self.output.publish(self.aside)
 
 
@@ -157,25 +184,6 @@ def _require_whole(path: Path, size_bytes: int) -> None:
     if found != size_bytes:
         what = "a file has another size than was planned"
         raise PlanError(what, file=path, expected=size_bytes, found=found)
-
-
-class as_save_error:
-    """Inside, what the operating system refuses is a SaveError."""
-
-    def __init__(self, folder: Path, what_to_do: str = "free space or mend permissions") -> None:
-        self._folder, self._fix = folder, f"{what_to_do}, then try again"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            raise SaveError(
-                "the output could not be written; nothing is left of it",
-                file=error.filename or self._folder,
-                found=f"{type(error).__name__}: {error}",
-                fix=self._fix,
-            ) from error
 
 
 # ------------------------------------------------ by the threads of one process

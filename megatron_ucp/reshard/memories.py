@@ -8,6 +8,7 @@ is not its own.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -56,18 +57,50 @@ class Window:
     goal: Any = None
 
 
+@dataclass(frozen=True)
+class Holdings:
+    """What holds the values of some parts on this rank, and which ranks hold what of them."""
+
+    engine: Holder
+    ranks: dict[Held, set[int]]
+
+    def dtype(self, op: Op) -> str:
+        """That of the values of an operation."""
+        slot = _side(op).slot
+        return dict(self.engine.manifest.buffers[slot.buffer].states)[slot.state]
+
+    def values(self, op: Op) -> torch.Tensor:
+        """The elements of an operation, from this rank's memory."""
+        side = _side(op)
+        last = side.offset + span(op.shape, side.strides)
+        flat = self.engine.read(side.slot, side.offset, last)
+        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset())
+
+    def bytes_of(self, ops: Sequence[Op]) -> int:
+        """How many they move."""
+        return sum(op.box.numel * ITEMSIZE[self.dtype(op)] for op in ops)
+
+
+def _holdings(engine: Holder) -> Holdings:
+    """Collective."""
+    ranks: dict[Held, set[int]] = {}
+    for number, parts in enumerate(agree.gather(engine.parts())):
+        for part in parts:
+            ranks.setdefault(part, set()).add(number)
+    return Holdings(engine, ranks)
+
+
 class MemoryWindows:
     """The windows of one part: which rank has what of each."""
 
-    def __init__(self, source: "Memories", one: Proved) -> None:
+    def __init__(self, held: Holdings, one: Proved, world: int) -> None:
+        self.held = held
         self._states = dict(one.plan.wants)
-        self._planner = Planner(source.manifest, one.part.target, one.allow)
-        self._target = one.part.target
+        self._planner = Planner(held.engine.manifest, one.part.target, one.allow)
         self.holders: dict[Slot, set[int]] = {}  # the ranks that have all of a slot
-        everybody = set(range(source.world))
         for op in one.plan.ops:
-            have = self.holders.setdefault(op.target.slot, {*everybody})
-            have &= source.holders[_held(_side(op).slot)]
+            have = self.holders.setdefault(op.target.slot, {*range(world)})
+            have &= held.ranks[_held(_side(op).slot)]
 
     def plan(self, slot: Slot, low: int, high: int) -> Plan:
         """What makes up a window."""
@@ -87,39 +120,43 @@ class MemoryWindows:
 
 
 class Memories:
-    """The source. Making one is collective."""
+    """The source. Each part of a sink has a holder of its own, or the last one. Making one is
+    collective."""
 
     is_collective = True
     all_looked_at = False
     read_bytes = 0
 
-    def __init__(self, engine: Holder, file: str) -> None:
-        self.engine, self.manifest, self.file = engine, engine.manifest, file
+    def __init__(self, file: str, *holders: Holder) -> None:
+        self.file = file
         self.rank, self.world = agree.world()
-        self.holders: dict[Held, set[int]] = {}
-        for number, parts in enumerate(agree.gather(engine.parts())):
-            for part in parts:
-                self.holders.setdefault(part, set()).add(number)
+        self._holdings = [_holdings(engine) for engine in holders]
         self._device = _device()
         self._windows: list[MemoryWindows] = []
 
-    def locate(self, plan: Plan) -> None:
+    def manifest_of(self, part: int) -> Manifest:
+        """The holder's."""
+        return self._of(part).engine.manifest
+
+    def _of(self, part: int) -> Holdings:
+        return self._holdings[min(part, len(self._holdings) - 1)]
+
+    def locate(self, one: Proved) -> None:
         """Looks up who has what a plan reads. Raises UnsupportedError for a mean of copies."""
-        means = [op for op in plan.ops if isinstance(op, Mean)]
+        means = [op for op in one.plan.ops if isinstance(op, Mean)]
         if means:
-            target = means[0].target.slot
             raise UnsupportedError(
                 "a mean of copies is not made from memory",
-                found=f"{len(means)} of them, the first for {target}",
+                found=f"{len(means)} of them, the first for {means[0].target.slot}",
                 fix='save, and use the files with --allow mean (Python: allow={"mean"})',
             )
-        for slot in plan.sources:
-            if _held(slot) not in self.holders:
+        for slot in one.plan.sources:
+            if _held(slot) not in self._of(one.number).ranks:
                 raise PlanError("no rank holds what the plan reads", found=slot)
 
     def windows(self, one: Proved) -> MemoryWindows:
-        """What says who has what of a part."""
-        self._windows.append(MemoryWindows(self, one))
+        """What says who has what of a part. The parts come in their order."""
+        self._windows.append(MemoryWindows(self._of(one.number), one, self.world))
         return self._windows[-1]
 
     def check(self, thorough: bool) -> None:
@@ -154,10 +191,10 @@ class Memories:
 
     def _own(self, window: Window) -> torch.Tensor:
         """A window that this rank has itself."""
-        ops = self._ops(window)
-        exact = self._empty(window, ops)
+        held, ops = self._windows[window.part].held, self._ops(window)
+        exact = _empty(held, window, ops)
         for op in ops:
-            _put(op, self._values(op), exact)
+            _put(op, held.values(op), exact)
         return exact
 
     def _exchange(
@@ -171,77 +208,66 @@ class Memories:
         for taker, window in enumerate(asked):
             if window is None:
                 continue
-            ops = self._ops(window)
+            held, ops = self._windows[window.part].held, self._ops(window)
             if taker == self.rank:
-                exact = self._empty(window, ops)
-            for giver, own in self._by_giver(ops, taker):
+                exact = _empty(held, window, ops)
+            for giver, own in _by_giver(held, ops, taker):
                 if giver == taker == self.rank:
-                    taken.append((own, self._packed(own, kept)))
+                    taken.append((own, _packed(held, own, kept)))
                 elif giver == self.rank:
-                    sent.append(self._packed(own, kept).to(self._device))
+                    sent.append(_packed(held, own, kept).to(self._device))
                     waiting.append(dist.isend(sent[-1], taker))
                 elif taker == self.rank:
-                    memory = torch.empty(self._bytes(own), dtype=torch.uint8, device=self._device)
+                    memory = torch.empty(held.bytes_of(own), dtype=torch.uint8, device=self._device)
                     taken.append((own, memory))
                     waiting.append(dist.irecv(memory, giver))
         for one in waiting:
             one.wait()
+        mine = asked[self.rank]
         with kept:
-            for ops, packed in taken:
-                self._unpack(ops, packed.cpu(), exact)
+            if mine is not None and exact is not None:
+                for ops, packed in taken:
+                    _unpack(self._windows[mine.part].held, ops, packed.cpu(), exact)
         return exact
 
     def _ops(self, window: Window) -> list[Op]:
         plan = self._windows[window.part].plan(window.slot, window.low, window.low + window.elems)
         return list(plan.ops)
 
-    def _by_giver(self, ops: Sequence[Op], taker: int) -> Iterator[tuple[int, list[Op]]]:
-        """The operations by the rank that gives their values: the taker itself, where it can."""
 
-        def giver(op: Op) -> int:
-            have = self.holders[_held(_side(op).slot)]
-            return taker if taker in have else sorted(have)[taker % len(have)]
+def _by_giver(held: Holdings, ops: Sequence[Op], taker: int) -> Iterator[tuple[int, list[Op]]]:
+    """The operations by the rank that gives their values: the taker itself, where it can."""
 
-        ordered = sorted(ops, key=lambda op: (giver(op), op.target.offset))
-        for number, own in groupby(ordered, key=giver):
-            yield number, list(own)
+    def giver(op: Op) -> int:
+        have = held.ranks[_held(_side(op).slot)]
+        return taker if taker in have else sorted(have)[taker % len(have)]
 
-    def _empty(self, window: Window, ops: Sequence[Op]) -> torch.Tensor:
-        """A window of zeros, in a dtype that holds what all operations give."""
-        dtypes = {TORCH_DTYPES[self._dtype(op)] for op in ops} or {torch.float32}
-        dtype = dtypes.pop()
-        for other in dtypes:
-            dtype = torch.promote_types(dtype, other)
-        return torch.zeros(window.elems, dtype=dtype)
+    ordered = sorted(ops, key=lambda op: (giver(op), op.target.offset))
+    for number, own in groupby(ordered, key=giver):
+        yield number, list(own)
 
-    def _dtype(self, op: Op) -> str:
-        slot = _side(op).slot
-        return dict(self.manifest.buffers[slot.buffer].states)[slot.state]
 
-    def _bytes(self, ops: Sequence[Op]) -> int:
-        return sum(op.box.numel * ITEMSIZE[self._dtype(op)] for op in ops)
+def _empty(held: Holdings, window: Window, ops: Sequence[Op]) -> torch.Tensor:
+    """A window of zeros, in a dtype that holds what all operations give."""
+    dtypes = {TORCH_DTYPES[held.dtype(op)] for op in ops} or {torch.float32}
+    return torch.zeros(window.elems, dtype=reduce(torch.promote_types, dtypes))
 
-    def _packed(self, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:
-        """The bytes of operations; zeros where this rank can't read them."""
-        with kept:
-            values = [self._values(op).reshape(-1).view(torch.uint8) for op in ops]
-            return torch.cat(values)
-        return torch.zeros(self._bytes(ops), dtype=torch.uint8)
 
-    def _unpack(self, ops: Sequence[Op], packed: torch.Tensor, window: Any) -> None:
-        at = 0
-        for op in ops:
-            dtype = self._dtype(op)
-            size = op.box.numel * ITEMSIZE[dtype]
-            values = packed[at : at + size].clone().view(TORCH_DTYPES[dtype])
-            _put(op, values.view(op.shape), window)
-            at += size
+def _packed(held: Holdings, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:
+    """The bytes of operations; zeros where this rank can't read them."""
+    with kept:
+        return torch.cat([held.values(op).reshape(-1).view(torch.uint8) for op in ops])
+    return torch.zeros(held.bytes_of(ops), dtype=torch.uint8)
 
-    def _values(self, op: Op) -> torch.Tensor:
-        """The elements of an operation, from this rank's memory."""
-        side = _side(op)
-        flat = self.engine.read(side.slot, side.offset, side.offset + span(op.shape, side.strides))
-        return torch.as_strided(flat, op.shape, side.strides, flat.storage_offset())
+
+def _unpack(held: Holdings, ops: Sequence[Op], packed: torch.Tensor, window: torch.Tensor) -> None:
+    at = 0
+    for op in ops:
+        dtype = held.dtype(op)
+        size = op.box.numel * ITEMSIZE[dtype]
+        values = packed[at : at + size].clone().view(TORCH_DTYPES[dtype])
+        _put(op, values.view(op.shape), window)
+        at += size
 
 
 def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:

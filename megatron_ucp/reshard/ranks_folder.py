@@ -1,6 +1,6 @@
 """A folder as a sink of all ranks: each writes its share of the files, all of them at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,7 +17,6 @@ from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.folder_sink import (
     FolderOutput,
     FolderSink,
-    as_save_error,
     begin_sync,
     write_around,
 )
@@ -37,19 +36,17 @@ class _Place:
 
 
 class RanksFolderSink(FolderSink):
-    """Rank 0 makes the folder and names it. `owner` is the rank that writes a file; None: of each
-    piece by itself somebody, as fits best, in a format without checksums around its pieces."""
+    """Rank 0 makes the folder and names it. A file without an owner is written by all, each piece
+    by the rank that can best. `sync` brings files to disk."""
+
+    what_to_do = "free space or mend permissions on every rank, then try again"
 
     def __init__(
-        self,
-        folder: Path,
-        output: FolderOutput,
-        owner: Callable[[FileLayout], int] | None = None,
-        sync: durable.Syncs | None = None,
+        self, folder: Path, output: FolderOutput, sync: durable.Syncs | None = None
     ) -> None:
         super().__init__(folder, output)
         self.rank, self.world = agree.world()
-        self.owner, self.sync = owner, sync or durable.Syncs()
+        self.sync = sync or durable.Syncs()
         self._crcs: dict[str, dict[int, int]] = {}
         self._files: dict[str, OutFile] = {}
 
@@ -78,17 +75,27 @@ class RanksFolderSink(FolderSink):
             self._write(place, window.low, memory)
             run.count(memory.nbytes)
 
-        with as_save_error(self.folder, "free space or mend permissions on every rank"):
+        with self._as_save_error():
             source.move(queues, put)
-            self._close_files()
+            for file in self.output.files:
+                if self.rank == (file.owner or 0):
+                    empty = {piece.place: 0 for piece in file.pieces if not piece.elems}
+                    crcs = {**empty, **self._crcs.get(file.name, {})}
+                    write_around(self._file(file.name), file, crcs)
 
     def finish(self) -> None:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
-        with as_save_error(self.folder, "free space or mend permissions on every rank"):
-            for name in sorted(self._files):
-                self.sync(self.aside / name)
+        with self._as_save_error():
+            beside = self.output.each(self.aside, self.rank)
+            for path in [*(self.aside / name for name in sorted(self._files)), *beside]:
+                self.sync(path)
         if self.rank == 0:
             super().finish()
+
+    def _bring_to_disk(self) -> None:
+        written = {self.aside / name for name in self._files}
+        for path in [*sorted({*self.aside.iterdir()} - written), self.aside]:
+            self.sync(path)
 
     def publish(self) -> None:
         if self.rank == 0:
@@ -112,16 +119,17 @@ class RanksFolderSink(FolderSink):
         return queues
 
     def _takers(self, places: Sequence[_Place], source: Memories) -> list[int]:
-        if self.owner is not None:
-            return [self.owner(place.file) for place in places]
-        pieces = [place.piece for place in places]
-        sizes = [(one.size_bytes, source.holders_of(one.part, one.slot)) for one in pieces]
-        return evenly(sizes, self.world)
+        """The rank that writes each piece."""
+        owners = [place.file.owner for place in places]
+        free = [place.piece for place in places if place.file.owner is None]
+        sizes = [(one.size_bytes, source.holders_of(one.part, one.slot)) for one in free]
+        others = iter(evenly(sizes, self.world))
+        return [next(others) if owner is None else owner for owner in owners]
 
     def _write(self, place: _Place, low: int, memory: torch.Tensor) -> None:
         data, piece = bytes_of(memory), place.piece
         self._file(place.file.name).write(data, piece.place + low * memory.element_size())
-        if self.owner is not None:
+        if place.file.owner is not None:
             crcs = self._crcs.setdefault(place.file.name, {})
             crcs[piece.place] = crc32(data, crcs.get(piece.place, 0))
         is_whole = low + len(memory) == piece.elems
@@ -132,9 +140,3 @@ class RanksFolderSink(FolderSink):
         if name not in self._files:
             self._files[name] = OutFile(self.aside / name)
         return self._files[name]
-
-    def _close_files(self) -> None:
-        """What stands around the pieces of the files that this rank owns."""
-        for file in self.output.files:
-            if self.rank == (self.owner(file) if self.owner is not None else 0):
-                write_around(self._file(file.name), file, self._crcs.get(file.name, {}))

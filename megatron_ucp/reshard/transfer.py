@@ -45,8 +45,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Proved:
-    """A part with its plan, which was proved; `allow` is all that may happen to it."""
+    """Part number `number` of a sink with its plan, which was proved; `allow` is all that may
+    happen to it."""
 
+    number: int
     part: Part
     plan: Plan
     allow: frozenset[str]
@@ -73,13 +75,16 @@ class Source(Protocol):
     it. `is_collective`: all ranks read together, in one order. `all_looked_at`: what it gives was
     rounded, whatever the dtypes of the manifest are: sums, or copies of the masters."""
 
-    manifest: Manifest
     file: str
     read_bytes: int
     is_collective: bool
     all_looked_at: bool
 
-    def locate(self, plan: Plan) -> None:
+    def manifest_of(self, part: int) -> Manifest:
+        """What there is for a part of a sink: most sources have the same for all."""
+        ...
+
+    def locate(self, one: Proved) -> None:
         """Looks every slot up that a plan reads. Raises a UcpError before a byte moves."""
         ...
 
@@ -153,7 +158,7 @@ class Readers:
 
     @cached_property
     def _looked_at(self) -> list[frozenset[Slot]]:
-        return [_looked_at(self.source, part) for part in self._parts]
+        return [_looked_at(self.source, one) for one in self.proved]
 
     def prepare(self) -> None:
         """Before threads ask for windows."""
@@ -191,8 +196,9 @@ class Readers:
                 self.overflows.compare(name, exact[own], memory[own])
 
 
-def _looked_at(source: Source, part: Part) -> frozenset[Slot]:
+def _looked_at(source: Source, one: Proved) -> frozenset[Slot]:
     """The slots whose values may be lost in a narrower dtype."""
+    part, held = one.part, source.manifest_of(one.number)
     if source.all_looked_at:
         return frozenset(slot for slot, _ in part.wants)
     out: set[Slot] = set()
@@ -200,20 +206,21 @@ def _looked_at(source: Source, part: Part) -> frozenset[Slot]:
         buffer = part.target.buffers[slot.buffer]
         dtype = dict(buffer.states)[slot.state]
         params = {member.param for member in buffer.members}
-        held = source.manifest
         if any(is_looked_at(held, name, state, dtype, part.as_trained) for name in params):
             out.add(slot)
     return frozenset(out)
 
 
-def proved(source: Source, part: Part, allow: frozenset[str]) -> Proved:
+def proved(
+    source: Source, part: Part, allow: frozenset[str] = frozenset(), number: int = 0
+) -> Proved:
     """Plans all of a part, proves the plan and looks every source up. Raises a UcpError."""
-    allow |= part.allow
-    plan = make_plan(source.manifest, part.target, part.wants, allow)
-    apart = source.manifest.uncut | part.target.uncut
-    prove(one_state(plan, apart), source.manifest, part.target)
-    source.locate(plan)
-    return Proved(part, plan, allow)
+    held, allow = source.manifest_of(number), allow | part.allow
+    plan = make_plan(held, part.target, part.wants, allow)
+    prove(one_state(plan, held.uncut | part.target.uncut), held, part.target)
+    one = Proved(number, part, plan, allow)
+    source.locate(one)
+    return one
 
 
 def transfer(
@@ -233,7 +240,7 @@ def transfer(
     run = run or Run()
     with ExitStack() as left:
         with together():
-            parts = [proved(source, part, allow) for part in sink.parts]
+            parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
             readers = Readers(source, parts)
         with together():
             left.enter_context(sink)

@@ -213,7 +213,7 @@ def failing_save(folder: str) -> tuple[str, list[str], str]:
     def full(*_: Any) -> None:
         raise OSError(28, "no space left on device", "x.distcp")
 
-    place = "megatron_ucp.engines.megatron.engine.save._write"
+    place = "megatron_ucp.formats.durable.OutFile.write"
     with mock.patch(place, full) if dist.get_rank() else mock.MagicMock():
         attempting(found)("save", lambda: ucp.save(engine.handle, folder))
     dist.barrier()  # rank 0 takes the folder aside away

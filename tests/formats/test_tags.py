@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
@@ -31,7 +32,7 @@ RUN = "the run"
 def manifest(content: str, at: float, moved: bool = True, **said: str) -> str:
     return to_json(
         Manifest(
-            "plain",
+            Keeper.ZERO_0,
             Mesh(),
             (),
             (),

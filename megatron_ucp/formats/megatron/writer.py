@@ -51,12 +51,14 @@ _METADATA = {
 @dataclass(frozen=True, slots=True)
 class Wish:
     """A state of a parameter that is to be written, in the chunks `boxes` (start and stop in the
-    parameter), which together are the whole of it."""
+    parameter), which together are the whole of it. `owners` are the ranks that write them, each
+    into a file of its own (none: they go into the smallest file)."""
 
     param: str
     state: str
     dtype: str
     boxes: tuple[tuple[Ints, Ints], ...]
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,31 +113,23 @@ class TorchDistPlan:
     objects: Mapping[str, tuple[str, int, bytes]]
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def layouts(self, slot_of: Callable[[Wish], tuple[int, Slot]]) -> Iterator[FileLayout]:
-        """The files; `slot_of` gives the part of an output, and the slot of it, that a state of a
-        parameter is read into."""
+    def layouts(self, slot_of: Callable[[PlannedChunk], tuple[int, Slot]]) -> Iterator[FileLayout]:
+        """The files; `slot_of` gives the part of an output, and the slot of it, that a chunk is
+        read into."""
         held: dict[str, list[PlannedChunk]] = {name: [] for name in self.sizes}
         for chunk in self.chunks:
             held[chunk.file].append(chunk)
         for name, size in self.sizes.items():
-            chunks = held[name]
-            blobs = [
-                (at, partial(bytes, data))
-                for file, at, data in self.objects.values()
-                if file == name
-            ]
-            yield FileLayout(
-                name,
-                size,
-                [_piece(one, slot_of) for one in chunks],
-                blobs,
-                partial(_around, chunks),
-            )
+            chunks, objects = held[name], self.objects.values()
+            blobs = [(at, partial(bytes, data)) for file, at, data in objects if file == name]
+            pieces = [_piece(chunk, slot_of) for chunk in chunks]
+            owner = int(name.split("_")[2])
+            yield FileLayout(name, size, pieces, blobs, partial(_around, chunks), owner=owner)
 
 
-def _piece(chunk: PlannedChunk, slot_of: Callable[[Wish], tuple[int, Slot]]) -> FilePiece:
+def _piece(chunk: PlannedChunk, slot_of: Callable[[PlannedChunk], tuple[int, Slot]]) -> FilePiece:
     elems = math.prod(chunk.shape)
-    return FilePiece(*slot_of(chunk.wish), elems, chunk.wish.dtype, chunk.data_offset)
+    return FilePiece(*slot_of(chunk), elems, chunk.wish.dtype, chunk.data_offset)
 
 
 def _around(chunks: Sequence[PlannedChunk], crcs: Crcs) -> Iterator[Blob]:
@@ -168,7 +162,8 @@ def plan_torch_dist(
         shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
         for number, box in enumerate(wish.boxes):
             archive = tensor_archive(wish.dtype, _stored_shape(at.index, box))
-            file, offset = room.take(archive.size_bytes)
+            owner = wish.owners[number] if wish.owners else None
+            file, offset = room.take(archive.size_bytes, owner)
             placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
     return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
 
@@ -191,13 +186,14 @@ class _Room:
     """The files of a plan as they fill: what comes next goes into the smallest."""
 
     def __init__(self, files: int) -> None:
-        self._ends = {f"__{number}_0.distcp": 0 for number in range(max(1, files))}
+        self._ends = {_file_of(number): 0 for number in range(max(1, files))}
 
-    def take(self, size_bytes: int) -> tuple[str, int]:
-        """A file and the first byte of a free place in it."""
-        file = min(self._ends, key=self._ends.__getitem__)
-        offset = self._ends[file]
-        self._ends[file] += size_bytes
+    def take(self, size_bytes: int, owner: int | None = None) -> tuple[str, int]:
+        """A file, the smallest or its owner's, and the first byte of a free place in it."""
+        smallest = min(self._ends, key=self._ends.__getitem__)
+        file = smallest if owner is None else _file_of(owner)
+        offset = self._ends.get(file, 0)
+        self._ends[file] = offset + size_bytes
         return file, offset
 
     def object(self, data: bytes) -> tuple[str, int, bytes]:
@@ -208,6 +204,10 @@ class _Room:
     def sizes(self) -> dict[str, int]:
         """The bytes of each file that holds anything."""
         return {name: size for name, size in self._ends.items() if size}
+
+
+def _file_of(number: int) -> str:
+    return f"__{number}_0{_DATA}"
 
 
 def _name(wish: Wish, kind: Kind) -> str:

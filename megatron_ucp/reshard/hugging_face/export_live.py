@@ -17,7 +17,7 @@ def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside, run
     """Writes the folder, whole or not at all. Collective; every rank sees the same disk. Raises a
     UcpError on every rank."""
     started, manifest = time.perf_counter(), engine.manifest
-    source = Memories(engine, str(folder))
+    source = Memories(str(folder), engine)
     output = out.output(source, beside, partial(publish, folder=folder))
     transfer(source, RanksFolderSink(folder, output), run=run)
     sizes = 0, run.done, time.perf_counter() - started

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_ucp.core.manifest import Tie
-from megatron_ucp.core.plan import Plan, Slot
+from megatron_ucp.core.manifest import Manifest, Tie
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import (
@@ -107,7 +107,11 @@ class Merge:
     def read_bytes(self) -> int:
         return self._base.source.read_bytes + self._own.source.read_bytes
 
-    def locate(self, plan: Plan) -> None:
+    def manifest_of(self, part: int) -> Manifest:
+        """The base model's: the merged one has its tensors."""
+        return self.manifest
+
+    def locate(self, one: Proved) -> None:
         """All parameters of both were looked up."""
 
     def windows(self, one: Proved) -> "MergedWindows":

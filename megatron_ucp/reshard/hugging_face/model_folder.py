@@ -118,7 +118,7 @@ class Outgoing:
     ) -> FolderOutput:
         """The folder on paper. What the source stores transposed is written in so many `tiles` side
         by side (0: as all else)."""
-        writer = _Slots(source.manifest, self.twin)
+        writer = _Slots(source.manifest_of(0), self.twin)
         files = tuple(self._layout(file, writer, tiles) for file in self.files)
         part = writer.part()
         return FolderOutput((part,), files, partial(self.finish, beside=beside), publish, "export")

@@ -23,6 +23,7 @@ from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, CLIENT_KEYS
 from megatron_ucp.formats.megatron.writer import (
     ADAM_STATES,
     WEIGHT,
+    PlannedChunk,
     Wish,
     entries_of,
     finish_files,
@@ -66,7 +67,8 @@ def torch_dist(
     origin.notes += [*common.notes, *_left_out(extras)]
     numbers = [_numbers(manifest) for manifest in (states, weights)]
 
-    def slot_of(wish: Wish) -> tuple[int, Slot]:
+    def slot_of(chunk: PlannedChunk) -> tuple[int, Slot]:
+        wish = chunk.wish
         part = _WEIGHTS if wish.state == WEIGHT else _STATES
         number, state = numbers[part][wish.param]
         return part, Slot(number, (), 0, state if part == _WEIGHTS else wish.state)

@@ -9,14 +9,14 @@ of them are on disk.
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 
+from megatron_ucp import say
 from megatron_ucp.core.flat import Scalars, States
 from megatron_ucp.core.manifest import (
     MOVED_LATEST,
@@ -25,25 +25,22 @@ from megatron_ucp.core.manifest import (
     TAG,
     FileEntry,
     Manifest,
-    ParamSpec,
 )
 from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.declared import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
-from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
+from megatron_ucp.engines.megatron.engine.output import SavedStates, SavedWeights, StackOutput
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
 from megatron_ucp.engines.read_back import KeptValue, refuse_strange
 from megatron_ucp.engines.saves import (
     SaveReport,
+    SaveSink,
     Saving,
-    as_save_error,
     ended,
     prune,
     publish,
@@ -55,26 +52,21 @@ from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.durable import OutFile, Syncs, aside_of, begin
+from megatron_ucp.formats.durable import Syncs
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.common_file import CommonFile
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
-    WEIGHT,
-    PlannedChunk,
-    TorchDistPlan,
-    Wish,
     entries_of,
     finish_files,
-    plan_torch_dist,
 )
 from megatron_ucp.formats.of_ranks import PER_RANK
 from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
-from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.folder_sink import begin_sync
+from megatron_ucp.reshard.folder_sink import FolderOutput
+from megatron_ucp.reshard.memories import Memories
+from megatron_ucp.reshard.transfer import Run, transfer
 
 _WINDOW_BYTES = 8 << 20
 _BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the next one is summed
@@ -141,29 +133,33 @@ def _save(
 ) -> tuple[list[str], int]:
     """Writes the tag; returns the notes, and the bytes of all files. Collective. Raises as
     `save`."""
-    aside, rank, written_bytes = aside_of(folder, tag), agree.world()[0], 0
-    with ExitStack() as left:
-        with as_save_error(), agree.together() as block:
-            block.value = where_to(folder, tag), how.asked()
-            if rank == 0:
-                left.enter_context(begin(folder, tag))
-                job.make_files(aside)
-        require_one_save(block.values)
-        apart = job.own.differing(agree.collect(job.own.digest))
-        with as_save_error(), agree.together():
-            job.write(aside, how.rng, rank, sync)
-            if apart:
-                sync(job.own.write(aside, rank, apart))
-        with as_save_error(), agree.together():
-            if rank == 0:
-                job.finish(aside, arguments, sync)
-                said = {TAG: tag, RUN: run_of(job.stack).id}
-                said |= {PER_RANK: apart.as_value()} if apart else {}
-                whole = _recorded(job.manifest, entries_of(aside), how.loader, said)
-                job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
-                job.notes += prune(folder, how.keep_latest, job.stack)
-                written_bytes = whole.size_bytes
-    return agree.gather((job.notes, written_bytes))[0]
+    with agree.together() as block:
+        block.value = where_to(folder, tag), how.asked()
+    require_one_save(block.values)
+    apart = job.own.differing(agree.collect(job.own.digest))
+    written_bytes = [0]
+
+    def each(aside: Path, rank: int) -> list[Path]:
+        beside = [random_states.write(aside, rank)] if how.rng else []
+        return beside + ([job.own.write(aside, rank, apart)] if apart else [])
+
+    def publish_tag(aside: Path) -> None:
+        said = {TAG: tag, RUN: run_of(job.stack).id}
+        said |= {PER_RANK: apart.as_value()} if apart else {}
+        whole = _recorded(job.manifest, entries_of(aside), how.loader, said)
+        job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
+        job.notes += prune(folder, how.keep_latest, job.stack)
+        written_bytes[0] = whole.size_bytes
+
+    close = partial(job.close, arguments=arguments)
+    files, parts = job.output.files(), job.output.parts
+    output = FolderOutput(parts, files, close, publish_tag, "save", each)
+    with agree.together():
+        sink = SaveSink(folder, tag, output, sync)
+    source = Memories(str(folder / tag), job.states, SavedWeights(job.states))
+    with say.progress("save") as advance:
+        transfer(source, sink, run=Run(progress=advance))
+    return agree.gather((job.notes, written_bytes[0]))[0]
 
 
 def _refuse_other(stack: Any) -> None:
@@ -238,49 +234,22 @@ def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
 
 
 class _Job:
-    """One save on its way: the plan of the files, the same on every rank, and what this rank
-    writes of it."""
+    """One save on its way: what is written, the same on every rank, and what this rank has."""
 
     def __init__(self, stack: MegatronStack, live: LiveMegatron, manifest: Manifest) -> None:
         self.stack, self.live, self.manifest = stack, live, manifest
-        self._params = {name: tensor for tensor, name in live.own.names.items()}
+        self.states = SavedStates(manifest, live)
         buffers = {value.name: value.tensor for value in live.own.values if value.kind == "buffer"}
         self.own = LiveValues(buffers, {}, None, False, {})
         self.notes = list(live.own.taken_as)
         self.kind = kind_of(stack.optimizer)
-        self.runs = {spec.name: runs_of(manifest, spec.name) for spec in manifest.params}
         apart = isinstance(getattr(bare_model(stack.chunks[0]).config, FREQUENCY, 1), list)
-        files = max(1, min(agree.world()[1], 64))
-        self.plan: TorchDistPlan = plan_torch_dist(
-            manifest.by_name, list(self._wishes()), files, kind=self.kind, apart=apart
-        )
+        self.output = StackOutput(manifest, self.kind, apart)
 
-    def _wishes(self) -> Iterator[Wish]:
-        for spec in self.manifest.params:
-            boxes = tuple((run.start, run.stop) for run in self.runs[spec.name])
-            yield Wish(spec.name, WEIGHT, spec.dtype, boxes)
-            for state, dtype in self.manifest.states_of(spec.name).items():
-                if state != VALUE and not (state == MASTER and self._is_own_master(spec)):
-                    yield Wish(spec.name, state, dtype, boxes)
-
-    def _is_own_master(self, spec: ParamSpec) -> bool:
-        return spec.dtype == "float32" and self.kind is not Kind.DISTRIBUTED
-
-    def make_files(self, aside: Path) -> None:
-        """The files with their objects, at full size. Raises OSError."""
-        for name, size in self.plan.sizes.items():
-            with open(aside / name, "wb") as file:
-                file.truncate(size)
-        for name, at, data in self.plan.objects.values():
-            with OutFile(aside / name) as out:
-                out.write(data, at)
-
-    def finish(self, aside: Path, arguments: Any, sync: Syncs) -> None:
-        """Writes what is no element; all files are on disk after it. Raises OSError."""
+    def close(self, aside: Path, arguments: Any) -> None:
+        """Writes what is no element. Raises OSError."""
         common = self._common(arguments, str(aside))
-        finish_files(aside, self.plan, common.output())
-        for path in [*sorted(aside.iterdir()), aside]:
-            sync(path)
+        finish_files(aside, self.output.plan, common.output())
         self.notes += common.notes
 
     def _common(self, arguments: Any, file: str) -> CommonFile:
@@ -310,56 +279,6 @@ class _Job:
             scaler.growth_interval,
             (scaler.hysteresis, scaler._hysteresis_tracker),
         )
-
-    # ------------------------------------------------ this rank's part
-
-    def write(self, aside: Path, rng: bool, rank: int, sync: Syncs) -> None:
-        """Writes what this rank has. Raises OSError."""
-        own = set(self.live.parts())
-        touched: set[str] = set()
-        with ExitStack() as opened:
-            handles: dict[str, Any] = {}
-            for chunk in self.plan.chunks:
-                run = self.runs[chunk.wish.param][chunk.number]
-                if run.place not in own or not self._writes(run, rank):
-                    continue
-                if chunk.file not in handles:
-                    handles[chunk.file] = opened.enter_context(OutFile(aside / chunk.file))
-                _write(handles[chunk.file], self._elements(chunk, run), chunk)
-                touched.add(chunk.file)
-                if sync.durable and chunk.archive.size_bytes >= _BEGIN_SYNC_BYTES:
-                    begin_sync(aside / chunk.file)
-        if rng:
-            sync(random_states.write(aside, rank))
-        for name in sorted(touched):
-            sync(aside / name)
-
-    def _writes(self, run: OwnedBox, rank: int) -> bool:
-        """Whether this rank is the first one that has the elements."""
-        number, cut, part = run.place
-        buffer = self.manifest.buffers[number]
-        return rank == self.manifest.mesh.rank_of((*buffer.at, *cut), part)
-
-    def _elements(self, chunk: PlannedChunk, run: OwnedBox) -> torch.Tensor:
-        """The elements of a chunk, flat."""
-        if chunk.wish.state == WEIGHT:
-            whole, first = flat_view(self._params[chunk.wish.param].detach()), 0
-        else:
-            state, piece = chunk.wish.state, self.live.piece(run.place[0], run.member)
-            whole, first = flat_view(piece.tensor(state).detach()), piece.first
-        return whole[run.local - first : run.local - first + run.elems]
-
-
-def _write(out: OutFile, elements: torch.Tensor, chunk: PlannedChunk) -> None:
-    """One chunk: its bytes, and what stands around them. Raises OSError."""
-    data, crc, done = bytes_of(elements.contiguous().cpu()), 0, 0
-    while done < len(data):
-        window = data[done : done + _WINDOW_BYTES]
-        crc = crc32(window, crc)
-        out.write(window, chunk.data_offset + done)
-        done += len(window)
-    for at, around in chunk.around({chunk.data_offset: crc}):
-        out.write(around, at)
 
 
 def _recorded(

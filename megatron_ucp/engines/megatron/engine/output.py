@@ -1,0 +1,139 @@
+"""A save of megatron-core's stack on paper: which chunk of which state lies where, and which rank
+writes it. The same on every rank.
+
+Chunks are cut as the ranks hold elements, each file is one rank's: so every rank writes what it has
+itself, and nothing is gathered.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.keepers import Keeper
+from megatron_ucp.core.layout import Chunks
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.plan import Slot, Want
+from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.megatron.engine.live import LiveMegatron
+from megatron_ucp.engines.megatron.engine.runs import BufferPart, OwnedBox, runs_of
+from megatron_ucp.formats.file_layout import FileLayout
+from megatron_ucp.formats.megatron.kinds import Kind
+from megatron_ucp.formats.megatron.writer import (
+    WEIGHT,
+    PlannedChunk,
+    TorchDistPlan,
+    Wish,
+    plan_torch_dist,
+)
+from megatron_ucp.reshard.transfer import Part
+
+_STATES, _WEIGHTS = 0, 1  # the parts of an output
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """What the ranks hold of masters and moments, and of values: the engine, as the `manifest` says
+    with all states that its optimizers have now."""
+
+    manifest: Manifest
+    live: LiveMegatron
+
+    def parts(self) -> list[BufferPart]:
+        return self.live.parts()
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        return self.live.read(slot, first, last)
+
+
+class SavedWeights:
+    """What the ranks hold of the weights that the model computes with: each of them whole ones,
+    however masters are divided."""
+
+    def __init__(self, saved: SavedStates) -> None:
+        states, self._live = saved.manifest, saved.live
+        self._tensors = {name: tensor for tensor, name in saved.live.own.names.items()}
+        self._held_as: dict[int, list[int]] = {}  # by the buffer that has the masters
+        buffers: list[FlatBuffer] = []
+        for at, spec in enumerate(states.params):
+            number, index = states.holders[spec.name][0]
+            held, member = states.buffers[number], states.member(number, index)
+            self._held_as.setdefault(number, []).append(at)
+            dtypes = ((VALUE, spec.dtype),)
+            buffers.append(alone(spec.name, member.size, dtypes, at=held.at, axes=held.axes))
+        mesh = replace(states.mesh, zero=0)
+        self.manifest = Manifest(Keeper.PAPER, mesh, states.params, tuple(buffers))
+
+    def parts(self) -> list[BufferPart]:
+        places = {(number, cut) for number, cut, _ in self._live.parts()}
+        return [(at, cut, 0) for number, cut in places for at in self._held_as.get(number, ())]
+
+    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        name = self.manifest.params[slot.buffer].name
+        return flat_view(self._tensors[name].detach())[first:last]
+
+
+class StackOutput:
+    """The files of a save. `kind` is the optimizer's; `apart`: each layer has keys of its own."""
+
+    def __init__(self, states: Manifest, kind: Kind, apart: bool) -> None:
+        self.states, self._kind = states, kind
+        self._runs = {spec.name: runs_of(states, spec.name) for spec in states.params}
+        params, wishes = states.by_name, list(self._wishes())
+        self.plan: TorchDistPlan = plan_torch_dist(params, wishes, kind=kind, apart=apart)
+        self._slots: dict[tuple[int, str], list[int]] = {}  # buffers of (part, parameter)
+        self.parts = self._part(_STATES), self._part(_WEIGHTS)
+
+    def files(self) -> tuple[FileLayout, ...]:
+        """All of them."""
+        return tuple(self.plan.layouts(self._slot))
+
+    def _wishes(self) -> Iterator[Wish]:
+        for spec in self.states.params:
+            runs = self._runs[spec.name]
+            boxes = tuple((run.start, run.stop) for run in runs)
+            owners = tuple(self._owner(run) for run in runs)
+            yield Wish(spec.name, WEIGHT, spec.dtype, boxes, owners)
+            for state, dtype in self._stored(spec):
+                yield Wish(spec.name, state, dtype, boxes, owners)
+
+    def _stored(self, spec: ParamSpec) -> list[tuple[str, str]]:
+        """The states that the files hold beside the weights."""
+        is_master = spec.dtype == "float32" and self._kind is not Kind.DISTRIBUTED
+        found = self.states.states_of(spec.name).items()
+        return [(s, d) for s, d in found if s != VALUE and not (s == MASTER and is_master)]
+
+    def _owner(self, run: OwnedBox) -> int:
+        """The first rank that has the elements."""
+        number, cut, part = run.place
+        return self.states.mesh.rank_of((*self.states.buffers[number].at, *cut), part)
+
+    def _part(self, part: int) -> Part:
+        """Each box in a buffer of its own."""
+        specs: list[ParamSpec] = []
+        buffers: list[FlatBuffer] = []
+        wants: list[Want] = []
+        for spec in self.states.params:
+            held = ((VALUE, spec.dtype),) if part == _WEIGHTS else tuple(self._stored(spec))
+            if not held:
+                continue
+            runs = self._runs[spec.name]
+            blocks = Chunks(tuple(((run.start, run.stop),) for run in runs))
+            specs.append(replace(spec, layout=blocks, on_mesh=None, order=None))
+            numbers = range(len(buffers), len(buffers) + len(runs))
+            self._slots[part, spec.name] = [*numbers]
+            for chunk, run in enumerate(runs):
+                buffers.append(alone(spec.name, run.elems, held, axes=(), chunk=chunk))
+            slots = (Slot(number, (), 0, state) for number in numbers for state, _ in held)
+            wants += [(slot, slot.state) for slot in slots]
+        target = Manifest(Keeper.PAPER, Mesh(), tuple(specs), tuple(buffers))
+        return Part(target, tuple(wants))
+
+    def _slot(self, chunk: PlannedChunk) -> tuple[int, Slot]:
+        """What a chunk is read into: the part, and its slot."""
+        wish = chunk.wish
+        part, state = (_WEIGHTS, VALUE) if wish.state == WEIGHT else (_STATES, wish.state)
+        return part, Slot(self._slots[part, wish.param][chunk.number], (), 0, state)
