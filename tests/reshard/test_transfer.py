@@ -1,0 +1,31 @@
+"""The guarantees of a transfer, for every pair of a source and a sink; and that memory goes to
+memory bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.reshard.guarantees import GUARANTEES
+from tests.reshard.pairs import PAIRS
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("pair", [name for name, pair in PAIRS.items() if not pair.world])
+def test_a_pair(pair: str, guarantee: str, tmp_path: Path) -> None:
+    GUARANTEES[guarantee](PAIRS[pair], tmp_path)
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("pair", [name for name, pair in PAIRS.items() if pair.world])
+def test_a_pair_on_ranks(pair: str, guarantee: str, tmp_path: Path, ranks: RankPool) -> None:
+    job = "tests.reshard.guarantees:on_rank"
+    ranks.run(PAIRS[pair].world, job, guarantee, pair, str(tmp_path), timeout_s=120)
+
+
+def test_memory_to_memory(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(4, "tests.reshard.transfer_jobs:resize", str(tmp_path))
+    for rank in found:
+        assert rank["slots"] >= 3 and rank["differ"] == [], "each slot as files fill it"
+        assert rank["planted"], "a value that another rank changed arrives changed"
+    assert sum(rank["elems"] for rank in found) > 10_000
