@@ -48,7 +48,6 @@ class EngineSink:
     ) -> None:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
         self.filled, self.extras, self.notes = filled, extras, notes
-        self._rounds = False
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
@@ -66,18 +65,17 @@ class EngineSink:
             raise TypeError(f"an engine is filled from files, not from {type(source).__name__}")
         plan = _joined([one.plan for one in readers.proved])
         source.read(plan, self.engine.tensor, run.progress)
-        found = agree.gather(_inexact(plan, self.engine.manifest))
-        self._rounds = any(rounded for rounded, _ in found)
-        self.notes[:0] = _of_all_ranks(self.engine.manifest, found)
 
     def lost(self, source: Source, readers: Readers) -> Lost:
-        """What this rank's memory, which was filled, lost of the checkpoint's values, and what
+        """Collective. What this rank's memory, which was filled, lost of the checkpoint's values, and what
         weights will lose of the masters. Nothing where no rank rounds, and the dtype of the
         training is the same."""
-        rounds = self._rounds or may_overflow(self.held, self.engine.manifest)
+        plan, manifest = _joined([one.plan for one in readers.proved]), self.engine.manifest
+        found = agree.gather(_inexact(plan, manifest))
+        self.notes[:0] = _of_all_ranks(manifest, found)
+        rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
         if not rounds or not isinstance(source, SharedFiles):
             return {}
-        plan = _joined([one.plan for one in readers.proved])
         return lost_in(self.engine, source.checkpoint, plan)
 
     def finish(self) -> None:

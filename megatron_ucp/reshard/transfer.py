@@ -112,7 +112,9 @@ class Sink(AbstractContextManager[Any], Protocol):
         ...
 
     def lost(self, source: Source, readers: "Readers") -> Lost:
-        """How many finite values of which tensors became none on this rank."""
+        """How many finite values of which tensors became none on this rank. All ranks come here
+        together, so it may be collective at its beginning, as `finish` may; `move` may not, but as
+        a whole."""
         ...
 
     def finish(self) -> None:
