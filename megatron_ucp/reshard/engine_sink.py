@@ -67,9 +67,9 @@ class EngineSink:
         source.read(plan, self.engine.tensor, run.progress)
 
     def lost(self, source: Source, readers: Readers) -> Lost:
-        """Collective. What this rank's memory, which was filled, lost of the checkpoint's values, and what
-        weights will lose of the masters. Nothing where no rank rounds, and the dtype of the
-        training is the same."""
+        """Collective. What this rank's memory, which was filled, lost of the checkpoint's values,
+        and what weights will lose of the masters. Nothing where no rank rounds, and the dtype of
+        the training is the same."""
         plan, manifest = _joined([one.plan for one in readers.proved]), self.engine.manifest
         found = agree.gather(_inexact(plan, manifest))
         self.notes[:0] = _of_all_ranks(manifest, found)
