@@ -25,6 +25,10 @@ class TakenExtras(Protocol):
         """What of it is not carried over as it was."""
         ...
 
+    def restore(self) -> list[str]:
+        """Sets it in the engine that took it, as far as was asked for; returns notes."""
+        ...
+
 
 class Engine(Protocol):
     """A live engine on this rank, and what the ranks together hold.
@@ -114,9 +118,4 @@ class Engine(Protocol):
     def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
         """Sets what `built_groups` gave; returns notes. `carried`: the checkpoint is of the same
         optimizer, so that keys which a group lacks are the program's own."""
-        ...
-
-    def restore(self, extras: Any, optimizer: bool, module_only: bool) -> list[str]:
-        """Sets what `take_extras` gave, with `module_only` what belongs to the module alone;
-        returns notes."""
         ...

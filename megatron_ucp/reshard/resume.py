@@ -35,7 +35,7 @@ from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_switch
-from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.engine import Engine, TakenExtras
 from megatron_ucp.reshard.execute import Counts, check_runs, execute
 from megatron_ucp.reshard.match import (
     ALLOWANCES,
@@ -180,7 +180,7 @@ class _Job:
     source: Checkpoint
     how: How
     plan: Plan
-    extras: Any
+    extras: TakenExtras
     states: dict[int, tuple[str, ...]]
     scalars: dict[int, list[Scalars]]
     groups: list[Mapping[str, Any]]
@@ -241,7 +241,7 @@ class _Job:
             for number, scalars in self.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
-        self.notes += self.engine.restore(self.extras, self.how.optimizer, self.how.module_only)
+        self.notes += self.extras.restore()
         return self.notes
 
     def _set_groups(self) -> list[str]:
@@ -406,7 +406,7 @@ def _proved(
     return plan
 
 
-def _extras(engine: Engine, source: Checkpoint, how: How) -> Any:
+def _extras(engine: Engine, source: Checkpoint, how: How) -> TakenExtras:
     """What the engine takes besides element-wise states, and the sums of what was read for it."""
     scheduler = how.scheduler and not how.module_only
     origins = _origins(engine.manifest, source.manifest)

@@ -7,7 +7,6 @@ of them are on disk.
 """
 
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -44,6 +43,7 @@ from megatron_ucp.engines.saves import (
     SaveReport,
     Saving,
     as_save_error,
+    completed,
     ended,
     prune,
     publish,
@@ -363,8 +363,4 @@ def _recorded(
 ) -> Manifest:
     """The manifest beside the files: mesh, random states, position of the data, and what is `said`
     of the save. Where an element lies is said by the files' own index."""
-    run = {**manifest.run, **said, "saved_at": time.time(), MOVED_LATEST: True}
-    if loader is not None:
-        run["data"] = loader.state_dict()
-    files = tuple(sorted(entries, key=lambda entry: entry.name))
-    return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
+    return completed(manifest, entries, loader, {**said, MOVED_LATEST: True})
