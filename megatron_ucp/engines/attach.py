@@ -28,8 +28,9 @@ from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.ds_section import SECTION, options_of
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
-from megatron_ucp.reshard.resume import How, check_options
+from megatron_ucp.reshard.resume import check_options
 
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank")
 _OF_SAVES = ("durable", "keep_latest", "rng")

@@ -6,12 +6,12 @@ from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.built import Values
-from megatron_ucp.engines.loader import ResumableLoader, restore_position
+from megatron_ucp.engines.loader import restore_position
 from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.engine import How, KeepsPosition
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class CommonExtras:
     client_state: Mapping[str, Any]
     randoms: Restored
     position: Mapping[str, Any] | None
-    loader: ResumableLoader | None
+    loader: KeepsPosition | None
 
     @classmethod
     def taken(

@@ -17,8 +17,9 @@ from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.report import Report
-from megatron_ucp.reshard.resume import How, check_options, resume
+from megatron_ucp.reshard.resume import check_options, resume
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
 from megatron_ucp.formats.of_ranks import (
-    OwnValues,
     PerRank,
     differing,
 )
@@ -35,7 +34,7 @@ from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import check_switch
-from megatron_ucp.reshard.engine import Engine, TakenExtras
+from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.execute import Counts, check_runs, execute
 from megatron_ucp.reshard.match import (
     ALLOWANCES,
@@ -56,25 +55,6 @@ from megatron_ucp.reshard.own_values import set_buffers, values_for
 from megatron_ucp.reshard.report import Report
 
 _NAMED = 5  # parameters that a note lists by name
-
-
-@dataclass(frozen=True)
-class How:
-    """What a load is asked for; see `load`. `loader` is the data loader whose position is
-    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
-    gets of it (None: what all share), both known once its files were looked at."""
-
-    optimizer: bool = True
-    scheduler: bool = True
-    module_only: bool = False
-    hyper: str = "checkpoint"
-    checksums: bool = True
-    allow: frozenset[str] = frozenset()
-    rng: bool = True
-    loader: Any = None
-    per_rank: Callable[[str, list[Any]], Any] | None = None
-    apart: PerRank = field(default_factory=PerRank)
-    own: OwnValues | None = None
 
 
 def check_options(

@@ -30,8 +30,8 @@ from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
-from megatron_ucp.reshard.resume import How
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":

@@ -17,8 +17,8 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.schedules import counted_groups
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.match import scheduler_for
-from megatron_ucp.reshard.resume import How
 
 # of a loss scale, what some files don't say and a step reads
 _MISSED = ("delayed_shift", "cur_hysteresis", "min_scale")

@@ -116,9 +116,9 @@ def _save(asked: Asked, left: ExitStack) -> SaveReport:
     found = _Found(apart, micro_batches(engine) if waits else None)
     written, stock_seconds = _stock(asked)
     with as_save_error(), agree.together() as block:
-        more = [own.write(asked.aside, agree.world()[0], apart)] if apart else []
-        files = _settle(asked.aside, written, more, how.rng, sync)
-        block.value = files, live.own.not_carried()
+        if apart:
+            written.append(own.write(asked.aside, agree.world()[0], apart))
+        block.value = _settle(asked.aside, written, how.rng, sync), live.own.not_carried()
     entries, keys = (_flat(one) for one in zip(*block.values, strict=True))
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
     whole = completed(bare, entries, how.loader, _said(live, asked, found))
@@ -318,7 +318,6 @@ def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
 def _settle(
     aside: Path,
     written: list[Path | SaveError],
-    more: list[Path],
     rng: bool,
     sync: durable.Syncs,
 ) -> list[FileEntry]:
@@ -326,7 +325,7 @@ def _settle(
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
-    paths = [path for path in written if isinstance(path, Path)] + more
+    paths = [path for path in written if isinstance(path, Path)]
     if rng:
         paths.append(random_states.write(aside, agree.world()[0]))
     for path in [*paths, aside]:

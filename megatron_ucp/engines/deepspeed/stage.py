@@ -87,19 +87,16 @@ class OwnStage:
         self.engine, self.model = engine, model
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
         self.wrapper = wrapper_of(engine)
-        sp, dp = sequence_parallel_of(engine)
-        self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=self.wrapper.zero))
+        self.mesh = _mesh_under(engine, tp, pp, self.wrapper.zero)
         self.layouts = layouts_of(engine, tp, self.tp_rank)
         self.uneven = is_uneven(self.layouts, tp)
         self.places = self.mesh.holding(self.uneven)
         rank = torch.distributed.get_rank()
         self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
         self.stacks = stacks_of(engine)
-        counts = counts_of(self._listed())
-        self.experts = LocalExperts(counts, self.mesh.ep, self.ep_rank)
+        self.experts = LocalExperts(counts_of(self._listed()), self.mesh.ep, self.ep_rank)
         self.spread = Spread.on(self.mesh)
-        staged = model is not None and is_pipeline(engine)
-        self.pipe = PipeNames(model.pipe) if staged and model is not None else None
+        self.pipe = PipeNames(model.pipe) if model is not None and is_pipeline(engine) else None
         buffers = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
         self.buffers = [own for live in buffers for own in self._by_expert(live)]
         self.names = {param: self._names_of(name) for param, name in engine.param_names.items()}
@@ -389,6 +386,11 @@ def _value_buffer(name: str, value: LiveValue, axes: tuple[str, ...]) -> FlatBuf
         return alone(name, size, states, axes=axes)
     length = -(-size // value.partitions)
     return FlatBuffer((Member(name, 0, size),), length, value.partitions, "each", states)
+
+
+def _mesh_under(engine: Any, tp: int, pp: int, zero: int) -> Mesh:
+    sp, dp = sequence_parallel_of(engine)
+    return with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=zero))
 
 
 def is_pipeline(engine: Any) -> bool:

@@ -12,7 +12,7 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.extras import OPERATIONS
-from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.engine import How
 
 if TYPE_CHECKING:
     from megatron_ucp.engines.megatron.engine.place import OwnPlace

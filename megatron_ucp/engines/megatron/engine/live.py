@@ -33,7 +33,7 @@ from megatron_ucp.engines.settings import built_groups
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.resume import How
+from megatron_ucp.reshard.engine import How
 
 
 def describe(stack: MegatronStack) -> "LiveMegatron":
