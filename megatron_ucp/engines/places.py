@@ -10,7 +10,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Joined, Stage, join
-from megatron_ucp.engines.settings import built_groups, set_group
+from megatron_ucp.engines.optimizer_groups import built_groups, set_group
 from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_usable
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model

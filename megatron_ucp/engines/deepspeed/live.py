@@ -13,15 +13,15 @@ from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Joined, check_replicas
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, flat_view, memory_of
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
 from megatron_ucp.engines.deepspeed.kept import of_engine
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
 from megatron_ucp.engines.deepspeed.stage import LiveValue, OwnStage, Part, one_order
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
+from megatron_ucp.engines.live_tensors import dtype_name, flat_view, memory_of
+from megatron_ucp.engines.optimizer_groups import scalar_state
 from megatron_ucp.engines.places import LivePlaces, told_by
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
-from megatron_ucp.engines.settings import scalar_state
 from megatron_ucp.engines.values import named_in
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told

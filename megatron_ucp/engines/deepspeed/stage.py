@@ -27,12 +27,12 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, order_of, spec_of
 from megatron_ucp.engines.deepspeed.autotp import is_uneven, layouts_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
 from megatron_ucp.engines.deepspeed.hooks import renamed_entries
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, stepper_of, wrapper_of
-from megatron_ucp.engines.settings import group_of
+from megatron_ucp.engines.live_tensors import dtype_name, order_of, spec_of
+from megatron_ucp.engines.optimizer_groups import group_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.paths import at_tp

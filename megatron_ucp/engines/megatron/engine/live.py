@@ -13,7 +13,7 @@ from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.stages import Stage, check_replicas
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.megatron.engine.extras import MegatronExtras
 from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
@@ -26,10 +26,10 @@ from megatron_ucp.engines.megatron.engine.inner import (
 from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
+from megatron_ucp.engines.optimizer_groups import built_groups
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.engines.places import LivePlaces, told_by
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
-from megatron_ucp.engines.settings import built_groups
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree

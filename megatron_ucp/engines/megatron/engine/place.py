@@ -14,7 +14,7 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, spec_of
+from megatron_ucp.engines.live_tensors import dtype_name, spec_of
 from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
     RATES,
@@ -27,7 +27,7 @@ from megatron_ucp.engines.megatron.engine.inner import (
     pieces_of,
 )
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
-from megatron_ucp.engines.settings import decay_of, group_of
+from megatron_ucp.engines.optimizer_groups import decay_of, group_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.optimizers import name_in_table, taken_as

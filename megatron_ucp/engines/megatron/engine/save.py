@@ -29,7 +29,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
@@ -38,7 +38,7 @@ from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.read_back import KeptValue, refuse_strange
+from megatron_ucp.engines.read_back import KeptValue, kept_of, refuse_strange
 from megatron_ucp.engines.saves import (
     SaveReport,
     Saving,
@@ -209,12 +209,9 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
 
 def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
     """Plain values that the files hold."""
-    if stack.scheduler is not None:
-        yield KeptValue("scheduler", stack.scheduler.state_dict(), live=False)
     for inner in inner_optimizers(stack.optimizer):
-        for number, group in enumerate(inner.optimizer.param_groups):
-            own = {key: value for key, value in group.items() if key != "params"}
-            yield KeptValue(f"param_groups[{number}]", own, live=False)
+        groups = inner.optimizer.param_groups
+        yield from kept_of("scheduler", stack.scheduler, groups, live=False)
 
 
 def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
