@@ -92,9 +92,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a save finds besides tensors: what differs from rank to rank, and how many micro-batches
-    came since the last step (None: no gradient waits for one)."""
+    """What a save finds besides tensors: this rank's values, what of them differs from rank to
+    rank, and how many micro-batches came since the last step (None: no gradient waits for
+    one)."""
 
+    own: LiveValues
     apart: PerRank
     waiting: int | None
 
@@ -111,17 +113,14 @@ def _save(asked: Asked, left: ExitStack) -> SaveReport:
     sync = durable.Syncs(how.durable)
     _begin(asked, left)
     live = describe(engine, asked.model, present=True)
-    waits = in_the_middle(engine, live.wrapper)
-    own, apart = _own_values(live, asked.client_state)
-    found = _Found(apart, micro_batches(engine) if waits else None)
+    found = _found(live, asked.client_state)
     written, stock_seconds = _stock(asked)
     with as_save_error(), agree.together() as block:
-        if apart:
-            written.append(own.write(asked.aside, agree.world()[0], apart))
+        if found.apart:
+            written.append(found.own.write(asked.aside, agree.world()[0], found.apart))
         block.value = _settle(asked.aside, written, how.rng, sync), live.own.not_carried()
     entries, keys = (_flat(one) for one in zip(*block.values, strict=True))
-    bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
-    whole = completed(bare, entries, how.loader, _said(live, asked, found))
+    whole = _whole(live, asked, entries, found)
     notes = _named(asked, whole, sync)
     return SaveReport(
         str(asked.folder / asked.tag),
@@ -134,6 +133,12 @@ def _save(asked: Asked, left: ExitStack) -> SaveReport:
         how.durable,
         (*_lost(keys, found), *notes),
     )
+
+
+def _whole(live: LiveEngine, asked: Asked, entries: list[FileEntry], found: _Found) -> Manifest:
+    """The manifest beside the files."""
+    bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
+    return completed(bare, entries, asked.how.loader, _said(live, asked, found))
 
 
 def _named(asked: Asked, whole: Manifest, sync: durable.Syncs) -> list[str]:
@@ -290,13 +295,14 @@ def _instead(owner: Any, name: str, method: Callable[..., None]) -> Iterator[Non
             setattr(owner, name, before)
 
 
-def _own_values(live: LiveEngine, client_state: Any) -> tuple[LiveValues, PerRank]:
-    """What this rank has that other ranks may have otherwise, and what differs. Collective. Raises
-    SaveError."""
+def _found(live: LiveEngine, client_state: Any) -> _Found:
+    """Collective. Raises SaveError."""
+    engine = live.engine
+    waiting = micro_batches(engine) if in_the_middle(engine, live.wrapper) else None
     with agree.together() as told:
         own = _live_values(live, client_state)
         told.value = own.digest()
-    return own, own.differing(told.values)
+    return _Found(own, own.differing(told.values), waiting)
 
 
 def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:

@@ -97,9 +97,13 @@ class OwnStage:
         self.experts = LocalExperts(counts_of(self._listed()), self.mesh.ep, self.ep_rank)
         self.spread = Spread.on(self.mesh)
         self.pipe = PipeNames(model.pipe) if model is not None and is_pipeline(engine) else None
-        buffers = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
-        self.buffers = [own for live in buffers for own in self._by_expert(live)]
         self.names = {param: self._names_of(name) for param, name in engine.param_names.items()}
+
+    @cached_property
+    def buffers(self) -> list[LiveBuffer]:
+        """What this rank has of the optimizer's flat buffers."""
+        found = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
+        return [own for live in found for own in self._by_expert(live)]
 
     def _own_names(self, name: str) -> list[str]:
         """The module's name of a parameter, or those of the slices of a stacked one."""

@@ -1,6 +1,6 @@
 """megatron-core's stack, described for all its ranks and filled on this one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -149,27 +149,28 @@ class LiveMegatron(LivePlaces):
     def wait_for_gathers(self) -> None:
         """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
         with one under way megatron-core's call waits for it and does nothing else."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        for _, groups in self._bucket_groups():
+            for group in groups:
                 if group.param_gather_handle is not None:
                     group.start_param_sync(force_sync=True)
 
+    def _bucket_groups(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Each chunk with its groups of buckets, where ranks share the masters."""
+        for chunk in self.own.chunks if self.own.mesh.zero else ():
+            yield chunk, (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
     def finish_gathers(self) -> None:
         """Every rank gets the weights that others stepped, where gathers overlap what follows: some
-        may be on their way, and some not begun."""
+        may be on their way, and some not begun. Of a group of buckets with a gather under way
+        megatron-core's call waits for that one."""
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.own.chunks):
-            self._gather_weights()
-
-    def _gather_weights(self) -> None:
-        """Every rank gets the weights that others have. Of a group of buckets with a gather under
-        way megatron-core's call waits for that one."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
-            chunk.start_param_sync(force_sync=True)
+            for chunk, _ in self._bucket_groups():
+                chunk.start_param_sync(force_sync=True)
 
     def _share_weights(self) -> None:
-        """As `_gather_weights`, where no gather is under way; in place on the CPU."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
-            groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        """Every rank gets the weights that others have, where no gather is under way; in place on
+        the CPU."""
+        for chunk, groups in self._bucket_groups():
             if not on_cpu([bucket.param_data for group in groups for bucket in group.buckets]):
                 chunk.start_param_sync(force_sync=True)
                 continue
