@@ -27,8 +27,8 @@ def measure(
         each: dict[str, dict[str, float]] = {}
         for durable in (False, True) if number % 2 else (True, False):
             dist.barrier()
-            asked = Asked(folder, "tag", {}, save_latest=True, exclude_frozen=False)
-            report: Any = save(engine, None, Saving(durable=durable), stock_save, asked)
+            how, place = Saving(durable=durable), Path(folder)
+            report: Any = save(Asked(engine, None, how, stock_save, place, "tag", {}, True, False))
             own = report.seconds - report.stock_seconds - report.sync_seconds
             each["durable" if durable else "not durable"] = {
                 "own": own,

@@ -7,12 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from megatron_ucp import __version__, say
-from megatron_ucp.cli.output import EXIT_CODES, UNUSABLE, Parser, print_json
+from megatron_ucp.cli.output import EXIT_CODES, UNUSABLE, Parser, add_options, nearest, print_json
 from megatron_ucp.errors import DamagedFileError, UcpError, UsageError
 
 COMMANDS = (
@@ -138,12 +137,11 @@ def _require_command(word: str) -> None:
     """Raises UsageError for what is no command, with the nearest one."""
     if word in COMMANDS:
         return
-    near = get_close_matches(word.replace("_", "-"), COMMANDS, n=1)
     raise UsageError(
         f"there is no command {word[:80]!r}",
         expected=", ".join(COMMANDS),
         found=word[:200],
-        fix=f"did you mean {near[0]}?" if near else "see `megatron-ucp --help`",
+        fix=nearest(word.replace("_", "-"), COMMANDS, "megatron-ucp"),
     )
 
 
@@ -224,6 +222,7 @@ def _parser(completion: bool = False) -> Parser:
             epilog=f"example:\n  megatron-ucp {module.EXAMPLE}\n\n{EXIT_CODES}",
         )
         module.add_arguments(command)
+        add_options(command, getattr(module, "OPTIONS", {}))
         _add_common(command)
         command.set_defaults(run=module.run)
     return parser

@@ -14,12 +14,16 @@ from megatron_ucp.cli.output import (
     named,
     show,
 )
-from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
+from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
 from megatron_ucp.errors import UsageError
 
 HELP = "write files for another mesh, a universal folder, or one for Megatron-LM"
 EXAMPLE = "convert runs/llama converted/global_step80 --mesh dp=3,zero=1"
 _FORMATS = ("native", "universal", "torch_dist")
+OPTIONS = {
+    "--latest": "let the pointer (`latest`) of the folder above name OUTPUT; it does anyway "
+    "where that folder is a run of the same format without one"
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default without), torch_dist (for Megatron-LM)",
     )
     add_target(parser)
-    parser.add_argument(
-        "--latest",
-        action="store_true",
-        help="let the pointer (`latest`) of the folder above name OUTPUT; it does anyway where "
-        "that folder is a run of the same format without one",
-    )
     add_allow(
         parser,
         {
@@ -70,13 +68,8 @@ def run(args: Any) -> int:
             fix="megatron-ucp convert CHECKPOINT OUTPUT --mesh tp=1,dp=4,zero=1",
         )
     to = args.to or ("native" if args.mesh else "universal")
-    if to == "native" and not args.mesh:
-        raise UsageError(
-            "DeepSpeed's own files are for one mesh",
-            expected="--mesh, such as tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh",
-        )
+    if to == "native":
+        require_mesh(args, "DeepSpeed's own files are")
     target = target_of(args)
     refuse_unused_size(args, target, paths[0], to == "native")
     found = convert(

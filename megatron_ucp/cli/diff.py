@@ -4,17 +4,16 @@ states, steps, hyper-parameters, schedules."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, FOUND, add_rules, named, print_json, print_notes
+from megatron_ucp.cli.output import DONE, FOUND, RULES, named, print_json, print_notes
 
 HELP = "compare two checkpoints of any meshes bit by bit"
 EXAMPLE = "diff runs/llama converted/global_step80"
+OPTIONS = {**RULES, "--rules-b FILE": "other rules for B"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a tag folder, or the folder above it")
     parser.add_argument("b", metavar="B", help="the other one")
-    add_rules(parser)
-    parser.add_argument("--rules-b", metavar="FILE", help="other rules for B")
     parser.add_argument(
         "--limit",
         type=_count,

@@ -8,10 +8,11 @@ from megatron_ucp.cli.output import DONE, FOUND, print_json
 
 HELP = "versions beside those that were tested, compiler, GPU"
 EXAMPLE = "doctor --ds-config ds_config.json"
+OPTIONS = {"--ds-config FILE": "a DeepSpeed config to look into"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ds-config", metavar="FILE", help="a DeepSpeed config to look into")
+    """Has options alone."""
 
 
 def run(args: Any) -> int:

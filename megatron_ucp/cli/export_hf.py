@@ -25,6 +25,16 @@ _PLAIN = (
     *("tokenizer", "merge", "verify", "force"),
 )
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+OPTIONS = {
+    "--config FILE_OR_FOLDER": "the model's config.json, or its folder (an adapter's "
+    "adapter_config.json); tokenizer files are copied from there. Default: what the "
+    "checkpoint says, else the file beside it",
+    "--tokenizer FOLDER": "copy the tokenizer files of this folder",
+    "--merge BASE": "the folder of the base model of a LoRA run: write that model with the "
+    "adapter added. Without it the adapter alone is written",
+    "--verify": "read the files back and compare them with the checkpoint, bit by bit",
+    "--force": "replace OUTPUT, if this command wrote it and nobody changed it since",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,35 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)"
     )
     parser.add_argument(
-        "--config",
-        metavar="FILE_OR_FOLDER",
-        help="the model's config.json, or its folder (an adapter's adapter_config.json); tokenizer "
-        "files are copied from there. Default: what the checkpoint says, else the file beside it",
-    )
-    parser.add_argument(
         "--family",
         default="",
         metavar="NAME",
         help="where neither the checkpoint nor its config says one",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="copy the tokenizer files of this folder"
-    )
-    parser.add_argument(
-        "--merge",
-        metavar="BASE",
-        help="the folder of the base model of a LoRA run: write that model with the adapter added. "
-        "Without it the adapter alone is written",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read the files back and compare them with the checkpoint, bit by bit",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace OUTPUT, if this command wrote it and nobody changed it since",
     )
     add_allow(
         parser,

@@ -7,11 +7,14 @@ import argparse
 from typing import Any
 
 from megatron_ucp.cli.output import add_allow, allowed, named, show
-from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
-from megatron_ucp.errors import UsageError
+from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
 
 HELP = "write DeepSpeed's files from a folder of a Hugging Face model"
 EXAMPLE = "import-hf hf start/global_step0 --mesh tp=2,dp=2,zero=1"
+OPTIONS = {
+    "--latest": "let `latest` of the folder above name OUTPUT; it does anyway where that "
+    "folder is a run without one"
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "output", metavar="OUTPUT", help="the new tag folder, such as llama/global_step0"
     )
     add_target(parser)
-    parser.add_argument(
-        "--latest",
-        action="store_true",
-        help="let `latest` of the folder above name OUTPUT; it does anyway where that folder is a "
-        "run without one",
-    )
     parser.add_argument(
         "--family",
         default="",
@@ -44,13 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Any) -> int:
     from megatron_ucp.reshard.hugging_face.import_hf import import_hf
 
-    if not args.mesh:
-        raise UsageError(
-            "DeepSpeed's own files are for one mesh",
-            expected="--mesh, such as tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh of the job that will train",
-        )
+    require_mesh(args, "DeepSpeed's own files are")
     target = target_of(args)
     refuse_unused_size(args, target, None)
     found = import_hf(

@@ -8,15 +8,11 @@ from megatron_ucp.cli.output import DONE, add_checkpoint, named, print_json
 
 HELP = "what a checkpoint is: format, model, step, mesh, optimizer, size"
 EXAMPLE = "inspect runs/llama --all"
+OPTIONS = {"--all": "also settings, groups, the model's sizes, and the table of parameters"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="also settings, groups, the model's sizes, and the table of parameters",
-    )
 
 
 def run(args: Any) -> int:

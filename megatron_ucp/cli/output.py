@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -36,9 +36,8 @@ class Parser(argparse.ArgumentParser):
             every = [name for action in self.every_action() for name in action.option_strings]
             # another command may have it
             known = [name for name in every if name != wrong]
-            if near := get_close_matches(wrong, known, n=1):
-                return f"did you mean {near[0]}? `{self.prog} --help` lists all"
-        return f"see `{self.prog} --help`"
+            return nearest(wrong, known, self.prog)
+        return nearest("", (), self.prog)
 
     def every_action(self) -> list[argparse.Action]:
         """The options of this parser, and of all commands below it."""
@@ -54,14 +53,19 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        near = get_close_matches(str(value), choices, n=1)
         name = "/".join(action.option_strings) or action.metavar
         raise UsageError(
             f"{name} has no value {value!r}"[:200],
             expected=", ".join(choices),
             found=str(value)[:200],
-            fix=f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`",
+            fix=nearest(str(value), choices, self.prog),
         )
+
+
+def nearest(word: str, known: Sequence[str], program: str) -> str:
+    """What to do about a wrong word."""
+    near = get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"see `{program} --help`"
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -73,18 +77,22 @@ def add_checkpoint(parser: argparse.ArgumentParser, optional: bool = False) -> N
         nargs="?" if optional else None,
         help="a tag folder, or the folder above it, whose newest tag is taken",
     )
-    parser.add_argument("--tag", metavar="TAG", help="another tag in that folder")
-    add_rules(parser)
+    add_options(parser, {"--tag TAG": "another tag in that folder", **RULES})
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
-    """The argument that says how the checkpoint is sharded, where it does not say so itself."""
-    parser.add_argument(
-        "--rules",
-        metavar="FILE",
-        help="a TOML file that says how parameters are sharded and named, where neither the "
-        "checkpoint nor a family does (docs/reference/rules.md)",
-    )
+def add_options(parser: argparse.ArgumentParser, rows: Mapping[str, str]) -> None:
+    """Options by name, with what they are for; one with no word for a value is a switch."""
+    for row, text in rows.items():
+        name, _, value = row.partition(" ")
+        how: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
+        parser.add_argument(name, help=text, **how)
+
+
+# how a checkpoint is sharded, where it does not say so itself
+RULES = {
+    "--rules FILE": "a TOML file that says how parameters are sharded and named, where neither the "
+    "checkpoint nor a family does (docs/reference/rules.md)"
+}
 
 
 def add_allow(parser: argparse.ArgumentParser, words: Mapping[str, str]) -> None:

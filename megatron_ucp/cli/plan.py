@@ -7,47 +7,38 @@ meshes are enough."""
 import argparse
 from typing import Any
 
-from megatron_ucp.cli.output import DONE, add_checkpoint, named, print_json, print_notes
-from megatron_ucp.cli.target import add_target, refuse_unused_size, target_of
+from megatron_ucp.cli.output import (
+    DONE,
+    add_checkpoint,
+    named,
+    print_json,
+    print_notes,
+)
+from megatron_ucp.cli.target import add_target, refuse_unused_size, require_mesh, target_of
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families
 
 HELP = "the dry run of a resume on another mesh, and a picture of it"
 EXAMPLE = "plan runs/llama --mesh dp=3,zero=1 --picture plan.png"
 _SHOWN = 32  # ranks in the table
+OPTIONS = {
+    "--picture FILE": "draw who reads what from whom into a PNG, PDF or SVG file",
+    "--simulate FAMILY": f"no checkpoint: a model of this family ({', '.join(families())})",
+    "--sizes SIZES": "of that model: "
+    "layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
+    "--source-mesh MESH": "the mesh that would have written it",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, optional=True)
     add_target(parser)
-    parser.add_argument(
-        "--picture",
-        metavar="FILE",
-        help="draw who reads what from whom into a PNG, PDF or SVG file",
-    )
-    parser.add_argument(
-        "--simulate",
-        metavar="FAMILY",
-        help=f"no checkpoint: a model of this family ({', '.join(families())})",
-    )
-    parser.add_argument(
-        "--sizes",
-        metavar="SIZES",
-        help="of that model: layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
-    )
-    parser.add_argument("--source-mesh", metavar="MESH", help="the mesh that would have written it")
 
 
 def run(args: Any) -> int:
     from megatron_ucp.reshard import preview
 
-    if not args.mesh:
-        raise UsageError(
-            "a plan is for one mesh",
-            expected="--mesh tp=1,dp=4,zero=1",
-            found="none",
-            fix="give --mesh of the job that would resume",
-        )
+    require_mesh(args, "a plan is")
     target = target_of(args)
     if args.simulate:
         found = _simulated(args, target)
@@ -96,14 +87,8 @@ def _simulated(args: Any, target: Any) -> Any:
 
 def _print(found: Any) -> None:
     print(f"{found.source_mesh}  to  {found.mesh}")
-    heads = ("files", "MB read", "segments", "MB of states", "MB at most")
-    rows: list[tuple[str, ...]] = [("rank", *found.ranks[0].coord.shown, *heads)]
-    for one in found.ranks[:_SHOWN]:
-        place = map(str, (one.rank, *one.coord.shown.values(), len(one.files)))
-        sizes = (one.read_bytes, one.state_bytes, one.peak_bytes)
-        megabytes = [f"{size / 1e6:,.1f}" for size in sizes]
-        rows.append((*place, megabytes[0], f"{one.copies:,}", *megabytes[1:]))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows = _table(found.ranks)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)))
     if len(found.ranks) > _SHOWN:
@@ -114,3 +99,14 @@ def _print(found: Any) -> None:
         "of the checkpoint"
     )
     print_notes(found.notes)
+
+
+def _table(ranks: Any) -> list[tuple[str, ...]]:
+    heads = ("files", "MB read", "segments", "MB of states", "MB at most")
+    rows: list[tuple[str, ...]] = [("rank", *ranks[0].coord.shown, *heads)]
+    for one in ranks[:_SHOWN]:
+        place = map(str, (one.rank, *one.coord.shown.values(), len(one.files)))
+        sizes = (one.read_bytes, one.state_bytes, one.peak_bytes)
+        read, *memory = [f"{size / 1e6:,.1f}" for size in sizes]
+        rows.append((*place, read, f"{one.copies:,}", *memory))
+    return rows

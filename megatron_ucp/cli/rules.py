@@ -9,14 +9,16 @@ from megatron_ucp.errors import UsageError
 
 HELP = "draft the rules of a model that no family covers, or check them"
 EXAMPLE = "rules runs/llama --out rules.toml"
+OPTIONS = {
+    "--tag TAG": "another tag in that folder",
+    "--check FILE": "compare this file with the checkpoint",
+    "--out FILE": "write the draft there, not to the terminal",
+    "--force": "replace an --out that exists",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a tag folder, or the folder above it")
-    parser.add_argument("--tag", metavar="TAG", help="another tag in that folder")
-    parser.add_argument("--check", metavar="FILE", help="compare this file with the checkpoint")
-    parser.add_argument("--out", metavar="FILE", help="write the draft there, not to the terminal")
-    parser.add_argument("--force", action="store_true", help="replace an --out that exists")
 
 
 def run(args: Any) -> int:

@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import Any
 
-from megatron_ucp.cli.output import add_dtype
+from megatron_ucp.cli.output import add_dtype, add_options
 from megatron_ucp.errors import UsageError
 
 _MOST_CHARS = 2000  # of the numbers of layers
@@ -13,37 +13,34 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """The arguments that describe a mesh and what it alone does not say."""
-    parser.add_argument(
-        "--mesh",
-        metavar="MESH",
-        help="such as tp=2,pp=1,dp=4,zero=1; an axis that is left out is 1, a ZeRO stage is the "
-        "source's",
-    )
-    parser.add_argument(
-        "--ds-config",
-        metavar="FILE",
-        help="the DeepSpeed config of the job (default: as the source)",
+    add_options(
+        parser,
+        {
+            "--mesh MESH": "such as tp=2,pp=1,dp=4,zero=1; an axis that is left out is 1, a ZeRO "
+            "stage is the source's",
+            "--ds-config FILE": "the DeepSpeed config of the job (default: as the source)",
+            "--optimizer CLASS": "such as torch.AdamW or deepspeed.FusedAdam (default: the "
+            "source's)",
+            "--stages HOW": "how the layers of a pipeline are divided: uniform, parameters, layers "
+            "(as many of the most frequent kind each), or their numbers, such as 3,3",
+            "--groups FILE": "JSON: the names of each parameter group, in the optimizer's order",
+        },
     )
     add_dtype(parser, _DTYPES, "of the training weights: float32, bfloat16 or float16")
     parser.add_argument(
-        "--optimizer",
-        metavar="CLASS",
-        help="such as torch.AdamW or deepspeed.FusedAdam (default: the source's)",
-    )
-    parser.add_argument(
-        "--stages",
-        metavar="HOW",
-        help="how the layers of a pipeline are divided: uniform, parameters, layers (as many of "
-        "the most frequent kind each), or their numbers, such as 3,3",
-    )
-    parser.add_argument(
         "--sub-group-size", type=int, metavar="ELEMENTS", help="of ZeRO stage 3, for one rank"
     )
-    parser.add_argument(
-        "--groups",
-        metavar="FILE",
-        help="JSON: the names of each parameter group, in the optimizer's order",
-    )
+
+
+def require_mesh(args: Any, what: str) -> None:
+    """Raises UsageError without --mesh; `what` needs one."""
+    if not args.mesh:
+        raise UsageError(
+            f"{what} for one mesh",
+            expected="--mesh, such as tp=1,dp=4,zero=1",
+            found="none",
+            fix="give --mesh of the job that will train or resume",
+        )
 
 
 def target_of(args: Any) -> Any:

@@ -8,18 +8,14 @@ from megatron_ucp.cli.output import DONE, FOUND, add_checkpoint, named, show
 
 HELP = "whether a checkpoint is whole; with --deep every byte of it"
 EXAMPLE = "verify runs/llama --deep"
+OPTIONS = {
+    "--deep": "read everything: checksums, copies of one parameter, NaN",
+    "--allow-nan": "don't look for NaN, which is no corruption",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="read everything: checksums, copies of one parameter, NaN",
-    )
-    parser.add_argument(
-        "--allow-nan", action="store_true", help="don't look for NaN, which is no corruption"
-    )
 
 
 def run(args: Any) -> int:

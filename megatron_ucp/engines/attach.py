@@ -3,31 +3,34 @@ deepspeed themselves."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of, require_engine
-from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
 from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.wrappers import remember_stepped
-from megatron_ucp.engines.export import export
-from megatron_ucp.engines.load import asked_of, fill
+from megatron_ucp.engines.handle import Handle
+from megatron_ucp.engines.load import HANDLE, asked_of, fill, to_fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.read_back import refuse_strange
-from megatron_ucp.engines.saves import Saving, ended
+from megatron_ucp.engines.saves import SaveReport, Saving, ended
+from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.ds_section import SECTION, options_of
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
-from megatron_ucp.reshard.load_options import How, check_options
+from megatron_ucp.reshard.load_options import check_options
 
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank")
 _OF_SAVES = ("durable", "keep_latest", "rng")
@@ -107,16 +110,32 @@ def _attach(
     if taken_as:
         say.note(taken_as)
     if model is not None and not hasattr(engine.module, INFO):
-        pipe = model.pipe if is_pipeline(engine) else None
-        if info := info_of(model, parallel_of(engine)[0][0], pipe):
-            setattr(engine.module, INFO, info)
-        engine.module.register_state_dict_post_hook(empty_extra_state)
+        _say_layouts(engine, model)
     engine.__dict__[_ATTACHED] = True
     remember_stepped(engine)
-    engine.save_checkpoint = _saver(engine, model, how)
-    engine.load_checkpoint = _load_method(engine, family, loader, loading)
-    described = functools.partial(describe, engine, model)
-    setattr(engine, LIVE_EXPORT, functools.partial(export, described, engine.module, model))
+    handle = _DeepSpeedHandle(engine, model, how, family, loading)
+    setattr(engine, HANDLE, handle)
+    setattr(engine, LIVE_EXPORT, handle.export_hf)
+    engine.save_checkpoint = _instead_of(handle.stock_save, handle.save_checkpoint)
+    engine.load_checkpoint = _instead_of(handle.stock_load, handle.load_checkpoint)
+
+
+def _say_layouts(engine: Any, model: Model) -> None:
+    """Lets stock DeepSpeed's own tools know how the model is cut."""
+    pipe = model.pipe if is_pipeline(engine) else None
+    if info := info_of(model, parallel_of(engine)[0][0], pipe):
+        setattr(engine.module, INFO, info)
+    engine.module.register_state_dict_post_hook(empty_extra_state)
+
+
+def _instead_of(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of ours under the name and the documentation of DeepSpeed's."""
+
+    @functools.wraps(stock)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return method
 
 
 def _is_attached(engine: Any) -> bool:
@@ -125,37 +144,47 @@ def _is_attached(engine: Any) -> bool:
     return _ATTACHED in engine.__dict__
 
 
-def _saver(engine: Any, model: Model | None, how: Saving) -> Callable[..., bool]:
-    """What takes the place of the engine's `save_checkpoint`."""
-    stock_save = engine.save_checkpoint
+class _DeepSpeedHandle(Handle):
+    """An engine of DeepSpeed, which is saved as `how` says and loaded with the `options` that
+    `attach` was given; `stock_save` and `stock_load` are its own methods."""
 
-    @functools.wraps(stock_save)
-    def save_checkpoint(
+    def __init__(
+        self, engine: Any, model: Model | None, how: Saving, family: Any, options: Mapping[str, Any]
+    ) -> None:
+        super().__init__(engine, engine.module, model)
+        self.how, self.family, self.options = how, family, options
+        self.stock_save, self.stock_load = engine.save_checkpoint, engine.load_checkpoint
+
+    def describe(self) -> LiveEngine:
+        return describe(self.program, self.model)
+
+    def to_fill(self, family: Any) -> LiveEngine:
+        return to_fill(self.program, family)
+
+    def save(
+        self,
         save_dir: Any,
         tag: Any = None,
         client_state: Any = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
-    ) -> bool:
+    ) -> SaveReport:
+        engine = self.program
+        require_usable(engine)
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        client_state = client_state or {}
+        given = (Path(plain_path(save_dir)), tag, client_state or {}, save_latest)
         asked = Asked(
-            plain_path(save_dir), tag, client_state, save_latest, exclude_frozen_parameters
+            engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
         )
-        ended(engine, save(engine, model, how, stock_save, asked))
+        return ended(engine, save(asked))
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """In the place of the engine's own."""
+        self.save(*args, **kwargs)
         return True
 
-    return save_checkpoint
-
-
-def _load_method(
-    engine: Any, family: Any, loader: ResumableLoader | None, options: Mapping[str, Any]
-) -> Callable[..., tuple[str | None, Mapping[str, Any] | None]]:
-    """What takes the place of the engine's `load_checkpoint`."""
-    stock_load = engine.load_checkpoint
-
-    @functools.wraps(stock_load)
     def load_checkpoint(
+        self,
         load_dir: Any,
         tag: Any = None,
         load_module_strict: bool = True,
@@ -165,19 +194,21 @@ def _load_method(
         custom_load_fn: Any = None,
         native: bool = False,
     ) -> tuple[str | None, Mapping[str, Any] | None]:
+        """In the place of the engine's own."""
+        options = self.options
         allow = {*options.get("allow", ()), *(() if load_module_strict else ("missing", "extra"))}
         how = How(
             load_optimizer_states and not load_module_only,
             load_lr_scheduler_states,
             load_module_only,
-            loader=loader,
+            loader=self.how.loader,
             **{**options, "allow": frozenset(allow)},
         )
         stock = bool(native) or custom_load_fn is not None
         with agree.together() as block:
             plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)
-            asked = asked_of(load_dir, tag, how, family)
+            asked = asked_of(load_dir, tag, how, self.family)
             block.value = {
                 "load_dir": asked.pop("path"),
                 "load_module_strict": load_module_strict,
@@ -187,23 +218,14 @@ def _load_method(
             }
         agree.require_same(block.values)
         if stock:
-            return stock_load(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+            own = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
+            return self.stock_load(load_dir, tag, load_module_strict, *own, custom_load_fn)
         if nothing:
             # as DeepSpeed does
             say.note(f"no checkpoint in {load_dir}: the run starts from the beginning")
             return None, None
-        report = fill(engine, load_dir, tag, family, how)
-        return report.path, report.client_state
-
-    return load_checkpoint
+        done = fill(self.program, load_dir, tag, self.family, how)
+        return done.path, done.client_state
 
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:

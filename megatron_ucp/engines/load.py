@@ -12,14 +12,13 @@ import torch
 from megatron_ucp import say
 from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import model_of
-from megatron_ucp.engines.deepspeed.live import describe
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.engines.megatron.engine.live import describe as describe_stack
-from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.saves import LOADED, go_on_with
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.load_options import How, check_options
+from megatron_ucp.reshard.engine import How
+from megatron_ucp.reshard.load_options import check_options
 from megatron_ucp.reshard.report import Report
 from megatron_ucp.reshard.resume import resume
 
@@ -113,6 +112,10 @@ def _words(allow: Any) -> frozenset[str]:
     return frozenset(one if isinstance(one, str) else repr(one) for one in given)
 
 
+HANDLE = "ucp"  # of an attached engine: its `Handle`
+_AS_THEY_ARE = ("hyper", "checksums", "allow", "rng", "loader")  # fields of `How`
+
+
 def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:
     """What all ranks must have been given alike, by the names that a caller knows."""
     options = {
@@ -121,14 +124,18 @@ def asked_of(path: Any, tag: Any, how: How, family: Any) -> dict[str, Any]:
         "load_optimizer_states": how.optimizer,
         "load_lr_scheduler_states": how.scheduler,
         "load_module_only": how.module_only,
-        "hyper": how.hyper,
-        "checksums": how.checksums,
-        "allow": how.allow,
-        "rng": how.rng,
-        "loader": how.loader,
+        **{name: getattr(how, name) for name in _AS_THEY_ARE},
         "family": family,
     }
     return {name: agree.plain_option(value) for name, value in options.items()}
+
+
+def to_fill(engine: Any, family: Any) -> LiveEngine:
+    """An engine of DeepSpeed, attached or not. Collective. Raises a UcpError on every rank."""
+    with agree.together():
+        model = model_of(engine, family)
+        refuse_engine(engine, model)
+    return describe(engine, model)
 
 
 @collector_paused()
@@ -136,13 +143,9 @@ def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) 
     """`load` of what all ranks were asked for alike."""
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
-        if isinstance(engine, MegatronStack):
-            report = resume(describe_stack(engine), path, tag, how)
-        else:
-            with agree.together():
-                model = model_of(engine, family)
-                refuse_engine(engine, model)
-            report = resume(describe(engine, model), path, tag, how)
+        handle: Any = getattr(engine, HANDLE, None)
+        live = to_fill(engine, family) if handle is None else handle.to_fill(family)
+        report = resume(live, path, tag, how)
     if not how.module_only:
         go_on_with(engine, report.run_id)
     engine.__dict__[LOADED] = report

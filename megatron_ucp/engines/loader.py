@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.reshard.engine import KeepsPosition
 
 _NEEDED = ("num_replicas", "rank", "dataset", "epoch", "drop_last", "set_epoch")
 
@@ -141,9 +142,7 @@ class ResumableLoader:
         self._start = self.samples = min(int(state["samples"]), len(self.sampler.dataset))
 
 
-def restore_position(
-    loader: ResumableLoader | None, position: Mapping[str, Any] | None
-) -> list[str]:
+def restore_position(loader: KeepsPosition | None, position: Mapping[str, Any] | None) -> list[str]:
     """Gives a loader the position of a checkpoint; notes where there is only one of them."""
     if loader is not None and position is not None:
         loader.load_state_dict(position)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_ucp.formats.of_ranks import (
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 
-Digests = tuple[dict[str, str], dict[Any, str], tuple[int, str], dict[str, str]]
+Digests = dict[tuple[str, Any], str]  # by kind and name
 
 
 class LiveValues:
@@ -52,16 +52,23 @@ class LiveValues:
 
     @cached_property
     def _digests(self) -> Digests:
-        buffers = {name: _digest(value) for name, value in self._buffers.items()}
-        client = {key: _digest(value) for key, value in self._client.items()}
-        alike = {name: _digest(value) for name, value in self._alike.items()}
-        return buffers, client, (self._stage, _digest(self._scheduler)), alike
+        held = {
+            "buffer": self._buffers,
+            "client": self._client,
+            "schedule": {self._stage: self._scheduler},
+            "alike": self._alike,
+        }
+        return {
+            (kind, name): _digest(value)
+            for kind, values in held.items()
+            for name, value in values.items()
+        }
 
     def digest(self) -> str:
         """Of all of them, in this rank's place. Raises what a value may raise."""
-        own = self._digests
-        text = repr([sorted(map(repr, each.items())) for each in (own[0], own[1], own[3])])
-        return hashlib.sha256((text + own[2][1]).encode()).hexdigest()
+        places = {("schedule", self._stage): "schedule"}  # of whichever stage
+        own = [(places.get(place, place), found) for place, found in self._digests.items()]
+        return hashlib.sha256(repr(sorted(map(repr, own))).encode()).hexdigest()
 
     def differing(self, digests: Sequence[str]) -> PerRank:
         """What differs among the ranks that have it; `digests` are those of all ranks. Collective
@@ -69,16 +76,22 @@ class LiveValues:
         if len({*digests}) == 1:
             return PerRank()
         found = agree.gather((self._digests, self._compared))
-        _require_alike([alike for (*_, alike), _ in found])
-        sums = _by_name([buffers for (buffers, *_), _ in found])
-        clients = [client for (_, client, *_), compared in found if compared]
-        keys = {key for client in clients for key in client}
-        schedules = _by_name([dict([schedule]) for (_, _, schedule, _), _ in found])
-        return PerRank(
-            frozenset(name for name, held in sums.items() if len(held) > 1),
-            frozenset(key for key in keys if len({c.get(key) for c in clients}) > 1),
-            any(len(held) > 1 for held in schedules.values()),
-        )
+        sums: dict[tuple[str, Any], list[str]] = {}
+        for held, _ in found:
+            for place, one in held.items():
+                sums.setdefault(place, []).append(one)
+        clients = sum(compared for _, compared in found)  # all of them have the same keys
+        odd = [
+            place
+            for place, held in sums.items()
+            if len({*held}) > 1 or (place[0] == "client" and len(held) < clients)
+        ]
+
+        def of(kind: str) -> frozenset[Any]:
+            return frozenset(name for what, name in odd if what == kind)
+
+        _require_alike(of("alike"))
+        return PerRank(of("buffer"), of("client"), bool(of("schedule")))
 
     def write(self, folder: Path, rank: int, what: PerRank) -> Path:
         """Writes what this rank has of all that differs; returns the file. Raises OSError."""
@@ -102,22 +115,12 @@ class LiveValues:
         return path
 
 
-def _by_name(digests: Sequence[Mapping[Any, Any]]) -> dict[Any, set[Any]]:
-    """All that ranks say of each name."""
-    out: dict[Any, set[Any]] = {}
-    for each in digests:
-        for name, one in each.items():
-            out.setdefault(name, set()).add(one)
-    return out
-
-
-def _require_alike(digests: Sequence[Mapping[str, str]]) -> None:
-    odd = sorted(name for name, held in _by_name(digests).items() if len(held) > 1)
+def _require_alike(odd: Collection[str]) -> None:
     if odd:
         raise SaveError(
             "ranks have different values where a checkpoint has one, and no load would take it",
             expected="the same value on every rank",
-            found=some_of(odd),
+            found=some_of(sorted(odd)),
             fix="give the groups the same settings on every rank; keep what is a rank's own in "
             "client_state",
             id="",

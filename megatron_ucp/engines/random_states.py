@@ -20,11 +20,8 @@ from megatron_ucp.formats.base import TWISTER_WORDS, Checkpoint
 # Generators for tensor-parallel regions, by the module that keeps them. Looked up there only where
 # a program uses it.
 _TRACKERS = {
-    "megatron": ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
-    "deepspeed": (
-        "deepspeed.runtime.activation_checkpointing.checkpointing",
-        "get_cuda_rng_tracker",
-    ),
+    "megatron": "megatron.core.tensor_parallel.random",
+    "deepspeed": "deepspeed.runtime.activation_checkpointing.checkpointing",
 }
 _ALWAYS = frozenset({"torch", "numpy", "numpy_place", "numpy_gauss", "python", "python_gauss"})
 _GPU_BYTES = 16  # of a CUDA generator: its seed and offset
@@ -73,12 +70,11 @@ def states() -> dict[str, torch.Tensor]:
 
 
 def _trackers() -> dict[str, Any]:
-    loaded = {
-        owner: (sys.modules[module], name)
-        for owner, (module, name) in _TRACKERS.items()
+    return {
+        owner: sys.modules[module].get_cuda_rng_tracker()
+        for owner, module in _TRACKERS.items()
         if module in sys.modules
     }
-    return {owner: getattr(module, name)() for owner, (module, name) in loaded.items()}
 
 
 @dataclass(frozen=True)
@@ -98,21 +94,16 @@ class Restored:
         Raises DamagedFileError.
         """
         manifest, file = source.recorded, str(source.folder / file_name(rank))
-        kept = manifest is not None and source.beside(file_name(0)) is not None
-        if (
-            manifest is None
-            or SEED not in manifest.run
-            or not kept
-            and CONVERTED not in manifest.run
-        ):
+        kept = source.beside(file_name(0)) is not None
+        run: Mapping[str, Any] = {} if manifest is None else manifest.run
+        if manifest is None or SEED not in run or not (kept or CONVERTED in run):
             found = source.random_states(here, rank)
             if isinstance(found, str):
                 return cls(f"random states: {found}, this process's own go on")
             return cls._exactly({name: _tensor(found[name]) for name in found}, source.main_file)
         if kept and manifest.mesh.has_ranks_of(here):
             return cls._exactly(_parse(source.beside(file_name(rank)), file), file)
-        seed, steps = manifest.run[SEED], manifest.run.get(STEPS, 0)
-        text = f"{seed} {steps} {place[0]} {place[1]}"
+        text = " ".join(map(str, (run[SEED], run.get(STEPS, 0), *place)))
         return cls(
             "random states: derived from the seed, the step and this rank's coordinates, as the "
             "mesh is another one",
@@ -126,7 +117,8 @@ class Restored:
         the note says which. Raises DamagedFileError for what no generator can be set to."""
         _check(saved, file)
         live = {name: state for name, state in states().items() if name not in _ALWAYS}
-        kept = [name for name in live if name not in saved or saved[name].shape != live[name].shape]
+        shapes = {name: state.shape for name, state in saved.items()}
+        kept = [name for name, state in live.items() if shapes.get(name) != state.shape]
         if "cuda" in saved and "cuda" not in live and saved["cuda"].numel() == _GPU_BYTES:
             kept.append("cuda")
         note = (
@@ -168,26 +160,27 @@ def _tensor(value: bytes | Sequence[int] | Sequence[float]) -> torch.Tensor:
 def _check(saved: Mapping[str, torch.Tensor], file: str) -> None:
     """Setting them comes after everything else was written: what torch, numpy and Python would
     refuse, or take as something else, is found now. Raises DamagedFileError."""
-    own = {name: (state.shape, state.dtype) for name, state in states().items() if name in _ALWAYS}
-    theirs = {
-        name: (saved[name].shape, saved[name].dtype) if name in saved else None for name in own
-    }
-    if own != theirs:
-        name = next(name for name in own if own[name] != theirs[name])
-        raise DamagedFileError(
-            "a file of random states is not complete",
-            file=file,
-            parameter=name,
-            expected=own[name],
-            found=theirs[name] or "nothing of it",
-        )
+    for name, own in states().items():
+        theirs = saved.get(name)
+        if name in _ALWAYS and (theirs is None or _form(theirs) != _form(own)):
+            raise DamagedFileError(
+                "a file of random states is not complete",
+                file=file,
+                parameter=name,
+                expected=_form(own),
+                found="nothing of it" if theirs is None else _form(theirs),
+            )
     _check_values(saved, file)
+
+
+def _form(state: torch.Tensor) -> str:
+    return f"{state.dtype} {tuple(state.shape)}"
 
 
 def _check_values(saved: Mapping[str, torch.Tensor], file: str) -> None:
     for name, state in saved.items():
         if name not in _ALWAYS and not _is_of_torch(state):
-            _refuse(name, f"{state.dtype} {tuple(state.shape)}", file)
+            _refuse(name, _form(state), file)
     words = torch.cat([saved["numpy"], saved["python"][1:-1]])
     places = torch.stack([saved["numpy_place"][0], saved["python"][-1]])
     for name, found, most in (

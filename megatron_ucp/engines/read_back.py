@@ -4,7 +4,7 @@ torch does, without the bytes of its tensors, and read as every load reads it.""
 import io
 import json
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,18 @@ class KeptValue:
     value: Any
     live: bool = True
     in_manifest: bool = False
+
+
+def kept_of(
+    name: str, scheduler: Any, groups: Sequence[Mapping[str, Any]], **how: bool
+) -> Iterator[KeptValue]:
+    """The state of a scheduler, which is called `name`, and the hyper-parameters of every group;
+    `how` as in `KeptValue`."""
+    if scheduler is not None:
+        yield KeptValue(name, scheduler.state_dict(), how.get("live", True))
+    for number, group in enumerate(groups):
+        own = {key: value for key, value in group.items() if key != "params"}
+        yield KeptValue(f"param_groups[{number}]", own, **how)
 
 
 def refuse_strange(

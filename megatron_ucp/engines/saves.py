@@ -2,17 +2,18 @@
 tags go, and what failed is a SaveError."""
 
 import os
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
-from megatron_ucp.core.manifest import FILE_NAME
+from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.engines.loader import ResumableLoader
-from megatron_ucp.errors import DamagedFileError, SaveError, UcpError, UsageError
+from megatron_ucp.errors import DamagedFileError, RankError, SaveError, UcpError, UsageError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.pointers import LATEST, pointers_to, read_pointer
 from megatron_ucp.reshard import agree
@@ -182,6 +183,37 @@ def as_save_error() -> Iterator[None]:
             file=error.file,
             found=error.found,
         ) from error
+
+
+@contextmanager
+def as_rank_error(folder: Path, tag: str) -> Iterator[None]:
+    """Inside, collectives that break (as they do when a rank dies) are a save that did not
+    finish."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            "the save did not finish, and nothing of it counts: a rank died, or its collectives "
+            "failed",
+            file=folder / tag,
+            found=str(error).strip().partition("\n")[0],
+            fix="look at the other ranks' output; resume from the tag that `latest` names",
+        ) from error
+
+
+def completed(
+    manifest: Manifest,
+    entries: Iterable[FileEntry],
+    loader: ResumableLoader | None,
+    said: Mapping[str, Any],
+) -> Manifest:
+    """The manifest beside the files of a save: these, the position of the data, and what else is
+    `said` of the save."""
+    run = {**manifest.run, **said, "saved_at": time.time()}
+    if loader is not None:
+        run["data"] = loader.state_dict()
+    files = tuple(sorted(entries, key=lambda entry: entry.name))
+    return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
 
 
 def prune(folder: Path, keep: int | None, engine: Any) -> list[str]:

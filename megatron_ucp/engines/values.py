@@ -78,6 +78,16 @@ def strange(value: Any, where: str, live: bool) -> Iterator[tuple[str, str]]:
     if _holds_itself(value, set(), set()):
         yield where, "a container that holds itself"
         return
+    for _, place, level, wrong in _walk(value, where, live):
+        if level > _MAX_LEVELS:
+            yield place, f"more than {_MAX_LEVELS} levels"
+        elif wrong:
+            yield place, wrong
+
+
+def _walk(value: Any, where: str, live: bool) -> Iterator[tuple[Any, str, int, str]]:
+    """Everything in a value once, with its place, its level and what is `strange` about it:
+    containers, what is in them, and with `live` in objects of other classes."""
     seen: dict[int, Any] = {}  # kept, that no other object gets the number
     left: list[tuple[Any, str, int]] = [(value, where, 0)]
     while left:
@@ -85,16 +95,13 @@ def strange(value: Any, where: str, live: bool) -> Iterator[tuple[str, str]]:
         if id(item) in seen:
             continue
         seen[id(item)] = item
-        if level > _MAX_LEVELS:
-            yield place, f"more than {_MAX_LEVELS} levels"
-            continue
         found = _inside(item, place)
         wrong = _wrong_leaf(item) if found is None else ""
         if wrong and live and (stand := _object(item)) is not None:
             found, wrong = _parts_of(stand, place), ""
-        if wrong:
-            yield place, wrong
-        left += [(inner, name, level + 1) for name, inner in found or ()]
+        yield item, place, level, wrong
+        if level <= _MAX_LEVELS:
+            left += [(inner, name, level + 1) for name, inner in found or ()]
 
 
 def _holds_itself(item: Any, above: set[int], done: set[int]) -> bool:
@@ -256,19 +263,8 @@ def named_in(value: Any) -> dict[str, Any]:
 
 
 def _all_in(value: Any) -> Iterator[Any]:
-    """Everything in a live value, once: containers, objects of other classes, what is in them."""
-    seen: dict[int, Any] = {}
-    left = [value]
-    while left:
-        item = left.pop()
-        if id(item) in seen:
-            continue
-        seen[id(item)] = item
-        yield item
-        found = _inside(item, "")
-        if found is None and _wrong_leaf(item) and (stand := _object(item)) is not None:
-            found = _parts_of(stand, "")
-        left += [inner for _, inner in found or ()]
+    """Everything in a live value, once."""
+    return (item for item, *_ in _walk(value, "", live=True))
 
 
 # ------------------------------------------------ live to inert

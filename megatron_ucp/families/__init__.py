@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import gpt, llama, mistral, mixtral, qwen2, qwen3
-from megatron_ucp.families.base import Family
+from megatron_ucp.families.base import Family, Model
+from megatron_ucp.families.measure import measured
 
 _FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY for module in (gpt, llama, mixtral, mistral, qwen2, qwen3)
@@ -31,12 +32,7 @@ def register_family(family: Family) -> None:
         >>> ucp.register_family(Family("mine", table=table, sizes=Sizes))
     """
     if not isinstance(cast("object", family), Family):
-        raise UsageError(
-            "this is no family",
-            expected="a megatron_ucp.families.base.Family",
-            found=repr(family)[:200],
-            fix="give a Family; docs/own-model.md shows how to write one",
-        )
+        raise _no_family(family)
     _FAMILIES[family.name] = family
 
 
@@ -45,13 +41,35 @@ def families() -> Mapping[str, Family]:
     return MappingProxyType(_FAMILIES)
 
 
-def find_family(name: str) -> Family:
-    """A family by name. Raises UsageError."""
-    if not isinstance(cast("object", name), str) or name not in _FAMILIES:
+def _no_family(found: object) -> UsageError:
+    return UsageError(
+        "this is no family",
+        expected="the name of a family, or a megatron_ucp.families.base.Family",
+        found=repr(found)[:200],
+        fix="give its name, such as llama, or a Family; docs/own-model.md shows how to write one",
+    )
+
+
+def find_family(family: str | Family) -> Family:
+    """A family by its name, or itself. Raises UsageError."""
+    if isinstance(family, Family):
+        return family
+    if not isinstance(cast("object", family), str):
+        raise _no_family(family)
+    if family not in _FAMILIES:
         raise UsageError(
             "there is no such family",
             expected=", ".join(sorted(_FAMILIES)),
-            found=repr(name)[:200] if not isinstance(cast("object", name), str) else name,
+            found=family,
             fix="choose one of these, or register your own with megatron_ucp.register_family",
         )
-    return _FAMILIES[name]
+    return _FAMILIES[family]
+
+
+def model_of_module(family: str | Family, module: Any, tp: int) -> Model:
+    """A family at the sizes of a live model that is cut into `tp` parts. Raises UsageError,
+    LayoutError."""
+    chosen = find_family(family)
+    model = Model(chosen, (chosen.measure or measured)(module))
+    model.check_cut(tp)
+    return model

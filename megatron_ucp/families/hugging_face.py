@@ -219,6 +219,22 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
     for one in ropes:
         rope.update(one)
     kind: object = rope.get("rope_type", rope.get("type", "default"))
+    _check_computed(config, rope, str(kind), ropes[:1] == ropes[-1:])
+    factor = 0.0 if kind == "default" else float(rope["factor"])
+    return Architecture(
+        positions=int(config["max_position_embeddings"]),
+        norm_epsilon=float(config.get("rms_norm_eps", epsilon)),
+        activation="silu",
+        rotary_base=float(rope.get("rope_theta", config.get("rope_theta", base))),
+        rope_factor=factor if kind == "llama3" else 0.0,
+        interpolation=factor if kind == "linear" else 0.0,
+        **more,
+    )
+
+
+def _check_computed(config: Config, rope: Config, kind: str, is_one: bool) -> None:
+    """Raises UnsupportedError for what megatron-core's modules do not compute. `rope` says the
+    rotary embedding, of that `kind`; it `is_one` where both places say the same."""
     layers = {*(config.get("layer_types") or ())} - {"full_attention"}
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     made: dict[str, object] = {
@@ -226,7 +242,7 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
         "rope type": kind,
         "rope parameters": {key: rope.get(key) for key in LLAMA_3} if kind == "llama3" else LLAMA_3,
         "layer types": ", ".join(sorted(layers)),
-        "rope_scaling beside rope_parameters": "the same" if ropes[:1] == ropes[-1:] else "another",
+        "rope_scaling beside rope_parameters": "the same" if is_one else "another",
     }
     check_config(
         {**config, **made},
@@ -243,16 +259,6 @@ def read_architecture(config: Config, epsilon: float, base: float, **more: Any) 
             "rope_scaling beside rope_parameters": ("the same",),
             "partial_rotary_factor": (1.0,),
         },
-    )
-    factor = 0.0 if kind == "default" else float(rope["factor"])
-    return Architecture(
-        positions=int(config["max_position_embeddings"]),
-        norm_epsilon=float(config.get("rms_norm_eps", epsilon)),
-        activation="silu",
-        rotary_base=float(rope.get("rope_theta", config.get("rope_theta", base))),
-        rope_factor=factor if kind == "llama3" else 0.0,
-        interpolation=factor if kind == "linear" else 0.0,
-        **more,
     )
 
 

@@ -1,7 +1,8 @@
 """What a live engine gives to a load, whatever trains in it. `reshard/resume` fills any of
 these."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ucp.core.flat import Scalars
@@ -9,9 +10,41 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Checkpoint, Told
+from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 
 if TYPE_CHECKING:
     import torch
+
+
+class KeepsPosition(Protocol):
+    """A data loader whose position a checkpoint keeps."""
+
+    def check(self, state: Mapping[str, Any], file: str | None = None) -> None:
+        """Raises StateMismatchError where a position is none of this loader's."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the position. Raises as `check`."""
+        ...
+
+
+@dataclass(frozen=True)
+class How:
+    """What a load is asked for; see `load`. `loader` is the data loader whose position is
+    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
+    gets of it (None: what all share), both known once its files were looked at."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    hyper: str = "checkpoint"
+    checksums: bool = True
+    allow: frozenset[str] = frozenset()
+    rng: bool = True
+    loader: KeepsPosition | None = None
+    per_rank: Callable[[str, list[Any]], Any] | None = None
+    apart: PerRank = field(default_factory=PerRank)
+    own: OwnValues | None = None
 
 
 class TakenExtras(Protocol):
@@ -23,6 +56,10 @@ class TakenExtras(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """What of it is not carried over as it was."""
+        ...
+
+    def restore(self) -> list[str]:
+        """Sets it in the engine that took it, as far as was asked for; returns notes."""
         ...
 
 
@@ -67,7 +104,7 @@ class Engine(Protocol):
         ...
 
     def take_extras(
-        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: Any
+        self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
     ) -> TakenExtras:
         """Reads scheduler, counters, client state, random states and data position. `groups` are
         the checkpoint's for each group of the manifest. Raises a UcpError before anything is
@@ -114,9 +151,4 @@ class Engine(Protocol):
     def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
         """Sets what `built_groups` gave; returns notes. `carried`: the checkpoint is of the same
         optimizer, so that keys which a group lacks are the program's own."""
-        ...
-
-    def restore(self, extras: Any, optimizer: bool, module_only: bool) -> list[str]:
-        """Sets what `take_extras` gave, with `module_only` what belongs to the module alone;
-        returns notes."""
         ...

@@ -10,9 +10,8 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan
 from megatron_ucp.errors import some_of
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
-from megatron_ucp.reshard.load_options import How
 from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow
 from megatron_ucp.reshard.own_values import set_buffers
 from megatron_ucp.reshard.transfer import Part, Readers, Run, Source
@@ -43,7 +42,7 @@ class EngineSink:
         how: How,
         parts: tuple[Part, ...],
         filled: Filled,
-        extras: Any,
+        extras: TakenExtras,
         notes: list[str],
     ) -> None:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
@@ -88,7 +87,7 @@ class EngineSink:
             for number, scalars in self.filled.scalars.items():
                 self.engine.set_scalars(number, scalars)
             self.notes += self._set_groups()
-        self.notes += self.engine.restore(self.extras, self.how.optimizer, self.how.module_only)
+        self.notes += self.extras.restore()
 
     def publish(self) -> None:
         """The engine may step, and be saved."""

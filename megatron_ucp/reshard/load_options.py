@@ -1,32 +1,11 @@
 """What a load is asked for."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.reshard.arguments import check_switch
 from megatron_ucp.reshard.match import ALLOWANCES
-
-
-@dataclass(frozen=True)
-class How:
-    """What a load is asked for; see `load`. `loader` is the data loader whose position is
-    restored. `apart` is what differs from rank to rank in the checkpoint, and `own` what this rank
-    gets of it (None: what all share), both known once its files were looked at."""
-
-    optimizer: bool = True
-    scheduler: bool = True
-    module_only: bool = False
-    hyper: str = "checkpoint"
-    checksums: bool = True
-    allow: frozenset[str] = frozenset()
-    rng: bool = True
-    loader: Any = None
-    per_rank: Callable[[str, list[Any]], Any] | None = None
-    apart: PerRank = field(default_factory=PerRank)
-    own: OwnValues | None = None
 
 
 def check_options(

@@ -30,10 +30,9 @@ from megatron_ucp.formats.of_ranks import (
 from megatron_ucp.formats.optimizers import kept_by, require_equal
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.engine_sink import EngineSink, Filled, named
 from megatron_ucp.reshard.file_source import SharedFiles
-from megatron_ucp.reshard.load_options import How
 from megatron_ucp.reshard.match import (
     Fit,
     check_not_lost,
@@ -255,7 +254,7 @@ def _parts(engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]) ->
     return tuple(parts)
 
 
-def _extras(engine: Engine, source: Checkpoint, how: How) -> Any:
+def _extras(engine: Engine, source: Checkpoint, how: How) -> TakenExtras:
     """What the engine takes besides element-wise states, and the sums of what was read for it."""
     scheduler = how.scheduler and not how.module_only
     origins = _origins(engine.manifest, source.manifest)

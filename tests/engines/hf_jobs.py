@@ -201,9 +201,10 @@ def live_export(setup: Staged, folder: str, tag: str, out: str) -> dict[str, Any
     """Loads a checkpoint, exports from memory, then where one rank's disk is full, then into a
     dtype that can't hold it; what each rank wrote, and what the refusals say."""
     engine = pipeline_jobs.make(setup)
-    ucp.load(engine, folder, tag=tag)
+    report = engine.ucp.load(folder, tag=tag)
+    assert engine.ucp.report() == ucp.report(engine) and engine.ucp.report().load is report
     found: dict[str, Any] = {
-        "written": engine.ucp_export_hf(out, max_shard_size=3000).written_bytes
+        "written": engine.ucp.export_hf(out, max_shard_size=3000).written_bytes
     }
     errors = []
     for options in ({}, {"dtype": "int8"}, {"max_shard_size": "big"}):

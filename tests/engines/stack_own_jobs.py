@@ -55,7 +55,7 @@ def export_in_place(setup: Mcore, folder: str) -> list[tuple[int, ...]]:
     inners = inner_optimizers(engine.optimizer)
     masters = [piece.master for inner in inners for piece in pieces_of(inner)]
     found = [tuple(master.data_ptr() for master in masters)]
-    engine.handle.ucp_export_hf(f"{folder}/live", "float32")
+    engine.handle.ucp.export_hf(f"{folder}/live", "float32")
     found.append(tuple(master.data_ptr() for master in masters))
     write(engine, Path(folder) / "saved", "ours")
     close(engine)

@@ -11,7 +11,7 @@ from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.engines.values import WHAT_TRAVELS, strange
 from megatron_ucp.errors import ModelMismatchError, UnsupportedError, some_of
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.reshard.load_options import How
+from megatron_ucp.reshard.engine import How
 
 _KEY = "_extra_state"
 _NATIVE = "keep it in buffers instead, or leave `attach` out: DeepSpeed's own load on the same mesh"
@@ -58,7 +58,7 @@ def states_for(
 
     Raises ModelMismatchError where one side has other states, but for what is allowed;
     UnsafePickleError for a value of a class that is not known."""
-    held, allow = _keepers(module), how.allow
+    held = _keepers(module)
     own = {} if how.own is None else how.own.buffers
     saved = {**source.extras.modules, **{n: v for n, v in own.items() if n in held}}
     if saved and source.manifest.mesh.tp > 1:
@@ -69,24 +69,31 @@ def states_for(
             parameter=next(iter(saved)),
             fix=_NATIVE,
         )
-    lacking = [] if "missing" in allow else sorted(set(states_of(module)) - set(_said(source)))
-    extra = [] if "extra" in allow else sorted(set(saved) - set(held))
+    _require_alike(module, source, saved, how)
+    found = {name: values.built(value, name) for name, value in saved.items() if name in held}
+    nothing = {name: None for name, value in source.extras.stateless.items() if value is None}
+    return {**{name: None for name in nothing if name in held}, **found}
+
+
+def _require_alike(
+    module: torch.nn.Module, source: Checkpoint, saved: Mapping[str, Any], how: How
+) -> None:
+    """Raises ModelMismatchError where one side has other states, but for what is allowed."""
+    lacking = set(states_of(module)) - {*source.extras.modules, *source.extras.stateless}
+    extra = saved.keys() - _keepers(module).keys()
     for names, what, word in (
         (lacking, "the model has an extra state that the checkpoint lacks", "missing"),
         (extra, "the checkpoint holds an extra state that the model lacks", "extra"),
     ):
-        if names:
+        if names and word not in how.allow:
             raise ModelMismatchError(
                 what,
                 file=source.main_file,
-                parameter=names[0],
-                found=some_of(names),
+                parameter=min(names),
+                found=some_of(sorted(names)),
                 fix="build the model with the configuration that the checkpoint was trained with, "
                 f'or go on without with allow={{"{word}"}}',
             )
-    found = {name: values.built(value, name) for name, value in saved.items() if name in held}
-    nothing = {name: None for name, value in source.extras.stateless.items() if value is None}
-    return {**{name: None for name in nothing if name in held}, **found}
 
 
 def set_states(module: torch.nn.Module, found: Mapping[str, Any]) -> None:
@@ -94,10 +101,6 @@ def set_states(module: torch.nn.Module, found: Mapping[str, Any]) -> None:
     held = _keepers(module)
     for name, value in found.items():
         held[name].set_extra_state(value)
-
-
-def _said(source: Checkpoint) -> list[str]:
-    return [*source.extras.modules, *source.extras.stateless]
 
 
 def _keepers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

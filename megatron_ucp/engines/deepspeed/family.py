@@ -1,12 +1,11 @@
 """The family of a live megatron-core model, at the sizes of its own config."""
 
-from typing import Any, cast
+from typing import Any
 
 from megatron_ucp.engines.deepspeed.stage import parallel_of
 from megatron_ucp.errors import UsageError
-from megatron_ucp.families import find_family
+from megatron_ucp.families import model_of_module
 from megatron_ucp.families.base import Family, Model
-from megatron_ucp.families.measure import measured
 
 _REMEMBERED = "_ucp_model"
 _OF_ENGINES = "module", "save_checkpoint", "load_checkpoint"
@@ -32,16 +31,6 @@ def model_of(engine: Any, family: str | Family | None) -> Model | None:
     require_engine(engine)
     if family is None:
         return engine.__dict__.get(_REMEMBERED)
-    chosen = find_family(family) if isinstance(family, str) else family
-    if not isinstance(cast("object", chosen), Family):
-        raise UsageError(
-            "this is no family",
-            expected="the name of a family, or a megatron_ucp.families.base.Family",
-            found=repr(family)[:200],
-            fix="give its name, such as llama",
-        )
-    measure = chosen.measure or measured
-    model = Model(chosen, measure(engine.module))
-    model.check_cut(parallel_of(engine)[0][0])
+    model = model_of_module(family, engine.module, parallel_of(engine)[0][0])
     engine.__dict__[_REMEMBERED] = model
     return model

@@ -5,17 +5,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
-from megatron_ucp.engines.read_back import KeptValue
+from megatron_ucp.engines.read_back import KeptValue, kept_of
 from megatron_ucp.errors import UsageError
 
 
 def of_engine(engine: Any) -> Iterator[KeptValue]:
     """The state of the scheduler, and the hyper-parameters of every group."""
-    if engine.lr_scheduler is not None:
-        yield KeptValue("lr_scheduler", engine.lr_scheduler.state_dict())
-    for number, group in enumerate(getattr(wrapper_of(engine).base, "param_groups", [])):
-        own = {key: value for key, value in group.items() if key != "params"}
-        yield KeptValue(f"param_groups[{number}]", own, in_manifest=True)
+    groups = getattr(wrapper_of(engine).base, "param_groups", [])
+    return kept_of("lr_scheduler", engine.lr_scheduler, groups, in_manifest=True)
 
 
 def of_caller(client_state: Any, reserved: Collection[str], file: object) -> Iterator[KeptValue]:

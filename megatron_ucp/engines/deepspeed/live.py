@@ -11,24 +11,18 @@ from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords, expert_rank_of
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.stages import Joined, check_replicas, join
+from megatron_ucp.core.stages import Joined, check_replicas
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, flat_view, memory_of
 from megatron_ucp.engines.deepspeed.accumulation import drop_gradients
-from megatron_ucp.engines.deepspeed.extra_state import set_states
 from megatron_ucp.engines.deepspeed.kept import of_engine
 from megatron_ucp.engines.deepspeed.restore import DeepSpeedExtras
-from megatron_ucp.engines.deepspeed.stage import (
-    OwnStage,
-    Part,
-    one_order,
-)
+from megatron_ucp.engines.deepspeed.stage import LiveValue, OwnStage, Part, one_order
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, stepper_of
+from megatron_ucp.engines.live_tensors import dtype_name, flat_view, memory_of
+from megatron_ucp.engines.optimizer_groups import scalar_state
+from megatron_ucp.engines.places import LivePlaces, told_by
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
-from megatron_ucp.engines.settings import built_groups, scalar_state, set_group
-from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_usable
 from megatron_ucp.engines.values import named_in
-from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.deepspeed.muon import MOMENTUM, is_used, other_steps, steps_matrices
@@ -36,8 +30,8 @@ from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.optimizers import refuse_step_in_group
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.execute import TORCH_DTYPES, fresh
-from megatron_ucp.reshard.load_options import How
 
 
 def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEngine":
@@ -53,37 +47,28 @@ def describe(engine: Any, model: Model | None, present: bool = False) -> "LiveEn
         return LiveEngine(own, sorted(told, key=lambda part: part.holds.at) or [part])
 
 
-class LiveEngine:
+class LiveEngine(LivePlaces):
     """The engine as `parts` of all its stages, of which this rank holds `own`.
 
     Buffers are in the manifest's order: the optimizer's first, then one per frozen parameter and
-    module buffer. Raises ModelMismatchError where the stages don't fit.
+    module buffer.
     """
 
-    def __init__(self, own: OwnStage, parts: Sequence[Part]) -> None:
-        places = [part.holds.at for part in parts]
-        if places != own.places:
-            raise UnsupportedError(
-                "the ranks of the engine don't make up whole stages",
-                expected=str(own.places),
-                found=str(places),
-                fix="make the process groups so that each stage has all of its ranks, as "
-                "deepspeed.initialize does",
-            )
-        joined = join([part.holds for part in parts])
-        here = places.index(own.at)
-        self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
-        self.numbers, self.values = joined.numbers[here], joined.values[here]
-        # number in the manifest -> place among this rank's own
-        self._own_place = {n: i for held in (self.numbers, self.values) for i, n in enumerate(held)}
-        self.first_group = joined.first_group[here]
-        self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
-        self.manifest = _manifest(own, joined, parts)
-        self.has_optimizer, self.has_one_step = own.wrapper.base is not None, False
+    has_one_step = False
 
-    @property
-    def buffers(self) -> list[LiveBuffer]:
-        return self.own.buffers
+    def __init__(self, own: OwnStage, parts: Sequence[Part]) -> None:
+        fix = (
+            "make the process groups so that each stage has all of its ranks, as "
+            "deepspeed.initialize does"
+        )
+        super().__init__(own, own.engine, [part.holds for part in parts], own.places, fix)
+        self.engine, self.own, self.wrapper = own.engine, own, own.wrapper
+        self._live: dict[int, LiveBuffer]
+        self._values: dict[int, LiveValue]
+        self._live, self._values = self.numbered(own.buffers, [*own.values.values()])
+        self.order = one_order([part for part in parts if not expert_rank_of(part.holds.at)])
+        self.manifest = _manifest(own, self.joined, parts)
+        self.has_optimizer = own.wrapper.base is not None
 
     def told(self) -> Told:
         model, order = self.own.model, self.order if self.has_optimizer else None
@@ -92,12 +77,10 @@ class LiveEngine:
         )
         shapes = self._local_shapes() if is_used(self.manifest) else None
         if model is None:
-            renamed = self.own.renamed
-            return Told(order, like=self.manifest, shapes=shapes, renamed=renamed, classes=classes)
-        twin = model.family.hugging_face
-        shares = None if twin is None else twin.tensors(model.sizes)
-        specs = self.manifest.by_name
-        return Told(order, specs, model.pipe, shares=shares, shapes=shapes, classes=classes)
+            told = Told(like=self.manifest, renamed=self.own.renamed)
+        else:
+            told = told_by(model, self.manifest)
+        return replace(told, order=order, shapes=shapes, classes=classes)
 
     def _local_shapes(self) -> dict[str, Ints]:
         """Of what the first tensor-parallel rank has of every parameter: Muon sorts by them."""
@@ -110,37 +93,23 @@ class LiveEngine:
     # ------------------------------------------------ places
 
     def parts(self) -> list[tuple[int, Coords, int]]:
-        """What this rank fills: number of the buffer, place along the axes that cut it,
-        partition."""
-        held = [*self.numbers, *self.values]
-        parts = [*(live.part for live in self.buffers), *(v.part for v in self.own.values.values())]
-        return [
-            (number, self.own.cut(self.manifest.buffers[number]), part)
-            for number, part in zip(held, parts, strict=True)
-        ]
-
-    def _live(self, buffer: int) -> LiveBuffer:
-        """This rank's part of a buffer of the optimizer, by its number in the manifest."""
-        return self.buffers[self._own_place[buffer]]
+        held = {**self._live, **self._values}.items()
+        buffers = self.manifest.buffers
+        return [(number, self.own.cut(buffers[number]), live.part) for number, live in held]
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """The memory of one of this rank's slots, flat, detached."""
         if slot.state == VALUE:
-            value = list(self.own.values.values())[self._own_place[slot.buffer]]
-            return memory_of(value.tensor.detach())
-        live = self._live(slot.buffer)
+            return memory_of(self._values[slot.buffer].tensor.detach())
+        live = self._live[slot.buffer]
         if slot.state == MASTER:
             return flat_view(live.own(live.master.detach()))
         if slot.state in live.uncut and not self._elems(slot.buffer, slot.state):
             return live.master.detach()[:0]
         return flat_view(live.own(self.wrapper.base.state[live.master][slot.state].detach()))
 
-    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
-        return self.tensor(slot)[first:last]
-
     def _elems(self, buffer: int, state: str) -> int:
         """Elements that this rank has of a state."""
-        return self.manifest.buffers[buffer].of(state).elems(self._live(buffer).part)
+        return self.manifest.buffers[buffer].of(state).elems(self._live[buffer].part)
 
     def state_dtype(self, buffer: int, state: str) -> str:
         """Its masters', unless the optimizer is told fp32 (CPUAdam), or is Muon."""
@@ -166,10 +135,9 @@ class LiveEngine:
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
     ) -> DeepSpeedExtras:
-        own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
-        place = self.own.data_rank, self.own.number
+        own, place = groups[self.own_groups], (self.own.data_rank, self.own.number)
         mesh = self.manifest.mesh
-        extras = DeepSpeedExtras.read(source, self.engine, scheduler, own, how, mesh, place)
+        extras = DeepSpeedExtras.read(source, self.wrapper, scheduler, own, how, mesh, place)
         notes = other_steps(source.manifest, self.manifest) if how.optimizer else []
         notes += computes_otherwise(source, self.own.model, self.engine.module)
         return replace(extras, notes=(*extras.notes, *notes))
@@ -177,18 +145,12 @@ class LiveEngine:
     # ------------------------------------------------ writing
 
     def mark_unusable(self) -> None:
-        mark_unusable(self.engine)
+        super().mark_unusable()
         self.wrapper.prepare()
-
-    def mark_usable(self) -> None:
-        mark_usable(self.engine)
-
-    def require_usable(self) -> None:
-        require_usable(self.engine)
 
     def allocate(self, states: Mapping[int, Sequence[str]]) -> None:
         for number, kept in states.items():
-            live = self._live(number)
+            live = self._live[number]
             master = live.master
             held = self.wrapper.base.state[master]
             for key in [key for key in held if key not in kept]:
@@ -211,7 +173,7 @@ class LiveEngine:
         self.wrapper.refresh()
 
     def set_scalars(self, buffer: int, members: Sequence[Scalars]) -> None:
-        live, base = self._live(buffer), self.wrapper.base
+        live, base = self._live[buffer], self.wrapper.base
         group = base.param_groups[live.group] if live.group is not None else {}
         keeps = self.own.keeps(group)
         held = base.state[live.master]
@@ -219,27 +181,6 @@ class LiveEngine:
             held[key] = scalar_state(value, keeps, group, live.master)
         if not held:
             del base.state[live.master]  # as before the first step
-
-    def built_groups(
-        self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
-    ) -> tuple[list[Mapping[str, Any]], list[str]]:
-        first, live = self.first_group, self.own.param_groups
-        end = first + len(live)
-        own, notes = built_groups(live, groups[first:end], file, allow)
-        return [*groups[:first], *own, *groups[end:]], notes
-
-    def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
-        notes: list[str] = []
-        own = groups[self.first_group : self.first_group + len(self.own.param_groups)]
-        for number, (group, saved) in enumerate(zip(self.own.param_groups, own, strict=True)):
-            set_group(number, group, saved, carried, notes)
-        return notes
-
-    def restore(self, extras: DeepSpeedExtras, optimizer: bool, module_only: bool) -> list[str]:
-        set_states(self.engine.module, extras.modules)
-        if module_only:
-            return []
-        return extras.restore(self.engine, self.wrapper if optimizer else None)
 
 
 def _manifest(own: OwnStage, joined: Joined, parts: Sequence[Part]) -> Manifest:

@@ -25,6 +25,11 @@ def _offload(section: str, device: str) -> Callable[[Any], bool]:
     return found
 
 
+def _zero(setting: str) -> Callable[[Any], bool]:
+    """Whether a setting of the ZeRO section is given."""
+    return lambda engine: getattr(engine._config.zero_config, setting) not in (None, False)
+
+
 def _partial(engine: Any) -> bool:
     config = engine._config.zero_config.offload_optimizer
     return config is not None and getattr(config, "ratio", 1.0) < 1.0
@@ -61,11 +66,7 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         _partial,
         "set ratio to 1",
     ),
-    (
-        "ZenFlow (zero_optimization.zenflow)",
-        lambda e: e._config.zero_config.zenflow is not None,
-        "switch it off",
-    ),
+    ("ZenFlow (zero_optimization.zenflow)", _zero("zenflow"), "switch it off"),
     (
         "DualPipeV (DualPipeVModule), whose ranks hold two separate runs of layers",
         lambda e: any(kind.__name__ == "DualPipeVEngine" for kind in type(e).__mro__),
@@ -78,18 +79,18 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         "quantized weights of ZeRO++ (zero_optimization.zero_quantized_weights)",
-        lambda e: bool(e._config.zero_config.zero_quantized_weights),
+        _zero("zero_quantized_weights"),
         "switch it off",
     ),
     (
         "quantized frozen weights of ZeRO++ (zero_optimization.zero_quantized_nontrainable_weights)"
         ", whose scales DeepSpeed does not save",
-        lambda e: bool(e._config.zero_config.zero_quantized_nontrainable_weights),
+        _zero("zero_quantized_nontrainable_weights"),
         "switch it off",
     ),
     (
         "a second home of Muon's momentum (zero_optimization.save_muon_momentum_buffer_in_memory)",
-        lambda e: bool(e._config.zero_config.save_muon_momentum_buffer_in_memory),
+        _zero("save_muon_momentum_buffer_in_memory"),
         "leave it out",
     ),
     (

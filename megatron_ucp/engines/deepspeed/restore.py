@@ -8,17 +8,16 @@ from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.engines.built import Values
+from megatron_ucp.engines.common_extras import CommonExtras
 from megatron_ucp.engines.deepspeed.batch import notes_of_batch
-from megatron_ucp.engines.deepspeed.extra_state import states_for
+from megatron_ucp.engines.deepspeed.extra_state import set_states, states_for
 from megatron_ucp.engines.deepspeed.schedulers import check_class
-from megatron_ucp.engines.loader import ResumableLoader, restore_position
-from megatron_ucp.engines.random_states import Restored
+from megatron_ucp.engines.deepspeed.wrappers import Wrapper
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.schedules import counted_groups
-from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.load_options import How
+from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.match import scheduler_for
 
 # of a loss scale, what some files don't say and a step reads
@@ -28,28 +27,30 @@ MIDDLE = "mid_accumulation"  # of a manifest: micro-batches since the last step,
 
 @dataclass(frozen=True)
 class DeepSpeedExtras:
-    """Values ready to be set, tensors included. `schedules`: whether the scheduler is asked for.
-    `others` are states of DeepSpeed's own helpers,
-    `modules` what modules keep besides tensors."""
+    """Values ready to be set in an engine, tensors included; the loss scale where its `wrapper` is
+    given. `schedules`: whether the scheduler is asked for. `others` are states of DeepSpeed's own
+    helpers, `modules` what modules keep besides tensors; `module_only`: nothing else is set."""
 
+    engine: Any
+    wrapper: Wrapper | None
+    common: CommonExtras
     schedules: bool
     scheduler: Any
-    counters: Mapping[str, int]
     others: Mapping[str, Any]
-    client_state: Mapping[str, Any]
-    scaler: LossScale
     ranks: tuple[int, int]  # data-parallel and model-parallel ones of the checkpoint
-    randoms: Restored
-    position: Mapping[str, Any] | None
-    loader: ResumableLoader | None
     modules: Mapping[str, Any]
+    module_only: bool
     notes: tuple[str, ...] = ()
+
+    @property
+    def client_state(self) -> Mapping[str, Any]:
+        return self.common.client_state
 
     @classmethod
     def read(
         cls,
         source: Checkpoint,
-        engine: Any,
+        wrapper: Wrapper,
         scheduler: bool,
         groups: Sequence[int | None],
         how: How,
@@ -59,50 +60,42 @@ class DeepSpeedExtras:
         """`groups` are the checkpoint's for each group of the engine's stage; `place` is this
         rank's data-parallel rank and pipeline stage. Raises StateMismatchError where the scheduler
         counts other groups than the engine has, or the data position does not fit the loader."""
-        saved, values = source.extras, Values(source, "values" in how.allow)
-        apart, own = how.apart, how.own
-        client = saved.client_state if own is None else own.over(saved.client_state, apart)
+        values = Values(source, "values" in how.allow)
+        engine, ranks = wrapper.engine, source.manifest.mesh
         found, notes = _schedule(source, engine, groups, how, values) if scheduler else (None, [])
         notes += _of_the_position(source, engine, how)
-        position = None if how.module_only else saved.data_position
-        if how.loader is not None and position is not None:
-            how.loader.check(position, str(source.folder))
-        rank = agree.world()[0]
-        randoms = Restored.plan(source, mesh, rank, place) if how.rng else Restored(None)
-        ranks = source.manifest.mesh
+        common = CommonExtras.taken(source, values, how, mesh, place)
+        others = source.extras.others.items()
         return cls(
+            engine,
+            wrapper if how.optimizer else None,
+            common,
             scheduler,
             found,
-            saved.counters,
-            {key: values.built(value, key) for key, value in saved.others.items()},
-            values.built(dict(client), "client_state"),
-            saved.scaler,
+            {key: values.built(value, key) for key, value in others},
             (ranks.partitions, ranks.tp * ranks.pp),
-            randoms,
-            position,
-            how.loader,
             states_for(engine.module, source, values, how),
+            how.module_only,
             (*notes, *values.notes),
         )
 
-    def restore(self, engine: Any, wrapper: Any) -> list[str]:
-        """Sets everything but the modules' states as DeepSpeed's `_load_checkpoint` does; the loss
-        scale where the optimizer's `wrapper` is given. Returns notes."""
-        notes: list[str] = []
-        if wrapper is not None:
-            set_scaler(engine, wrapper, self.scaler, notes)
+    def restore(self) -> list[str]:
+        """As DeepSpeed's `_load_checkpoint` does; returns notes."""
+        engine, notes = self.engine, list[str]()
+        set_states(engine.module, self.modules)
+        if self.module_only:
+            return notes
+        if self.wrapper is not None:
+            set_scaler(engine, self.wrapper, self.common.scaler, notes)
         self._restore_scheduler(engine, notes)
         self._restore_helpers(engine)
-        counters = self.counters
+        counters = self.common.counters
         engine.global_steps = counters.get("global_steps", engine.global_steps)
         samples = engine.global_steps * engine.train_batch_size()
         engine.global_samples = counters.get("global_samples", samples)
         engine.skipped_steps = counters.get("skipped_steps", engine.skipped_steps)
         engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size = self.ranks
-        self.randoms.apply()
-        if self.randoms.note:
-            notes.append(self.randoms.note)
-        return notes + restore_position(self.loader, self.position)
+        return notes + self.common.go_on()
 
     def _restore_scheduler(self, engine: Any, notes: list[str]) -> None:
         if not self.schedules:

@@ -10,8 +10,7 @@ tag as they were; one in the last two steps says what is there.
 import dataclasses
 import pickle
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,9 @@ from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import (
     SaveReport,
     Saving,
+    as_rank_error,
     as_save_error,
+    completed,
     prune,
     publish,
     require_one_save,
@@ -53,7 +54,7 @@ from megatron_ucp.engines.saves import (
     where_to,
 )
 from megatron_ucp.engines.values import members_by_value, named_in
-from megatron_ucp.errors import RankError, SaveError
+from megatron_ucp.errors import SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
@@ -70,17 +71,18 @@ _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeEr
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caller of `save_checkpoint` gives."""
+    """What is saved, and how: an attached engine whose model may be of a family, DeepSpeed's own
+    `stock_save` of it, and what a caller of `save_checkpoint` gives."""
 
-    save_dir: Any
+    engine: Any
+    model: Model | None
+    how: Saving
+    stock_save: Callable[..., Any]
+    folder: Path
     tag: str
     client_state: Any
     save_latest: bool
     exclude_frozen: bool
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.save_dir)
 
     @property
     def aside(self) -> Path:
@@ -88,43 +90,38 @@ class Asked:
         return durable.aside_of(self.folder, self.tag)
 
 
-def save(
-    engine: Any, model: Model | None, how: Saving, stock_save: Callable[..., Any], asked: Asked
-) -> SaveReport:
+@dataclass(frozen=True)
+class _Found:
+    """What a save finds besides tensors: this rank's values, what of them differs from rank to
+    rank, and how many micro-batches came since the last step (None: no gradient waits for
+    one)."""
+
+    own: LiveValues
+    apart: PerRank
+    waiting: int | None
+
+
+def save(asked: Asked) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
-    try:
-        return _save(engine, model, how, stock_save, asked)
-    except RuntimeError as error:  # collectives break when a rank dies
-        raise RankError(
-            "the save did not finish, and nothing of it counts: a rank died, or its collectives "
-            "failed",
-            file=asked.folder / asked.tag,
-            found=str(error).strip().partition("\n")[0],
-            fix="look at the other ranks' output; resume from the tag that `latest` names",
-        ) from error
+    with as_rank_error(asked.folder, asked.tag), ExitStack() as left:
+        return _save(asked, left)
 
 
-def _save(
-    engine: Any, model: Model | None, how: Saving, stock_save: Callable[..., Any], asked: Asked
-) -> SaveReport:
-    started = time.perf_counter()
+def _save(asked: Asked, left: ExitStack) -> SaveReport:
+    started, engine, how = time.perf_counter(), asked.engine, asked.how
     sync = durable.Syncs(how.durable)
-    with ExitStack() as left:
-        _begin(engine, how, asked, left)
-        live = describe(engine, model, present=True)
-        waiting = micro_batches(engine)
-        middle = in_the_middle(engine, live.wrapper)
-        own, apart = _own_values(live, asked.client_state)
-        written, stock_seconds = _stock(engine, stock_save, asked)
-        with as_save_error(), agree.together() as block:
-            more = [own.write(asked.aside, agree.world()[0], apart)] if apart else []
-            files = _settle(asked.aside, written, more, how, sync)
-            block.value = files, live.own.not_carried()
-        said = _said(live, asked, waiting if middle else None, apart)
-        whole = _complete(live, _flat(each for each, _ in block.values), how, asked, said)
-        notes = _named(engine, asked, whole, how, sync)
-    lost = _lost(_flat(keys for _, keys in block.values), middle, waiting, apart)
+    _begin(asked, left)
+    live = describe(engine, asked.model, present=True)
+    found = _found(live, asked.client_state)
+    written, stock_seconds = _stock(asked)
+    with as_save_error(), agree.together() as block:
+        if found.apart:
+            written.append(found.own.write(asked.aside, agree.world()[0], found.apart))
+        block.value = _settle(asked.aside, written, how.rng, sync), live.own.not_carried()
+    entries, keys = (_flat(one) for one in zip(*block.values, strict=True))
+    whole = _whole(live, asked, entries, found)
+    notes = _named(asked, whole, sync)
     return SaveReport(
         str(asked.folder / asked.tag),
         str(whole.mesh),
@@ -134,39 +131,57 @@ def _save(
         sync.seconds,
         stock_seconds,
         how.durable,
-        (*lost, *notes),
+        (*_lost(keys, found), *notes),
     )
 
 
-def _named(
-    engine: Any, asked: Asked, whole: Manifest, how: Saving, sync: durable.Syncs
-) -> list[str]:
+def _whole(live: LiveEngine, asked: Asked, entries: list[FileEntry], found: _Found) -> Manifest:
+    """The manifest beside the files."""
+    bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
+    return completed(bare, entries, asked.how.loader, _said(live, asked, found))
+
+
+def _named(asked: Asked, whole: Manifest, sync: durable.Syncs) -> list[str]:
     """Rank 0 gives the files their names, and takes older tags away; returns notes, on rank 0.
     Collective."""
     with as_save_error(), agree.together() as block:
         if agree.world()[0] == 0:
             pointer = LATEST if asked.save_latest else None
             block.value = publish(asked.aside, asked.folder, to_json(whole), pointer, sync)
-            block.value += prune(asked.folder, pointer and how.keep_latest, engine)
+            keep = asked.how.keep_latest if asked.save_latest else None
+            block.value += prune(asked.folder, keep, asked.engine)
     return block.value or []
 
 
-def _said(live: LiveEngine, asked: Asked, waiting: int | None, apart: PerRank) -> dict[str, Any]:
-    """What a manifest says of the save and of the engine besides what it holds. `waiting` are
-    micro-batches since the last step, where there are any."""
-    model, module = live.own.model, live.engine.module
-    kept = [one.value for one in of_engine(live.engine)]
-    model_said = recorded(model, module) if model is not None else recorded_settings(module)
-    said = {
-        RECORDED: model_said,
+def _said(live: LiveEngine, asked: Asked, found: _Found) -> dict[str, Any]:
+    """What a manifest says of the save and of the engine besides what it holds; what says nothing
+    is left out."""
+    import deepspeed
+
+    engine, model = live.engine, live.own.model
+    kept = [one.value for one in of_engine(engine)]
+    module = engine.module
+    optional = {
+        RECORDED: recorded_settings(module) if model is None else recorded(model, module),
         RENAMED: live.own.renamed,
         CLASSES: sorted({*named_in(kept), *names_of(kept)}),
         MEMBERS: list(dict.fromkeys(members_by_value(kept))),
+        CLASS: class_of(engine.lr_scheduler),
     }
-    counted: dict[str, Any] = {} if waiting is None else {MIDDLE: waiting}
-    ranks = {of_ranks.PER_RANK: apart.as_value() if apart else {}}
-    named = {TAG: asked.tag, RUN: run_of(live.engine).id}
-    return {**named, **counted, **ranks, **{key: value for key, value in said.items() if value}}
+    middle = {} if found.waiting is None else {MIDDLE: found.waiting}
+    return {
+        random_states.STEPS: engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        BATCH: batch_of(engine),
+        random_states.SEED: torch.initial_seed(),
+        "ds_version": deepspeed.__version__,
+        MOVED_LATEST: asked.save_latest,
+        TAG: asked.tag,
+        RUN: run_of(engine).id,
+        of_ranks.PER_RANK: found.apart.as_value() if found.apart else {},
+        **middle,
+        **{key: value for key, value in optional.items() if value},
+    }
 
 
 def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
@@ -174,14 +189,12 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return [one for each in lists for one in each]
 
 
-def _stock(
-    engine: Any, stock_save: Callable[..., Any], asked: Asked
-) -> "tuple[list[Path | SaveError], float]":
+def _stock(asked: Asked) -> "tuple[list[Path | SaveError], float]":
     """DeepSpeed's own save into the folder aside: what this rank wrote, or why it could not, and
     the seconds that it took. Collective."""
     before = time.perf_counter()
-    with _catching_writes(engine) as written:
-        stock_save(
+    with _catching_writes(asked.engine) as written:
+        asked.stock_save(
             str(asked.folder),
             tag=asked.aside.name,
             client_state=asked.client_state,
@@ -191,9 +204,10 @@ def _stock(
     return written, time.perf_counter() - before
 
 
-def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
+def _begin(asked: Asked, left: ExitStack) -> None:
     """Everything that can refuse a save before a file is written; then the folder aside, which is
     this job's until `left` removes it. Collective. Raises SaveError, UsageError."""
+    engine, how = asked.engine, asked.how
     options = how.asked(
         save_latest=asked.save_latest, exclude_frozen_parameters=asked.exclude_frozen
     )
@@ -216,7 +230,7 @@ def _begin(engine: Any, how: Saving, asked: Asked, left: ExitStack) -> None:
     require_one_save(block.values)
 
 
-def _lost(states: list[str], middle: bool, waiting: int, apart: PerRank) -> list[str]:
+def _lost(states: list[str], found: _Found) -> list[str]:
     """Notes about what no load on another mesh gets from this save."""
     notes: list[str] = []
     if states:
@@ -226,13 +240,13 @@ def _lost(states: list[str], middle: bool, waiting: int, apart: PerRank) -> list
             "files, but only load_checkpoint(native=True) on this mesh takes them. Say what the "
             "optimizer keeps with ucp.register_optimizer"
         )
-    if middle:
+    if found.waiting is not None:
         notes.append(
             "the save came in the middle of an accumulation: the gradients of "
-            f"{waiting or 'some'} micro-batches since the last step are not in it"
+            f"{found.waiting or 'some'} micro-batches since the last step are not in it"
         )
-    if apart:
-        notes.append(f"differs from rank to rank, and is kept for each: {apart}")
+    if found.apart:
+        notes.append(f"differs from rank to rank, and is kept for each: {found.apart}")
     return notes
 
 
@@ -243,50 +257,52 @@ def _catching_writes(engine: Any) -> Iterator[list[Path | SaveError]]:
     done: list[Path | SaveError] = []
 
     def catching(
-        write: Callable[..., Any], name_of: Callable[..., Path | None]
+        write: Callable[..., Any], path_of: Callable[..., Path | None]
     ) -> Callable[..., None]:
         def wrapped(*args: Any, **kwargs: Any) -> None:
-            path = name_of(*args, **kwargs)
+            path = path_of(*args, **kwargs)
             try:
                 write(*args, **kwargs)
                 if path is not None:
                     done.append(path)
             except _REFUSALS as error:
-                done.append(
-                    SaveError(
-                        "a file could not be written",
-                        file=path,
-                        found=f"{type(error).__name__}: {error}",
-                    )
-                )
+                found = f"{type(error).__name__}: {error}"
+                done.append(SaveError("a file could not be written", file=path, found=found))
 
         return wrapped
 
     writer = engine.checkpoint_engine
-    replaced = [
-        (writer, "save", lambda state_dict, path: Path(path)),
-        (engine, "_copy_recovery_script", lambda save_path: None),
-    ]
-    before = [owner.__dict__.get(name) for owner, name, _ in replaced]
-    for owner, name, name_of in replaced:
-        setattr(owner, name, catching(getattr(owner, name), name_of))
-    try:
+    save_file = catching(writer.save, lambda state_dict, path: Path(path))
+    copy_script = catching(engine._copy_recovery_script, lambda save_path: None)
+    with (
+        _instead(writer, "save", save_file),
+        _instead(engine, "_copy_recovery_script", copy_script),
+    ):
         yield done
+
+
+@contextmanager
+def _instead(owner: Any, name: str, method: Callable[..., None]) -> Iterator[None]:
+    """Inside, an object has another method of that name."""
+    before = owner.__dict__.get(name)
+    setattr(owner, name, method)
+    try:
+        yield
     finally:
-        for (owner, name, _), old in zip(replaced, before, strict=True):
-            if old is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
-def _own_values(live: LiveEngine, client_state: Any) -> tuple[LiveValues, PerRank]:
-    """What this rank has that other ranks may have otherwise, and what differs. Collective. Raises
-    SaveError."""
+def _found(live: LiveEngine, client_state: Any) -> _Found:
+    """Collective. Raises SaveError."""
+    engine = live.engine
+    waiting = micro_batches(engine) if in_the_middle(engine, live.wrapper) else None
     with agree.together() as told:
         own = _live_values(live, client_state)
         told.value = own.digest()
-    return own, own.differing(told.values)
+    return _Found(own, own.differing(told.values), waiting)
 
 
 def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
@@ -308,56 +324,30 @@ def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
 def _settle(
     aside: Path,
     written: list[Path | SaveError],
-    more: list[Path],
-    how: Saving,
+    rng: bool,
     sync: durable.Syncs,
 ) -> list[FileEntry]:
     """This rank's files, on disk, as lines of the manifest. Raises SaveError."""
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
-    paths = [path for path in written if isinstance(path, Path)] + more
-    if how.rng:
+    paths = [path for path in written if isinstance(path, Path)]
+    if rng:
         paths.append(random_states.write(aside, agree.world()[0]))
     for path in [*paths, aside]:
         sync(path)
     return [durable.entry_of(path) for path in paths]
 
 
-def _complete(
-    live: LiveEngine,
-    entries: list[FileEntry],
-    how: Saving,
-    asked: Asked,
-    said: Mapping[str, Any],
-) -> Manifest:
-    """The engine's manifest with all that identifies the save, and what else is `said` of it."""
-    engine, manifest = live.engine, live.manifest
-    if asked.exclude_frozen:
-        apart = manifest.mesh.experts_apart  # DeepSpeed's files of experts have the frozen ones too
-        dropped = (spec.name for spec in manifest.params if spec.kind == "frozen")
-        frozen = {name for name in dropped if not in_own_file(name, apart)}
-        params = tuple(spec for spec in manifest.params if spec.name not in frozen)
-        buffers = tuple(b for b in manifest.buffers if not {m.param for m in b.members} & frozen)
-        manifest = dataclasses.replace(manifest, params=params, buffers=buffers)
-    import deepspeed
-
-    run = {
-        random_states.STEPS: engine.global_steps,
-        "skipped_steps": engine.skipped_steps,
-        BATCH: batch_of(engine),
-        random_states.SEED: torch.initial_seed(),
-        "ds_version": deepspeed.__version__,
-        "saved_at": time.time(),
-        MOVED_LATEST: asked.save_latest,
-        **({CLASS: kind} if (kind := class_of(engine.lr_scheduler)) else {}),
-        **said,
+def _without_frozen(manifest: Manifest) -> Manifest:
+    """What DeepSpeed's files hold where frozen parameters are left out: those of experts have files
+    of their own, which hold the frozen ones too."""
+    apart = manifest.mesh.experts_apart
+    frozen = {
+        spec.name
+        for spec in manifest.params
+        if spec.kind == "frozen" and not in_own_file(spec.name, apart)
     }
-    if how.loader is not None:
-        run["data"] = how.loader.state_dict()
-    return dataclasses.replace(
-        manifest,
-        files=tuple(sorted(entries, key=lambda entry: entry.name)),
-        save_id=uuid.uuid4().hex,
-        run=run,
-    )
+    params = tuple(spec for spec in manifest.params if spec.name not in frozen)
+    buffers = tuple(b for b in manifest.buffers if not {m.param for m in b.members} & frozen)
+    return dataclasses.replace(manifest, params=params, buffers=buffers)

@@ -27,12 +27,12 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec, Tie
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, order_of, spec_of
 from megatron_ucp.engines.deepspeed.autotp import is_uneven, layouts_of
 from megatron_ucp.engines.deepspeed.experts import stacks_of, with_experts
 from megatron_ucp.engines.deepspeed.hooks import renamed_entries
 from megatron_ucp.engines.deepspeed.wrappers import LiveBuffer, rank_in, stepper_of, wrapper_of
-from megatron_ucp.engines.settings import group_of
+from megatron_ucp.engines.live_tensors import dtype_name, order_of, spec_of
+from megatron_ucp.engines.optimizer_groups import group_of
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.deepspeed.paths import at_tp
@@ -87,22 +87,23 @@ class OwnStage:
         self.engine, self.model = engine, model
         (tp, self.tp_rank), (pp, self.number) = parallel_of(engine)
         self.wrapper = wrapper_of(engine)
-        sp, dp = sequence_parallel_of(engine)
-        self.mesh = with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=self.wrapper.zero))
+        self.mesh = _mesh_under(engine, tp, pp, self.wrapper.zero)
         self.layouts = layouts_of(engine, tp, self.tp_rank)
         self.uneven = is_uneven(self.layouts, tp)
         self.places = self.mesh.holding(self.uneven)
         rank = torch.distributed.get_rank()
         self.ep_rank, self.etp_rank = self.mesh.expert_place(rank)
         self.stacks = stacks_of(engine)
-        counts = counts_of(self._listed())
-        self.experts = LocalExperts(counts, self.mesh.ep, self.ep_rank)
+        self.experts = LocalExperts(counts_of(self._listed()), self.mesh.ep, self.ep_rank)
         self.spread = Spread.on(self.mesh)
-        staged = model is not None and is_pipeline(engine)
-        self.pipe = PipeNames(model.pipe) if staged and model is not None else None
-        buffers = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
-        self.buffers = [own for live in buffers for own in self._by_expert(live)]
+        self.pipe = PipeNames(model.pipe) if model is not None and is_pipeline(engine) else None
         self.names = {param: self._names_of(name) for param, name in engine.param_names.items()}
+
+    @cached_property
+    def buffers(self) -> list[LiveBuffer]:
+        """What this rank has of the optimizer's flat buffers."""
+        found = [live for live in self.wrapper.buffers() if live.length or not self.uneven]
+        return [own for live in found for own in self._by_expert(live)]
 
     def _own_names(self, name: str) -> list[str]:
         """The module's name of a parameter, or those of the slices of a stacked one."""
@@ -389,6 +390,11 @@ def _value_buffer(name: str, value: LiveValue, axes: tuple[str, ...]) -> FlatBuf
         return alone(name, size, states, axes=axes)
     length = -(-size // value.partitions)
     return FlatBuffer((Member(name, 0, size),), length, value.partitions, "each", states)
+
+
+def _mesh_under(engine: Any, tp: int, pp: int, zero: int) -> Mesh:
+    sp, dp = sequence_parallel_of(engine)
+    return with_experts(engine, Mesh(tp=tp, pp=pp, sp=sp, dp=dp, zero=zero))
 
 
 def is_pipeline(engine: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ucp.engines.megatron import experts, models
+from megatron_ucp.engines.megatron import models
 from megatron_ucp.engines.megatron.names import canonical_names
 from megatron_ucp.errors import UsageError
 
@@ -96,14 +96,7 @@ def build(config: models.ModelConfig, stages: Stages, buffers: Buffers) -> Stack
     )
     from megatron.core.transformer.module import Float16Module
 
-    tp, pp = models.check_started(config)
-    if pp != stages.pp:
-        raise UsageError(
-            "models.start was called with another number of pipeline stages",
-            expected=stages.pp,
-            found=pp,
-            fix="give models.start and the stages the same number (--pipeline-model-parallel-size)",
-        )
+    tp = models.started_for(config, stages.pp)
     transformer = _transformer(config, tp, stages)
     bare = [_chunk(config, transformer, number) for number in _numbers(stages)]
     half = config.dtype != "fp32"
@@ -152,7 +145,6 @@ def _transformer(config: models.ModelConfig, tp: int, stages: Stages) -> "Transf
 def _chunk(config: models.ModelConfig, transformer: Any, number: int | None) -> Any:
     """One chunk, bare, with the weights of its layers."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
@@ -164,25 +156,15 @@ def _chunk(config: models.ModelConfig, transformer: Any, number: int | None) -> 
     own = specs.layer_specs[first : first + get_num_layers_to_build(transformer, number)]
     place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
     layers: Any = TransformerBlockSubmodules(own, layer_norm=specs.layer_norm)
-    model: Any = GPTModel(
+    return models.gpt_model(
+        config,
         transformer,
         layers,
-        vocab_size=config.vocab,
-        max_sequence_length=config.positions,
-        position_embedding_type=config.builder.position_embedding_type,
-        **models.rotary(config),
-        share_embeddings_and_output_weights=config.tied,
+        canonical_names,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
         vp_stage=number,
     )
-    described = config.model()
-    experts.mark_experts(model)
-    names = canonical_names(model)
-    for name, param in model.named_parameters():
-        models.prepare(names[name], param, described.find(names[name]), config)
-    model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by families/measure
-    return model
 
 
 def run_batch(

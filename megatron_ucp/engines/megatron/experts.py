@@ -142,22 +142,23 @@ def check_mesh(experts: Experts | None, sequence_parallel: bool) -> None:
                 "leave them out for a model without experts",
             )
         return
-    if experts.number % ep:
-        raise LayoutError(
-            "the expert-parallel size does not divide the experts",
-            expected=f"a divisor of {experts.number}",
-            found=ep,
-            fix="give a divisor (--expert-model-parallel-size)",
-            id="does-not-divide",
-        )
-    if experts.ffn % etp:
-        raise LayoutError(
-            "the expert-tensor-parallel size does not divide the width of the experts",
-            expected=f"a divisor of {experts.ffn}",
-            found=etp,
-            fix="give a divisor (--expert-tensor-parallel-size)",
-            id="does-not-divide",
-        )
+    for divided, size, what, flag in (
+        (experts.number, ep, "expert-parallel size does not divide the experts", "model"),
+        (
+            experts.ffn,
+            etp,
+            "expert-tensor-parallel size does not divide the width of the experts",
+            "tensor",
+        ),
+    ):
+        if divided % size:
+            raise LayoutError(
+                f"the {what}",
+                expected=f"a divisor of {divided}",
+                found=size,
+                fix=f"give a divisor (--expert-{flag}-parallel-size)",
+                id="does-not-divide",
+            )
     if deepspeed_trains():
         check_files(tp, ep, etp)
     if tp > 1 and not sequence_parallel:
@@ -203,16 +204,21 @@ def mark_experts(model: torch.nn.Module) -> None:
             _show_to_deepspeed(layer)
 
 
+def expert_prefixes(model: torch.nn.Module) -> dict[str, str]:
+    """What names of a rank's experts begin with -> what they do in the whole model."""
+    return {
+        f"{name}.experts.local_experts.{local}.": f"{name}.experts.local_experts.{number}."
+        for name, layer in moe_layers(model)
+        for local, number in enumerate(layer.local_expert_indices)
+    }
+
+
 def global_expert_names(model: torch.nn.Module) -> dict[str, str]:
     """For every parameter of the model: its name there -> the name with the expert's number among
     all experts of the layer, where megatron-core counts those of each rank from 0. In a pipeline
     both are names in the pipeline. A parameter of an expert has that number as its attribute
     `ucp_expert`."""
-    prefixes = {
-        f"{name}.experts.local_experts.{local}.": f"{name}.experts.local_experts.{number}."
-        for name, layer in moe_layers(model)
-        for local, number in enumerate(layer.local_expert_indices)
-    }
+    prefixes = expert_prefixes(model)
     out: dict[str, str] = {}
     for name, param in model.named_parameters():
         out[name] = name

@@ -157,13 +157,11 @@ def _tell_deepspeed() -> None:
     from deepspeed.utils import groups
     from megatron.core import parallel_state
 
-    name = expert_group_name()
     sharing: Any = parallel_state.get_expert_model_parallel_group()
-    groups._EXPERT_PARALLEL_GROUP[name] = sharing
-    groups._EXPERT_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(sharing)
     copies: Any = parallel_state.get_expert_data_parallel_group()
-    groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
-    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(copies)
+    sharers, holders = map(dist.get_process_group_ranks, (sharing, copies))
+    for held, found in zip(_registries(), (sharing, sharers, copies, holders), strict=True):
+        held[expert_group_name()] = found
     groups.expert_tensor_parallel_world_size = (
         parallel_state.get_expert_tensor_parallel_world_size()
     )
@@ -172,14 +170,22 @@ def _tell_deepspeed() -> None:
 def _untell_deepspeed() -> None:
     from deepspeed.utils import groups
 
-    for held in (
+    for held in _registries():
+        held.pop(expert_group_name(), None)
+    groups.expert_tensor_parallel_world_size = 1
+
+
+def _registries() -> tuple[dict[str, Any], ...]:
+    """Where DeepSpeed has the groups of experts by name, and the ranks of each: those that share a
+    layer's experts, and those that hold the same ones."""
+    from deepspeed.utils import groups
+
+    return (
         groups._EXPERT_PARALLEL_GROUP,
         groups._EXPERT_PARALLEL_GROUP_RANKS,
         groups._EXPERT_DATA_PARALLEL_GROUP,
         groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
-    ):
-        held.pop(expert_group_name(), None)
-    groups.expert_tensor_parallel_world_size = 1
+    )
 
 
 def stage_seed(seed: int) -> int:

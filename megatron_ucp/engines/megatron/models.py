@@ -13,6 +13,7 @@ too.
 """
 
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from megatron_ucp.engines.megatron.groups import stop as stop
 from megatron_ucp.errors import UsageError
 from megatron_ucp.families import families, find_family
 from megatron_ucp.families.base import Builder, Declared, Model, Sizes
+from megatron_ucp.families.measure import TRUE_VOCAB
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -165,20 +167,23 @@ def build(config: ModelConfig) -> "GPTModel":
     Raises LayoutError when the tensor-parallel size divides heads, vocabulary or ffn not,
     UsageError before `start` and after a `start` with pipeline stages.
     """
+
+    transformer = transformer_config(config, started_for(config, 1))
+    # taken as well as the ModuleSpec that megatron-core declares
+    return gpt_model(config, transformer, layer_specs(transformer), experts.global_expert_names)
+
+
+def gpt_model(
+    config: ModelConfig,
+    transformer: "TransformerConfig",
+    layers: Any,
+    names_of: Callable[[Any], Mapping[str, str]],
+    **stage: Any,
+) -> "GPTModel":
+    """A GPTModel, or a chunk of one, with first values and attributes; `names_of` gives the
+    canonical names of its parameters."""
     from megatron.core.models.gpt import GPTModel
 
-    tp, pp = check_started(config)
-    if pp > 1:
-        raise UsageError(
-            "models.start was called for a pipeline",
-            expected="pp 1",
-            found=pp,
-            fix="build the model with engines.pipeline.build_pipeline",
-        )
-    transformer = transformer_config(config, tp)
-    layers: Any = layer_specs(
-        transformer
-    )  # taken as well as the ModuleSpec that megatron-core declares
     model = GPTModel(
         transformer,
         layers,
@@ -187,14 +192,19 @@ def build(config: ModelConfig) -> "GPTModel":
         position_embedding_type=config.builder.position_embedding_type,
         **rotary(config),
         share_embeddings_and_output_weights=config.tied,
+        **stage,
     )
-    described = config.model()
     experts.mark_experts(model)
-    names = experts.global_expert_names(model)
+    prepare_all(model, config, names_of(model))
+    model.__dict__[TRUE_VOCAB] = config.true_vocab
+    return model
+
+
+def prepare_all(model: torch.nn.Module, config: ModelConfig, names: Mapping[str, str]) -> None:
+    """Attributes and first values of all parameters, by their canonical `names`."""
+    described = config.model()
     for name, param in model.named_parameters():
         prepare(names[name], param, described.find(names[name]), config)
-    model.__dict__["ucp_true_vocab"] = config.true_vocab  # read by engines/family
-    return model
 
 
 def rotary(config: ModelConfig) -> dict[str, Any]:
@@ -223,6 +233,21 @@ def check_started(config: ModelConfig) -> tuple[int, int]:
     if config.experts:
         experts.apply_patches()
     return tp, parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def started_for(config: ModelConfig, stages: int) -> int:
+    """The tensor-parallel size that `start` was called with. Raises as `check_started`, and
+    UsageError where it was called with another number of pipeline `stages`."""
+    tp, started = check_started(config)
+    if stages != started:
+        raise UsageError(
+            "models.start was called with another number of pipeline stages",
+            expected=stages,
+            found=started,
+            fix="give models.start and the model the same number (--pipeline-model-parallel-size); "
+            "engines.pipeline.build_pipeline builds a model in stages",
+        )
+    return tp
 
 
 def prepare(name: str, param: torch.nn.Parameter, declared: Declared, config: ModelConfig) -> None:
@@ -403,7 +428,7 @@ def loss(
 
 def check_length(length: int, longest: int, transformer: "TransformerConfig") -> None:
     """Raises UsageError for a sequence that does not fit."""
-    parts = transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
+    parts = parts_of_sequence(transformer)
     if length > longest or length % parts:
         raise UsageError(
             "the sequence length does not fit the model",
@@ -411,6 +436,11 @@ def check_length(length: int, longest: int, transformer: "TransformerConfig") ->
             expected=f"at most {longest}" + (f", a multiple of {parts}" if parts > 1 else ""),
             fix="give a --seq-length that fits, or a model with a larger --max-position-embeddings",
         )
+
+
+def parts_of_sequence(transformer: "TransformerConfig") -> int:
+    """Into how many parts tensor-parallel ranks divide a sequence."""
+    return transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
 
 
 def not_attended(length: int, device: torch.device) -> torch.Tensor:

@@ -4,7 +4,7 @@ their numbers in the whole model, in the words of megatron-core's own modules.""
 import re
 from typing import Any
 
-from megatron_ucp.engines.megatron.experts import moe_layers
+from megatron_ucp.engines.megatron.experts import expert_prefixes
 from megatron_ucp.formats.megatron.names import unfused
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -31,11 +31,7 @@ def canonical_names(model: Any) -> dict[str, str]:
     module.
     """
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    own_experts = {
-        f"{name}.experts.local_experts.{local}.": f"{name}.experts.local_experts.{number}."
-        for name, layer in moe_layers(model)
-        for local, number in enumerate(layer.local_expert_indices)
-    }
+    own_experts = expert_prefixes(model)
     out: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if value is None or name.endswith("._extra_state"):

@@ -29,6 +29,7 @@ from megatron_ucp.engines.megatron import experts, models
 from megatron_ucp.engines.megatron.groups import experts_are_apart
 from megatron_ucp.engines.megatron.models import ModelConfig
 from megatron_ucp.errors import UnsupportedError, UsageError
+from megatron_ucp.families.measure import TRUE_VOCAB
 from megatron_ucp.families.pipe import TIED_KEY
 
 if TYPE_CHECKING:
@@ -59,14 +60,7 @@ def build_pipeline(
     UsageError for more stages than layers and for a partition that does not fit, before `start`,
     and where `start` got another pp; LayoutError as `models.build`.
     """
-    tp, started = models.check_started(config)
-    if pp != started:
-        raise UsageError(
-            "models.start was called with another number of pipeline stages",
-            expected=started,
-            found=pp,
-            fix="give models.start and the model the same number (--pipeline-model-parallel-size)",
-        )
+    tp = models.started_for(config, pp)
     if "LOCAL_RANK" not in os.environ:
         raise UsageError(
             "DeepSpeed's pipeline needs a launcher's environment",
@@ -142,11 +136,11 @@ def _build(
         model = _staged_model()(config, transformer, layers, topology, method)
     experts.mark_experts(model)
     names = experts.global_expert_names(model)
+    whole = {pipe: described.pipe[name] for pipe, name in names.items()}
     for pipe, param in model.named_parameters():
-        name = described.pipe[names[pipe]]
-        if name.startswith("decoder.final_layernorm."):
+        if whole[pipe].startswith("decoder.final_layernorm."):
             param.sequence_parallel = transformer.sequence_parallel  # type: ignore[attr-defined]  (as models.TaggedNorm)
-        models.prepare(name, param, described.find(name), config)
+    models.prepare_all(model, config, whole)
     return model
 
 
@@ -162,9 +156,7 @@ class Shared:
     def length(self, hidden: torch.Tensor) -> int:
         """Of the whole sequence. `hidden` is [sequence, batch, hidden], under sequence parallelism
         this rank's part."""
-        return len(hidden) * (
-            self.transformer.tensor_model_parallel_size if self.transformer.sequence_parallel else 1
-        )
+        return len(hidden) * models.parts_of_sequence(self.transformer)
 
 
 def rotary_of(config: ModelConfig) -> Any:
@@ -322,7 +314,7 @@ def _as_gpt_model(config: ModelConfig) -> dict[str, Any]:
     """Attributes that a GPTModel has, from which a family reads its sizes and settings."""
     return {
         "vocab_size": config.vocab,
-        "ucp_true_vocab": config.true_vocab,
+        TRUE_VOCAB: config.true_vocab,
         "max_sequence_length": config.positions,
         "share_embeddings_and_output_weights": config.tied,
         "position_embedding_type": config.builder.position_embedding_type,

@@ -1,17 +1,18 @@
 """The way in: a stack that ucp.load fills and ucp.save writes."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from megatron_ucp.engines.export import export
+from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.megatron.engine.family import model_of
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
-from megatron_ucp.engines.megatron.engine.live import describe
+from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.place import mesh_of
 from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
+from megatron_ucp.engines.megatron.engine.save import save
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
+from megatron_ucp.engines.saves import SaveReport
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.families.base import Family
 from megatron_ucp.reshard import agree
@@ -57,8 +58,21 @@ def attach_megatron(
         model = model_of(bare_model(chunks[0]), names, mesh.tp, family)
         stack = MegatronStack(chunks, optimizer, scheduler, mesh, model)
     describe(stack)  # compares every parameter with its family, and every position
-    stack.ucp_export_hf = partial(export, partial(describe, stack), bare_model(chunks[0]), model)
+    stack.ucp = _StackHandle(stack, bare_model(chunks[0]), model)
     return stack
+
+
+class _StackHandle(Handle):
+    """A stack of megatron-core's."""
+
+    def describe(self) -> LiveMegatron:
+        return describe(self.program)
+
+    def to_fill(self, family: Any) -> LiveMegatron:
+        return self.describe()
+
+    def save(self, save_dir: Any, **options: Any) -> SaveReport:
+        return save(self.program, save_dir, **options)
 
 
 def _params(model: Any) -> list[str]:

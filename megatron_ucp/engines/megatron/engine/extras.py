@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ucp.engines.built import Values
-from megatron_ucp.engines.loader import ResumableLoader, restore_position
+from megatron_ucp.engines.common_extras import CommonExtras
 from megatron_ucp.engines.megatron.engine.inner import RATES
-from megatron_ucp.engines.random_states import Restored
 from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.extras import OPERATIONS
-from megatron_ucp.reshard.load_options import How
+from megatron_ucp.reshard.engine import How
 
 if TYPE_CHECKING:
     from megatron_ucp.engines.megatron.engine.place import OwnPlace
@@ -24,38 +23,38 @@ NUM_STEPS = "num_steps"  # of a schedule that counts samples
 
 @dataclass(frozen=True)
 class MegatronExtras:
-    """Values ready to be set. `schedule` are settings of the scheduler that change, `samples` those
-    that it has seen (None: it is left as it is)."""
+    """Values ready to be set in a stack. `schedule` are settings of the scheduler that change,
+    `samples` those that it has seen (None: it is left as it is), `groups` what megatron-core kept
+    of each group. Of `how` it follows what else is set."""
 
+    stack: "MegatronStack"
+    own: "OwnPlace"
+    how: How
+    common: CommonExtras
     schedule: Mapping[str, Any]
     samples: int | None
     groups: Sequence[Mapping[str, Any]]
-    counters: Mapping[str, int]
-    scaler: LossScale
-    client_state: Mapping[str, Any]
-    randoms: Restored
-    position: Mapping[str, Any] | None
-    loader: ResumableLoader | None
     notes: tuple[str, ...] = ()
+
+    @property
+    def client_state(self) -> Mapping[str, Any]:
+        return self.common.client_state
 
     @classmethod
     def read(
         cls,
         source: Checkpoint,
         stack: "MegatronStack",
+        own: "OwnPlace",
         scheduler: bool,
         groups: Sequence[Mapping[str, Any]],
         how: How,
-        rank: int,
     ) -> "MegatronExtras":
         """`groups` are what megatron-core kept of each of the stack's groups, where the checkpoint
         is of megatron-core. Raises StateMismatchError where the scheduler's settings are others
         than the checkpoint's, or the data position does not fit the loader."""
         saved, notes = source.extras, list[str]()
         values = Values(source, "values" in how.allow)
-        client = saved.client_state
-        if how.own is not None:
-            client = how.own.over(client, how.apart)
         schedule: dict[str, Any] = {}
         samples = None
         if scheduler and stack.scheduler is not None:
@@ -65,47 +64,33 @@ class MegatronExtras:
             samples = _samples(found, saved.counters, notes)
         elif scheduler and saved.scheduler is not None:
             notes.append("the scheduler was not restored: the engine has none")
-        position = None if how.module_only else saved.data_position
-        if how.loader is not None and position is not None:
-            how.loader.check(position, str(source.folder))
-        coord = stack.mesh.coord(rank)
-        place = stack.mesh.partition_of(rank), coord.pp
-        randoms = Restored.plan(source, stack.mesh, rank, place) if how.rng else Restored(None)
-        return cls(
-            schedule,
-            samples,
-            groups if scheduler and not _keeps_own(stack.scheduler) else [],
-            saved.counters,
-            saved.scaler,
-            values.built(dict(client), "client_state"),
-            randoms,
-            position,
-            how.loader,
-            (*notes, *values.notes),
-        )
+        place = stack.mesh.partition_of(own.rank), stack.mesh.coord(own.rank).pp
+        common = CommonExtras.taken(source, values, how, stack.mesh, place)
+        kept = groups if scheduler and not _keeps_own(stack.scheduler) else []
+        notes += values.notes
+        return cls(stack, own, how, common, schedule, samples, kept, tuple(notes))
 
-    def restore(self, stack: "MegatronStack", own: "OwnPlace", optimizer: bool) -> list[str]:
-        """Sets everything; the loss scale where the states of the `optimizer` were loaded. Returns
+    def restore(self) -> list[str]:
+        """Sets everything; the loss scale where the states of the optimizer were loaded. Returns
         notes."""
         notes: list[str] = []
-        if optimizer:
-            for inner in own.inner:
-                _set_scaler(getattr(inner, "grad_scaler", None), self.scaler, notes)
+        if self.how.module_only:
+            return notes
+        stack, counters = self.stack, self.common.counters
+        if self.how.optimizer:
+            for inner in self.own.inner:
+                _set_scaler(getattr(inner, "grad_scaler", None), self.common.scaler, notes)
             for number, saved in enumerate(self.groups):
-                _set_rates(number, own.param_groups()[number][1], saved, notes)
+                _set_rates(number, self.own.param_groups[number], saved, notes)
         if self.samples is not None:
-            _set_schedule(stack.scheduler, self.schedule, self.samples, optimizer, notes)
-        counters = self.counters
+            _set_schedule(stack.scheduler, self.schedule, self.samples, self.how.optimizer, notes)
         stack.iteration = counters.get("global_steps", stack.iteration)
         stack.consumed_samples = counters.get("global_samples", stack.consumed_samples)
         stack.skipped_iterations = counters.get("skipped_steps", stack.skipped_iterations)
         operations = self.client_state.get(OPERATIONS)
         if isinstance(operations, int | float):
             stack.floating_point_operations = operations
-        self.randoms.apply()
-        if self.randoms.note:
-            notes.append(self.randoms.note)
-        return list(dict.fromkeys(notes)) + restore_position(self.loader, self.position)
+        return [*dict.fromkeys(notes), *self.common.go_on()]
 
 
 # ------------------------------------------------ schedule

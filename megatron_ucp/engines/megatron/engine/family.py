@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
-from megatron_ucp.families import families, find_family
+from megatron_ucp.families import families, model_of_module
 from megatron_ucp.families.base import Family, Model
 from megatron_ucp.families.measure import measured
 
@@ -17,16 +17,12 @@ def model_of(module: Any, names: Collection[str], tp: int, family: str | Family 
     Raises UsageError for a family that does not fit, UnsupportedError where none does, LayoutError
     where the tensor-parallel size does not divide the model.
     """
-    if family is not None:
-        chosen = find_family(family) if isinstance(family, str) else family
-        model = Model(chosen, (chosen.measure or measured)(module))
-    else:
-        model = _fitting(module, names)
-    model.check_cut(tp)
-    return model
+    if family is None:
+        family = _fitting(module, names)
+    return model_of_module(family, module, tp)
 
 
-def _fitting(module: Any, names: Collection[str]) -> Model:
+def _fitting(module: Any, names: Collection[str]) -> Family:
     for family in families().values():
         try:
             model = Model(family, (family.measure or measured)(module))
@@ -34,7 +30,7 @@ def _fitting(module: Any, names: Collection[str]) -> Model:
         except (UsageError, LayoutError):
             continue
         if fits:
-            return model
+            return family
     raise UnsupportedError(
         "no family has the parameters of this model",
         expected=", ".join(families()),

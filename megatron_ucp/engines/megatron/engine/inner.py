@@ -10,8 +10,8 @@ import torch
 
 from megatron_ucp.core.flat import FlatBuffer, Scalars, States
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.engines.declared import dtype_name, flat_view
-from megatron_ucp.engines.settings import scalar_state
+from megatron_ucp.engines.live_tensors import dtype_name, flat_view
+from megatron_ucp.engines.optimizer_groups import scalar_state
 from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.optimizers import kept_by, name_in_table
@@ -121,28 +121,34 @@ def pieces_of(inner: Any) -> Iterator[Stepped]:
     By its lists of parameters and masters side by side: `model_param_group_index_map` is wrong
     where a group mixes dtypes.
     """
-    if is_distributed(inner):
-        lists: Any = zip(
-            zip(inner.model_float16_groups, inner.model_fp32_groups, strict=True),
-            zip(inner.shard_fp32_from_float16_groups, inner.shard_fp32_groups, strict=True),
-            strict=True,
-        )
-    elif hasattr(inner, "float16_groups"):
-        lists = zip(
-            zip(inner.float16_groups, inner.fp32_from_fp32_groups, strict=True),
-            zip(inner.fp32_from_float16_groups, inner.fp32_from_fp32_groups, strict=True),
-            strict=True,
-        )
-    else:
-        params = [(group["params"],) for group in inner.optimizer.param_groups]
+    names = next((row for row in _LISTS if hasattr(inner, row[0][0])), None)
+    if names is None:
+        params = [group["params"] for group in inner.optimizer.param_groups]
         lists = zip(params, params, strict=True)
+    else:
+        lists = zip(*(_joined(inner, *pair) for pair in names), strict=True)
     for group, (params, masters) in enumerate(lists):
-        for param, master in zip(_one_list(params), _one_list(masters), strict=True):
+        for param, master in zip(params, masters, strict=True):
             yield Stepped(inner, group, param, master, *_range(inner, param))
 
 
-def _one_list(lists: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
-    return [one for each in lists for one in each]
+# of each group of an optimizer: parameters in half precision and others, and the masters of both
+_LISTS = (
+    (
+        ("model_float16_groups", "model_fp32_groups"),
+        ("shard_fp32_from_float16_groups", "shard_fp32_groups"),
+    ),
+    (
+        ("float16_groups", "fp32_from_fp32_groups"),
+        ("fp32_from_float16_groups", "fp32_from_fp32_groups"),
+    ),
+)
+
+
+def _joined(inner: Any, half: str, other: str) -> list[list[Any]]:
+    """Two lists of each group as one."""
+    both = zip(getattr(inner, half), getattr(inner, other), strict=True)
+    return [[*first, *second] for first, second in both]
 
 
 def _range(inner: Any, param: torch.nn.Parameter) -> tuple[int, int]:
@@ -201,19 +207,18 @@ class LiveBucket:
             (piece,) = self.pieces.values()
             return flat_view(piece.tensor(state).detach())
         elems = self.flat.partition_elems
-        found: list[torch.Tensor] = []
+        first: torch.Tensor | None = None
         for number, piece in self.pieces.items():
             held = piece.master if state == MASTER else piece.held.get(state)
             if not isinstance(held, torch.Tensor) or held.dtype != torch.float32:
                 return None
-            memory = held.untyped_storage()
+            first = held if first is None else first
+            memory, shared = held.untyped_storage(), first.untyped_storage()
             alone = memory.nbytes() == elems * held.itemsize and held.is_contiguous()
-            if not alone or held.storage_offset() != self._places[number]:
+            is_one = alone and memory.data_ptr() == shared.data_ptr()
+            if not is_one or held.storage_offset() != self._places[number]:
                 return None
-            found.append(held)
-        if len({one.untyped_storage().data_ptr() for one in found}) != 1:
-            return None
-        return torch.as_strided(found[0].detach(), (elems,), (1,), 0)
+        return None if first is None else torch.as_strided(first.detach(), (elems,), (1,), 0)
 
     def join(self, state: str) -> None:
         """Makes the pieces of a state views of one tensor, with their values."""

@@ -1,6 +1,6 @@
 """megatron-core's stack, described for all its ranks and filled on this one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.stages import Stage, check_replicas, join
+from megatron_ucp.core.stages import Stage, check_replicas
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.megatron.engine.extras import MegatronExtras
 from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
@@ -26,14 +26,14 @@ from megatron_ucp.engines.megatron.engine.inner import (
 from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
+from megatron_ucp.engines.optimizer_groups import built_groups
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
+from megatron_ucp.engines.places import LivePlaces, told_by
 from megatron_ucp.engines.same_model import check_model, computes_otherwise
-from megatron_ucp.engines.settings import built_groups, set_group
-from megatron_ucp.engines.unusable import mark_unusable, mark_usable, require_usable
-from megatron_ucp.errors import StateMismatchError, UnsupportedError
+from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.load_options import How
+from megatron_ucp.reshard.engine import How
 
 
 def describe(stack: MegatronStack) -> "LiveMegatron":
@@ -51,46 +51,30 @@ def describe(stack: MegatronStack) -> "LiveMegatron":
         return LiveMegatron(stack, own, sorted(stages, key=lambda one: one.at))
 
 
-class LiveMegatron:
-    """The engine as `stages` of all its places, of which this rank holds `own`. Raises
-    ModelMismatchError where they don't fit."""
+class LiveMegatron(LivePlaces):
+    """The engine as `stages` of all its places, of which this rank holds `own`."""
 
     has_optimizer = True
     has_one_step = True
 
     def __init__(self, stack: MegatronStack, own: OwnPlace, stages: Sequence[Stage]) -> None:
-        places = [stage.at for stage in stages]
-        if places != own.mesh.holding():
-            raise UnsupportedError(
-                "the ranks of the engine don't make up whole stages",
-                expected=str(own.mesh.holding()),
-                found=str(places),
-                fix="make megatron-core's process groups with "
-                "parallel_state.initialize_model_parallel alone",
-            )
-        joined, here = join(stages), places.index(own.at)
-        self.stack, self.own = stack, own
-        self._live: dict[int, LiveBucket] = dict(
-            zip(joined.numbers[here], own.buffers, strict=True)
+        fix = (
+            "make megatron-core's process groups with parallel_state.initialize_model_parallel "
+            "alone"
         )
-        self._values: dict[int, OwnValue] = dict(zip(joined.values[here], own.values, strict=True))
-        self.first_group = joined.first_group[here]
-        self.manifest = Manifest(
-            Keeper.MEGATRON,
-            own.mesh,
-            joined.params,
-            joined.buffers,
-            joined.groups,
-            family=stack.model.family.name,
-        )
+        super().__init__(own, stack.optimizer, stages, own.mesh.holding(), fix)
+        self.stack, self.own, joined = stack, own, self.joined
+        self._live: dict[int, LiveBucket]
+        self._values: dict[int, OwnValue]
+        self._live, self._values = self.numbered(own.buffers, own.values)
+        family = stack.model.family.name
+        held = (joined.params, joined.buffers, joined.groups)
+        self.manifest = Manifest(Keeper.MEGATRON, own.mesh, *held, family=family)
         tied = bare_model(stack.chunks[0]).share_embeddings_and_output_weights
         check_replicas(self.manifest, [EMBEDDING] if tied else [])
 
     def told(self) -> Told:
-        model = self.stack.model
-        twin = model.family.hugging_face
-        shares = None if twin is None else twin.tensors(model.sizes)
-        return Told(None, self.manifest.by_name, model.pipe, shares=shares)
+        return told_by(self.stack.model, self.manifest)
 
     # ------------------------------------------------ places
 
@@ -104,7 +88,7 @@ class LiveMegatron:
 
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         if slot.state == VALUE:
-            return self.tensor(slot)[first:last]
+            return super().read(slot, first, last)
         return self._live[slot.buffer].read(slot.state, first, last)
 
     def piece(self, buffer: int, member: int) -> Stepped:
@@ -143,9 +127,9 @@ class LiveMegatron:
     def take_extras(
         self, source: Checkpoint, scheduler: bool, groups: Sequence[int | None], how: How
     ) -> MegatronExtras:
-        own = groups[self.first_group : self.first_group + len(self.own.param_groups())]
+        own = groups[self.own_groups]
         marks = [{} if n is None else source.manifest.groups[n].marks.get(MARKS, {}) for n in own]
-        extras = MegatronExtras.read(source, self.stack, scheduler, marks, how, self.own.rank)
+        extras = MegatronExtras.read(source, self.stack, self.own, scheduler, marks, how)
         notes = computes_otherwise(source, self.stack.model, bare_model(self.stack.chunks[0]))
         taken_as = self.own.taken_as if how.optimizer else ()
         return replace(extras, notes=(*extras.notes, *notes, *taken_as))
@@ -157,41 +141,36 @@ class LiveMegatron:
         """And waits for gathers of weights that are under way: they would undo what is written, and
         the refresh would take them for its own. Masters become whole partitions, also where no
         state of the optimizer is loaded."""
-        mark_unusable(self.stack.optimizer)
+        super().mark_unusable()
         self.wait_for_gathers()
         for live in self._live.values():
             live.join(MASTER)
 
-    def mark_usable(self) -> None:
-        mark_usable(self.stack.optimizer)
-
-    def require_usable(self) -> None:
-        require_usable(self.stack.optimizer)
-
     def wait_for_gathers(self) -> None:
         """Until no weights of other ranks are on their way. Begins no gather: of a group of buckets
         with one under way megatron-core's call waits for it and does nothing else."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        for _, groups in self._bucket_groups():
+            for group in groups:
                 if group.param_gather_handle is not None:
                     group.start_param_sync(force_sync=True)
 
+    def _bucket_groups(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Each chunk with its groups of buckets, where ranks share the masters."""
+        for chunk in self.own.chunks if self.own.mesh.zero else ():
+            yield chunk, (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
     def finish_gathers(self) -> None:
         """Every rank gets the weights that others stepped, where gathers overlap what follows: some
-        may be on their way, and some not begun."""
+        may be on their way, and some not begun. Of a group of buckets with a gather under way
+        megatron-core's call waits for that one."""
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.own.chunks):
-            self._gather_weights()
-
-    def _gather_weights(self) -> None:
-        """Every rank gets the weights that others have. Of a group of buckets with a gather under
-        way megatron-core's call waits for that one."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
-            chunk.start_param_sync(force_sync=True)
+            for chunk, _ in self._bucket_groups():
+                chunk.start_param_sync(force_sync=True)
 
     def _share_weights(self) -> None:
-        """As `_gather_weights`, where no gather is under way; in place on the CPU."""
-        for chunk in self.own.chunks if self.own.mesh.zero else ():
-            groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        """Every rank gets the weights that others have, where no gather is under way; in place on
+        the CPU."""
+        for chunk, groups in self._bucket_groups():
             if not on_cpu([bucket.param_data for group in groups for bucket in group.buckets]):
                 chunk.start_param_sync(force_sync=True)
                 continue
@@ -227,28 +206,23 @@ class LiveMegatron:
         self, groups: Sequence[Mapping[str, Any]], file: str, allow: bool
     ) -> tuple[list[Mapping[str, Any]], list[str]]:
         live: list[Mapping[str, Any]] = [{} for _ in groups]
-        own = [group for _, group in self.own.param_groups()]
-        live[self.first_group : self.first_group + len(own)] = own
+        live[self.own_groups] = self.own.param_groups
         return built_groups(live, groups, file, allow)
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]], carried: bool) -> list[str]:
         """A group that has no parameter at this stage gets what the same group has at another
         one."""
-        notes: list[str] = []
         elsewhere = {
             _identity(group): saved
             for group, saved in zip(self.manifest.groups, groups, strict=True)
             if saved
         }
-        own = self.own.groups()
-        for number, (_, group) in enumerate(self.own.param_groups()):
-            saved = groups[self.first_group + number] or elsewhere.get(_identity(own[number]), {})
-            plain = {key: value for key, value in saved.items() if key not in STRUCTURE}
-            set_group(number, group, plain, carried, notes)
-        return notes
-
-    def restore(self, extras: MegatronExtras, optimizer: bool, module_only: bool) -> list[str]:
-        return [] if module_only else extras.restore(self.stack, self.own, optimizer)
+        plain = [
+            {key: value for key, value in found.items() if key not in STRUCTURE}
+            for group, saved in zip(self.manifest.groups, groups, strict=True)
+            for found in [saved or elsewhere.get(_identity(group), {})]
+        ]
+        return super().set_groups(plain, carried)
 
 
 def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:

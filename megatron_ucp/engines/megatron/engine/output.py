@@ -17,7 +17,7 @@ from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import flat_view
+from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron
 from megatron_ucp.engines.megatron.engine.runs import BufferPart, OwnedBox, runs_of
 from megatron_ucp.formats.file_layout import FileLayout

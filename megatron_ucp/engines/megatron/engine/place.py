@@ -14,7 +14,7 @@ from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh
 from megatron_ucp.core.stages import Stage
 from megatron_ucp.core.states import MASTER, VALUE
-from megatron_ucp.engines.declared import dtype_name, spec_of
+from megatron_ucp.engines.live_tensors import dtype_name, spec_of
 from megatron_ucp.engines.megatron.engine.inner import (
     IDENTITY,
     RATES,
@@ -27,7 +27,7 @@ from megatron_ucp.engines.megatron.engine.inner import (
     pieces_of,
 )
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
-from megatron_ucp.engines.settings import decay_of, group_of
+from megatron_ucp.engines.optimizer_groups import decay_of, group_of
 from megatron_ucp.errors import LayoutError, UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats.optimizers import name_in_table, taken_as
@@ -115,16 +115,21 @@ class OwnPlace:
     def groups(self) -> tuple[ParamGroup, ...]:
         """The groups of all optimizers, one after the other. megatron-core gives every rank all of
         them, also those of which it holds nothing."""
-        return tuple(self._group(inner.optimizer, group) for inner, group in self.param_groups())
+        return tuple(
+            self._group(inner.optimizer, group)
+            for inner in self.inner
+            for group in inner.optimizer.param_groups
+        )
 
     def _group(self, optimizer: Any, group: dict[str, Any]) -> ParamGroup:
         found = group_of(group, STRUCTURE, name_in_table(type(optimizer)), optimizer)
         marks = {MARKS: {key: group[key] for key in (*IDENTITY, *RATES) if key in group}}
         return replace(found, settings={**found.settings, **decay_of(optimizer)}, marks=marks)
 
-    def param_groups(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Each optimizer with each of its groups."""
-        return [(inner, group) for inner in self.inner for group in inner.optimizer.param_groups]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups of all optimizers, as `groups` lists them."""
+        return [group for inner in self.inner for group in inner.optimizer.param_groups]
 
     def first_group(self, inner: Any) -> int:
         """The number of an optimizer's first group among those of all."""

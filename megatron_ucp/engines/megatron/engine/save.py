@@ -7,7 +7,6 @@ of them are on disk.
 """
 
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,11 +35,12 @@ from megatron_ucp.engines.megatron.engine.output import SavedStates, SavedWeight
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.read_back import KeptValue, refuse_strange
+from megatron_ucp.engines.read_back import KeptValue, kept_of, refuse_strange
 from megatron_ucp.engines.saves import (
     SaveReport,
     SaveSink,
     Saving,
+    completed,
     ended,
     prune,
     publish,
@@ -203,12 +203,9 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
 
 def _kept(stack: MegatronStack) -> Iterator[KeptValue]:
     """Plain values that the files hold."""
-    if stack.scheduler is not None:
-        yield KeptValue("scheduler", stack.scheduler.state_dict(), live=False)
     for inner in inner_optimizers(stack.optimizer):
-        for number, group in enumerate(inner.optimizer.param_groups):
-            own = {key: value for key, value in group.items() if key != "params"}
-            yield KeptValue(f"param_groups[{number}]", own, live=False)
+        groups = inner.optimizer.param_groups
+        yield from kept_of("scheduler", stack.scheduler, groups, live=False)
 
 
 def _one_of(found: list[tuple[States, Scalars]]) -> tuple[States, Scalars]:
@@ -289,8 +286,4 @@ def _recorded(
 ) -> Manifest:
     """The manifest beside the files: mesh, random states, position of the data, and what is `said`
     of the save. Where an element lies is said by the files' own index."""
-    run = {**manifest.run, **said, "saved_at": time.time(), MOVED_LATEST: True}
-    if loader is not None:
-        run["data"] = loader.state_dict()
-    files = tuple(sorted(entries, key=lambda entry: entry.name))
-    return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
+    return completed(manifest, entries, loader, {**said, MOVED_LATEST: True})

@@ -1,0 +1,46 @@
+"""What this package does with a live engine, under the same names whatever trains in it."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ucp.engines.export import export
+from megatron_ucp.engines.load import load
+from megatron_ucp.engines.reports import Reports, report
+from megatron_ucp.engines.saves import SaveReport
+from megatron_ucp.families.base import Model
+from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.hugging_face.exported import Exported
+from megatron_ucp.reshard.report import Report
+
+
+class Handle:
+    """An attached engine, as its attribute `ucp`. `program` is the engine itself, whose bare model
+    (of one chunk) is `module`, of the family's `model` if it is of any."""
+
+    def __init__(self, program: Any, module: Any, model: Model | None) -> None:
+        self.program, self.module, self.model = program, module, model
+
+    def describe(self) -> Engine:
+        """The engine as it is. Collective."""
+        raise NotImplementedError
+
+    def to_fill(self, family: Any) -> Engine:
+        """The engine, which a load fills; `family` is the load's. Collective. Raises a UcpError on
+        every rank where it can't be filled exactly."""
+        raise NotImplementedError
+
+    def save(self, save_dir: Any, **options: Any) -> SaveReport:
+        """As `engine.save_checkpoint`, or `ucp.save`."""
+        raise NotImplementedError
+
+    def load(self, path: str | Path, tag: str | None = None, **options: Any) -> Report:
+        """As `ucp.load`."""
+        return load(self.program, path, tag, **options)
+
+    def export_hf(self, dst: str | Path, *args: Any, **options: Any) -> Exported:
+        """The weights as `ucp.export_hf` of the engine writes them; see `export`."""
+        return export(self.describe, self.module, self.model, dst, *args, **options)
+
+    def report(self) -> Reports:
+        """As `ucp.report`."""
+        return report(self.program)
