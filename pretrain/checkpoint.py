@@ -29,7 +29,7 @@ from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.registry import is_hugging_face, is_megatron, open_checkpoint
 from megatron_ucp.formats.tags import has_state_files, nothing_there, tag_folder
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.output_folder import require_plain
+from megatron_ucp.reshard.folder_sink import require_plain
 from megatron_ucp.reshard.report import Report
 from pretrain import hugging_face, same_data
 from pretrain.arguments import MODEL_ARGUMENTS

@@ -123,7 +123,6 @@ class Memories:
     """The source. Each part of a sink has a holder of its own, or the last one. Making one is
     collective."""
 
-    is_collective = True
     all_looked_at = False
     read_bytes = 0
 

@@ -72,13 +72,16 @@ class Windows(Protocol):
 
 class Source(Protocol):
     """Values, wherever they lie. `file` names it in messages; `read_bytes` counts what was read of
-    it. `is_collective`: all ranks read together, in one order. `all_looked_at`: what it gives was
+    it. `all_looked_at`: what it gives was
     rounded, whatever the dtypes of the manifest are: sums, or copies of the masters."""
 
     file: str
-    read_bytes: int
-    is_collective: bool
-    all_looked_at: bool
+
+    @property
+    def read_bytes(self) -> int: ...
+
+    @property
+    def all_looked_at(self) -> bool: ...
 
     def manifest_of(self, part: int) -> Manifest:
         """What there is for a part of a sink: most sources have the same for all."""
@@ -103,7 +106,7 @@ class Sink(AbstractContextManager[Any], Protocol):
     behind that counts. `verb` says what for, in messages: to train, to export. `thorough`: every
     record that was read is compared with its checksum, whatever has to be read for that."""
 
-    parts: Sequence[Part]
+    parts: tuple[Part, ...]
     verb: str
     thorough: bool
 

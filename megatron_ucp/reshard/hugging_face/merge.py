@@ -79,7 +79,6 @@ class Merge:
     merely added, ModelMismatchError that lists everything which does not fit the base.
     """
 
-    is_collective = False
     all_looked_at = True
 
     def __init__(self, base: Checkpoint, source: Checkpoint, config: Mapping[str, Any]) -> None:
