@@ -28,7 +28,7 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import SaveError
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
+from megatron_ucp.formats.deepspeed.tag_folder import CLASSES, MEMBERS
 from megatron_ucp.formats.of_ranks import PER_RANK, Apart, file_name, text_of
 from megatron_ucp.formats.pt.output import Output, Stored, Weight
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE

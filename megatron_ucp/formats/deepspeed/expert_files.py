@@ -17,9 +17,9 @@ from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
-from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import expert_file_name
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import Weights
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -138,7 +138,7 @@ class ExpertFiles:
             return self.autoep.ranks
         if self._folder.names.expert_optimizer:
             return 1 + max(ep for ep, _ in self._folder.names.expert_optimizer)
-        shapes = shapes_by_group(meta) or []
+        shapes = shapes_by_group(meta, file) or []
         return ranks_of(counts_of(name for named in shapes for name in named), self.counts, file)
 
     def lost(self, layer: str, number: int, mp: int) -> NotFoundError:

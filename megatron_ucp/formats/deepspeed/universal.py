@@ -34,12 +34,12 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
-from megatron_ucp.formats.deepspeed.extras import from_meta
-from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.saved_extras import from_meta
 from megatron_ucp.formats.deepspeed.steppers import with_rules
+from megatron_ucp.formats.deepspeed.tag_folder import WRONG_STRUCTURE, TagFolder
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
 from megatron_ucp.formats.optimizers import ELEMENT
@@ -163,7 +163,7 @@ class UniversalCheckpoint(TagFolder):
         out: list[dict[str, Ints]] = [{} for _ in listed]
         sizes = [len(group.get("params") or ()) for group in listed]
         for name in self._first_of_ranks():
-            shapes = shapes_by_group(self.tree(name))
+            shapes = shapes_by_group(self.tree(name), self.full_path(name))
             if shapes is None:
                 raise UnsupportedError(
                     "a model file of the universal folder does not say which parameters belong "

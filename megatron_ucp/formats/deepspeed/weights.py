@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
-from megatron_ucp.formats.deepspeed.folder import TagFolder
-from megatron_ucp.formats.deepspeed.model_file import find_ties
+from megatron_ucp.formats.deepspeed.model_file import buffer_names, find_ties
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
@@ -70,10 +70,12 @@ class WholeModel:
         return self._files[tp]
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        return find_ties(self._folder.tree(self._files[0]), self.module(), flat)
+        tree, file = self._folder.tree(self._files[0]), self._folder.full_path(self._files[0])
+        return find_ties(tree, self.module(), flat, file)
 
     def extra_states(self) -> dict[str, Any]:
-        named = {*(self._folder.tree(self._files[0]).get("buffer_names") or ())}
+        tree, file = self._folder.tree(self._files[0]), self._folder.full_path(self._files[0])
+        named = {*buffer_names(tree, file)}
         held = self.module().items()
         return {name: value for name, value in held if is_extra_state(name) and name not in named}
 

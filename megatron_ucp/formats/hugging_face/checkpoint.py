@@ -34,9 +34,9 @@ from megatron_ucp.formats.base import (
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
+from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.values import TensorRef
-from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

@@ -30,7 +30,8 @@ from megatron_ucp.formats.base import (
     Told,
     Where,
 )
-from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
+from megatron_ucp.formats.deepspeed.tag_folder import WRONG_STRUCTURE
+from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
 from megatron_ucp.formats.megatron.extras import iteration_of
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
@@ -40,7 +41,6 @@ from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
-from megatron_ucp.formats.recorded import Recorded
 
 Read = TypeVar("Read")
 

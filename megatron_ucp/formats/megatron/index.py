@@ -21,10 +21,10 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
-from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
+from megatron_ucp.formats.deepspeed.tag_folder import WRONG_STRUCTURE
+from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.megatron.closed_list import OF_METADATA
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, loads
-from megatron_ucp.formats.recorded import open_regular
 
 INDEX_FILE = ".metadata"
 _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make

@@ -10,7 +10,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.rounded import is_rounded
+from megatron_ucp.formats.rounding import is_rounded
 
 if TYPE_CHECKING:
     import torch

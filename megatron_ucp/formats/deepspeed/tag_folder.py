@@ -1,5 +1,6 @@
 """The files of one tag folder, each opened once."""
 
+import os
 import resource
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,12 +16,12 @@ from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import NO_RANDOM_STATES, Extras, Record, Source, Where
 from megatron_ucp.formats.deepspeed.keys import HELPERS, OWN_KEYS
 from megatron_ucp.formats.deepspeed.paths import TagFiles, scan
+from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.strangers import Strangers
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
-from megatron_ucp.formats.recorded import Recorded
 
 # What Python raises where a foreign tree holds other types than its keys promise.
 WRONG_STRUCTURE = (
@@ -153,11 +154,16 @@ class TagFolder:
         self._read_apart[file, record.name] = record
         return record
 
+    def place(self, name: str, ref: TensorRef) -> Where:
+        """Place of a tensor of a file."""
+        file, dtype = self.file(name), ref.storage.dtype
+        start = ref.offset_elems * ITEMSIZE[dtype]
+        return Where(file, file.record(ref.storage), start, ref.numel, dtype)
+
     def place_of(self, ref: TensorRef) -> Where:
         """Place of a tensor that the extras refer to."""
-        file, dtype = self.opened(self.main_file), ref.storage.dtype
-        record = self.use(self.main_file, ref)
-        return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
+        self.use(self.main_file, ref)
+        return self.place(os.path.basename(self.main_file), ref)
 
     def check_read(self) -> None:
         """Compares these records with their CRC-32, which the executor does for all that a plan
