@@ -104,7 +104,7 @@ def from_json(text: str | bytes, file: str) -> Manifest:
         raise DamagedFileError(
             "the manifest can't be read",
             file=file,
-            found=f"{type(error).__name__}: {error}",
+            found=f"{type(error).__name__}: {getattr(error, 'problem', error)}",
             fix="remove it to read the DeepSpeed files by themselves",
         ) from None
     finally:

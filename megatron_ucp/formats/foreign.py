@@ -25,12 +25,12 @@ def no_such(expected: str, value: object, file: object) -> DamagedFileError:
     )
 
 
-def part(tree: Mapping[Any, Any], key: str, kind: type[Expected], file: object) -> Expected:
+def at_key(tree: Mapping[Any, Any], key: str, kind: type[Expected], file: object) -> Expected:
     """What a dictionary must have under a key. Raises DamagedFileError."""
     return of_kind(tree.get(key), kind, key, file)
 
 
-def part_or(tree: Mapping[Any, Any], key: str, default: Expected, file: object) -> Expected:
+def at_key_or(tree: Mapping[Any, Any], key: str, default: Expected, file: object) -> Expected:
     """What a dictionary may have under a key, of the kind of the default, which stands for nothing
     as well. Raises DamagedFileError."""
     value = tree.get(key)

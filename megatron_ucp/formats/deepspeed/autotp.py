@@ -16,7 +16,7 @@ from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC, ShardRun
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.errors import DamagedFileError, UcpError, UnsupportedError
 from megatron_ucp.formats.deepspeed.paths import at_tp
-from megatron_ucp.formats.foreign import of_kind, part, part_or, sizes
+from megatron_ucp.formats.foreign import at_key, at_key_or, of_kind, sizes
 
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _VERSION = 1
@@ -36,13 +36,13 @@ def is_uneven(info: Any, file: str) -> bool:
     """Whether ranks have shares of different sizes of some parameter. Raises DamagedFileError for a
     map of another structure."""
     said = info if isinstance(info, dict) else {}
-    params = part_or(part_or(said, "affine_map", {}, file), "params", {}, file)
+    params = at_key_or(at_key_or(said, "affine_map", {}, file), "params", {}, file)
     return any(len({*_shares(entry, file)}) > 1 for entry in params.values())
 
 
 def _shares(entry: Any, file: str) -> Iterator[Ints]:
     """The shape of each rank's share."""
-    ranks = part(of_kind(entry, dict, "an affine map", file), "ranks", dict, file)
+    ranks = at_key(of_kind(entry, dict, "an affine map", file), "ranks", dict, file)
     for rank in ranks.values():
         found = of_kind(rank, dict, "a rank", file)
         yield sizes(found.get("shard_shape"), "shard_shape", file)

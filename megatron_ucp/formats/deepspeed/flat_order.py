@@ -10,7 +10,7 @@ from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.muon import as_listed
 from megatron_ucp.formats.deepspeed.native_steps import NamedWeights
 from megatron_ucp.formats.deepspeed.optimizer_files import OptimizerTree
-from megatron_ucp.formats.foreign import each, part, texts
+from megatron_ucp.formats.foreign import at_key, each, texts
 from megatron_ucp.formats.prefixes import other_prefix
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -80,7 +80,7 @@ def _in_order(step: NamedWeights, found: OptimizerTree, order: Order, mp: int) -
         return shapes
     base = found.tree
     if "optimizer_state_dict" in base:
-        base = part(base, "optimizer_state_dict", dict, found.file)
+        base = at_key(base, "optimizer_state_dict", dict, found.file)
     groups = each(base.get("param_groups"), dict, "param_groups", found.file)
     return as_listed(shapes, groups, step.told.shapes or {}, found.file)
 

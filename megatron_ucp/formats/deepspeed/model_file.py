@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError
-from megatron_ucp.formats.foreign import of_kind, part_or, sizes, texts
+from megatron_ucp.formats.foreign import at_key_or, of_kind, sizes, texts
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 Tree = Mapping[str, Any]
@@ -43,7 +43,7 @@ def shapes_by_group(meta: Tree, file: str) -> list[dict[str, Ints]] | None:
 
 def frozen_shapes(meta: Tree, file: str) -> dict[str, Ints]:
     """Names and shapes of frozen parameters, as a model file says them. Raises DamagedFileError."""
-    said = part_or(meta, _FROZEN, {}, file)
+    said = at_key_or(meta, _FROZEN, {}, file)
     return {of_kind(name, str, _FROZEN, file): sizes(one, name, file) for name, one in said.items()}
 
 
@@ -54,7 +54,7 @@ def buffer_names(meta: Tree, file: str) -> list[str]:
 
 def shared_params(meta: Tree, file: str) -> dict[str, str]:
     """Further names of parameters, with the first ones. Raises DamagedFileError."""
-    said = part_or(meta, _SHARED, {}, file)
+    said = at_key_or(meta, _SHARED, {}, file)
     texts([*said, *said.values()], _SHARED, file)
     return said
 

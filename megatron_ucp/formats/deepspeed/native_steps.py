@@ -18,7 +18,7 @@ from megatron_ucp.formats.deepspeed.optimizer_files import Contents, OptimizerFi
 from megatron_ucp.formats.deepspeed.paths import TagFiles, expert_optimizer_name, tp_of
 from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import Weights
-from megatron_ucp.formats.foreign import part_or
+from megatron_ucp.formats.foreign import at_key_or
 
 Next = TypeVar("Next")
 
@@ -72,7 +72,7 @@ class OpenedFiles:
         """One partition of a frozen parameter, as ZeRO-3 keeps it."""
         file = self.model_of(tp, part)
         held = self.files.tree(file)
-        return part_or(held, "frozen_param_fragments", {}, self.files.full_path(file)).get(name)
+        return at_key_or(held, "frozen_param_fragments", {}, self.files.full_path(file)).get(name)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedE
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.muon import uncut_states
-from megatron_ucp.formats.foreign import as_float, each, of_kind, part, part_or, sizes
+from megatron_ucp.formats.foreign import as_float, at_key, at_key_or, each, of_kind, sizes
 from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.plain_values import Tensors, loss_scaler, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
@@ -106,7 +106,7 @@ class OptimizerFile:
         in the optimizer's order. Raises a UcpError."""
         base, masters = self.base(found.tree, found.file), self.masters(found.tree, found.file)
         self.check(found, masters, shapes, spread)
-        groups, states = groups_of(base, found.file), part_or(base, "state", {}, found.file)
+        groups, states = groups_of(base, found.file), at_key_or(base, "state", {}, found.file)
         buffers: list[FlatBuffer] = []
         indices: list[int] = []
         for named, index, group in self.listed(groups, states, shapes, found.file):
@@ -132,7 +132,7 @@ class OptimizerFile:
         if state == MASTER:
             masters = self.masters(tree, file)
             return self._master(masters, index, file) if self.masters_key else None
-        states = part_or(self.base(tree, file), "state", {}, file)
+        states = at_key_or(self.base(tree, file), "state", {}, file)
         found = entry_of(states, index, file).get(state)
         return None if found is None else of_kind(found, TensorRef, state, file)
 
@@ -328,7 +328,7 @@ def _starts(one: IndexStates, found: OptimizerTree) -> tuple[list[int], int]:
     """Where members begin, with gaps behind the tensors that keep them, and the end of the last
     one."""
     tensors = stored_tensors(one.named)
-    said = part_or(found.tree, "param_alignment_paddings", [], found.file)
+    said = at_key_or(found.tree, "param_alignment_paddings", [], found.file)
     gaps = (0,) * len(tensors)
     if said:
         gaps = sizes(said[one.index] if one.index < len(said) else None, "gaps", found.file)
@@ -358,7 +358,7 @@ class Zero3File(OptimizerFile):
         _check_count(found.tree, [spread.dense], found.file)
         _check_groups(masters, shapes, "sub-groups", found.file)
         said, partitions = sharing(found.tree, found.file), _first_partitions(shapes, spread)
-        counts = [part(one, "partition_count", int, found.file) for one in said or ()]
+        counts = [at_key(one, "partition_count", int, found.file) for one in said or ()]
         if said is not None and counts != partitions:
             raise ForeignFileError(
                 "a sub-group was shared by other ranks than the mesh says",

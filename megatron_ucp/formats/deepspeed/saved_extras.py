@@ -123,8 +123,9 @@ def _joined_scheduler(source: SlotPlaces) -> Any:
 
 def _as_number(source: SlotPlaces, file: str, value: Any) -> Any:
     """A rate that is a tensor as a number: only the first stage's file is read later."""
-    path = source.files.full_path(file)
-    return source.files.scalar(path, value) if isinstance(value, TensorRef) else value
+    if not isinstance(value, TensorRef):
+        return value
+    return source.files.scalar(source.files.full_path(file), value)
 
 
 # ------------------------------------------------ a pipeline's layers

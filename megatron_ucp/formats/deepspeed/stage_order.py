@@ -17,7 +17,7 @@ from megatron_ucp.formats.deepspeed.optimizer_files import entry_of, groups_of
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.stage_0_files import FusedFlatFile, is_empty
-from megatron_ucp.formats.foreign import of_kind, part_or
+from megatron_ucp.formats.foreign import at_key_or, of_kind
 
 
 def orders_of(step: NamedWeights, order: Order | None) -> list[Order | None]:
@@ -47,7 +47,7 @@ def group_sizes(tree: Mapping[str, Any], file: str) -> tuple[list[int], bool]:
     if isinstance(row, FusedFlatFile):
         return [ref.numel for ref in row.masters(tree, file)], True
     base = row.base(tree, file)
-    states, groups = part_or(base, "state", {}, file), groups_of(base, file)
+    states, groups = at_key_or(base, "state", {}, file), groups_of(base, file)
     listed = [group.get("params", []) for group in groups]
     stepped = [
         len([i for i in indices if i in states and not is_empty(entry_of(states, i, file))])

@@ -23,16 +23,6 @@ from megatron_ucp.formats.pt.strangers import Strangers
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
 
-# What Python raises where a foreign tree holds other types than its keys promise.
-WRONG_STRUCTURE = (
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    ValueError,
-    ArithmeticError,
-    RecursionError,
-)
 CLASSES = "classes"  # of a manifest's run: that plain values of the program have
 MEMBERS = "members"  # of a manifest's run: of enums that pickles name by value
 # keys of a model file under which a program's own values stand, beside its client state
@@ -96,12 +86,13 @@ class TagFolder:
         """Members of enums that the save's program pickled by their values, as its manifest says:
         (class, value) -> name."""
         said: Any = self.recorded.run.get(MEMBERS, ()) if self.recorded is not None else ()
-        try:
-            return {(str(kind), value): str(name) for kind, value, name in said}
-        except (TypeError, ValueError) as error:
-            raise DamagedFileError(
-                "the manifest does not say members of enums", file=self.folder, found=repr(error)
-            ) from error
+        return dict(map(self._member, said if isinstance(said, list | tuple) else [None]))
+
+    def _member(self, said: Any) -> tuple[tuple[str, Any], str]:
+        known = isinstance(said, list | tuple) and len(said) == 3
+        if not known or not isinstance(said[1], str | int | float | None):
+            raise DamagedFileError("the manifest does not say members of enums", file=self.folder)
+        return (str(said[0]), said[1]), str(said[2])
 
     def opened(self, path: str) -> PtFile:
         """The open file for a full path."""

@@ -34,17 +34,23 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
-from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
+from megatron_ucp.formats.deepspeed.model_file import (
+    buffer_names,
+    shapes_by_group,
+    shared_params,
+    training_dtype,
+)
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
 from megatron_ucp.formats.deepspeed.saved_extras import from_meta
 from megatron_ucp.formats.deepspeed.steppers import with_rules
-from megatron_ucp.formats.deepspeed.tag_folder import WRONG_STRUCTURE, TagFolder
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
+from megatron_ucp.formats.foreign import as_float, at_key_or
 from megatron_ucp.formats.optimizers import ELEMENT
 from megatron_ucp.formats.plain_values import loss_scaler, number, param_groups
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
 
@@ -69,14 +75,7 @@ class UniversalCheckpoint(TagFolder):
         super().__init__(folder, classes)
         with ExitStack() as undo:
             undo.callback(self.close)
-            try:
-                self._read(specs, names, rules)
-            except WRONG_STRUCTURE as error:
-                raise DamagedFileError(
-                    "the checkpoint has another structure than its keys promise",
-                    file=self.folder,
-                    found=f"{type(error).__name__}: {str(error)[:200]}",
-                ) from error
+            self._read(specs, names, rules)
             undo.pop_all()
 
     def _read(
@@ -161,7 +160,8 @@ class UniversalCheckpoint(TagFolder):
         files say."""
         listed = self._param_groups()
         out: list[dict[str, Ints]] = [{} for _ in listed]
-        sizes = [len(group.get("params") or ()) for group in listed]
+        file = self.full_path(f"{ATOMS}/{GLOBAL}")
+        sizes = [len(at_key_or(group, "params", [], file)) for group in listed]
         for name in self._first_of_ranks():
             shapes = shapes_by_group(self.tree(name), self.full_path(name))
             if shapes is None:
@@ -261,14 +261,14 @@ class UniversalCheckpoint(TagFolder):
 
     def _values(self, flat: set[str]) -> Iterator[tuple[ParamSpec, FlatBuffer]]:
         """What no optimizer steps."""
-        buffer_names = {self._name(name) for name in self.meta.get("buffer_names") or []}
-        aliases = {self._name(name) for name in (self.meta.get("shared_params") or {})}
+        buffers = {self._name(name) for name in buffer_names(self.meta, self.main_file)}
+        aliases = {self._name(name) for name in shared_params(self.meta, self.main_file)}
         for name in [name for name in self._atoms if name not in flat and name not in aliases]:
             value = self._atom(name, MASTER)
             if no_extra_state(name, value):
                 continue
             dtype = value.storage.dtype
-            kind = "buffer" if name in buffer_names else "frozen"
+            kind = "buffer" if name in buffers else "frozen"
             spec = self._spec(name, value.shape, dtype, kind)
             yield spec, alone(name, value.numel, ((VALUE, dtype),), axes=())
 
@@ -328,19 +328,15 @@ class UniversalCheckpoint(TagFolder):
 
     def _step(self, name: str) -> Mapping[str, float]:
         file = f"{ATOMS}/{self._folder(name)}/{STEP}.pt"
-        value = self.file(file).tree
-        return {
-            STEP: self.scalar(self.full_path(file), value)
-            if isinstance(value, TensorRef)
-            else self._plain(value, file)
-        }
+        return {STEP: self._number(self.file(file).tree, file)}
 
-    def _plain(self, value: Any, file: str) -> float:
+    def _number(self, value: Any, file: str) -> float:
+        path = self.full_path(file)
+        if isinstance(value, TensorRef):
+            return self.scalar(path, value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DamagedFileError(
-                "a step is no number", file=self.full_path(file), found=type(value).__name__
-            )
-        return float(value)
+            raise DamagedFileError("a step is no number", file=path, found=type(value).__name__)
+        return as_float(value, STEP, path)
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
@@ -349,13 +345,7 @@ class UniversalCheckpoint(TagFolder):
         state = base.get("state") if isinstance(base, dict) else None
         entry = state.get(0) if isinstance(state, dict) else None
         value = entry.get(STEP) if isinstance(entry, dict) else None
-        if value is None:
-            return {}
-        return {
-            STEP: self.scalar(self.full_path(file), value)
-            if isinstance(value, TensorRef)
-            else self._plain(value, file)
-        }
+        return {} if value is None else {STEP: self._number(value, file)}
 
     def _folder(self, name: str) -> str:
         if name not in self._atoms:
@@ -458,12 +448,8 @@ class UniversalCheckpoint(TagFolder):
                 expected=f"{buffer.length} of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
-        file = self.file(
-            f"{ATOMS}/{self._folder(name)}/{MASTER if slot.state == VALUE else slot.state}.pt"
-        )
-        return Where(
-            file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype
-        )
+        state = MASTER if slot.state == VALUE else slot.state
+        return self.place(f"{ATOMS}/{self._folder(name)}/{state}.pt", ref)
 
     @property
     def file_names(self) -> list[str]:
@@ -482,7 +468,7 @@ class UniversalCheckpoint(TagFolder):
     def read_extras(self) -> Extras:
         scaler = loss_scaler(self._global.get("loss_scaler"))
         scheduler = self.meta.get("lr_scheduler")
-        module: Any = self.meta.get("module") or {}
+        module = at_key_or(self.meta, "module", {}, self.main_file)
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
         return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
 

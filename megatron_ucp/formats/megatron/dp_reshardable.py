@@ -22,6 +22,7 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Told, Where
+from megatron_ucp.formats.foreign import of_kind
 from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of
@@ -72,12 +73,12 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         Raises StateMismatchError where they are not."""
         found: dict[int, list[SavedGroup]] = {}
         for key, number in self._objects("optimizer"):
-            tree = self.object(key)
+            tree = of_kind(self.object(key), dict, key, self.folder)
 
             def tensor(ref: TensorRef, key: str = key) -> Stand:
                 return self.tensor_at(self.place_in(key, ref), ref)
 
-            own = saved_groups(tree["param_groups"], None, tensor, self.main_file, number)
+            own = saved_groups(tree.get("param_groups"), None, tensor, self.main_file, number)
             first = found.setdefault(number, own)
             if _values(first) != _values(own):
                 raise StateMismatchError(

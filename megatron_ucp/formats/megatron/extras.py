@@ -5,11 +5,13 @@ iterations are those that the optimizer's step did not count.
 """
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
-from megatron_ucp.formats.megatron.arguments import rate
+from megatron_ucp.formats.foreign import as_float, no_such
+from megatron_ucp.formats.megatron.arguments import rate, size
 from megatron_ucp.formats.megatron.groups import SavedGroup
 from megatron_ucp.formats.plain_values import Tensors, number
 from megatron_ucp.formats.pt.unpickler import TensorRef
@@ -92,17 +94,18 @@ def canonical_scaler(
     scale, growth, hysteresis = (_number(tree.get(key), tensors) for key in _SCALER)
     if growth is None:
         return {"dynamic": False, "cur_scale": scale}
-    window = arguments.get("loss_scale_window") or 1000
-    allowed = arguments.get("hysteresis") or 2
+    if not isfinite(growth) or not isfinite(hysteresis or 0):
+        raise no_such("whole numbers in the loss scale", growth, "")
+    window, allowed = size(arguments, "loss_scale_window", 1000), size(arguments, "hysteresis", 2)
     return {
         "dynamic": True,
         "cur_scale": scale,
         "cur_iter": iteration,
         "last_overflow_iter": iteration - int(growth) - 1,
         "scale_factor": 2.0,
-        "scale_window": int(window),
-        "min_scale": arguments.get("min_loss_scale") or 1.0,
-        "delayed_shift": int(allowed),
+        "scale_window": window,
+        "min_scale": rate(arguments, "min_loss_scale") or 1.0,
+        "delayed_shift": allowed,
         "cur_hysteresis": int(hysteresis if hysteresis is not None else allowed),
         "consecutive_hysteresis": False,
         "raise_error_at_min_scale": True,
@@ -126,4 +129,4 @@ def _number(value: Any, tensors: Tensors) -> float | None:
     if isinstance(value, TensorRef):
         return number_in(tensors(value), "")
     found = number(value)
-    return float(found) if isinstance(found, int | float) else None
+    return as_float(found, "the loss scale", "") if isinstance(found, int | float) else None

@@ -15,7 +15,6 @@ from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, 
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
-    DamagedFileError,
     StateMismatchError,
     UnsupportedError,
     some_of,
@@ -30,7 +29,7 @@ from megatron_ucp.formats.base import (
     Told,
     Where,
 )
-from megatron_ucp.formats.deepspeed.tag_folder import WRONG_STRUCTURE
+from megatron_ucp.formats.foreign import no_such, of_kind
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
 from megatron_ucp.formats.megatron.extras import iteration_of
@@ -68,18 +67,10 @@ class MegatronFolder:
         self._open.clear()
 
     def _guarded(self, read: Callable[[], Read]) -> Read:
-        """What `read` gives; closes the files where it fails. Raises DamagedFileError for trees of
-        another structure than their keys promise."""
+        """What `read` gives; closes the files where it fails."""
         with ExitStack() as undo:
             undo.callback(self.close)
-            try:
-                found = read()
-            except WRONG_STRUCTURE as error:
-                raise DamagedFileError(
-                    "the checkpoint has another structure than Megatron writes",
-                    file=self.folder,
-                    found=f"{type(error).__name__}: {str(error)[:200]}",
-                ) from error
+            found = read()
             undo.pop_all()
         return found
 
@@ -189,9 +180,10 @@ class MegatronFolder:
         if isinstance(found, str):
             return found
         entry, place, file = found
-        if not isinstance(entry, list) or not entry:
-            raise TypeError("random states are no list of data-parallel ranks")
-        if len(entry) not in (1, here.dp):
+        ranks = of_kind(entry, list, "rng_state", file)
+        if not ranks:
+            raise no_such("rng_state of data-parallel ranks", None, file)
+        if len(ranks) not in (1, here.dp):
             return self.of_another_mesh
         return generators(entry, here.coord(rank).dp, place, file)
 

@@ -36,6 +36,8 @@ from megatron_ucp.errors import (
     UnsupportedError,
 )
 from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.foreign import at_key, each, of_kind, texts
+from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
 from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
@@ -120,13 +122,20 @@ class LegacyCheckpoint(MegatronFolder):
     def main_tree(self) -> Mapping[str, Any]:
         return self._tree(f"{self._first}/{_MODEL_FILE}")
 
-    def _tree(self, name: str) -> Any:
-        return self.file(name).tree
+    def _tree(self, name: str) -> Mapping[Any, Any]:
+        """What a file holds; an older one of several optimizers lists them."""
+        tree, path = self.file(name).tree, self.folder / name
+        if isinstance(tree, list):
+            tree = dict(enumerate(tree))
+        return of_kind(tree, dict, "the file", path)
 
     def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
         """The weights of a chunk of a rank, by their local names."""
-        tree = self._tree(f"{self._folders[rank]}/{_MODEL_FILE}")
-        return tree["model"] if self.saved_on.vpp == 1 else tree[f"model{chunk}"]
+        name = f"{self._folders[rank]}/{_MODEL_FILE}"
+        key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
+        held = at_key(self._tree(name), key, dict, self.folder / name)
+        texts(list(held), key, self.folder / name)
+        return held
 
     def file(self, name: str) -> PtFile:
         if name not in self._open:
@@ -218,13 +227,18 @@ class LegacyCheckpoint(MegatronFolder):
     # ------------------------------------------------ structure
 
     def _read_groups(self) -> list[SavedGroup]:
-        trees: Any = self.main_tree.get("optimizer")
-        listed: list[Any] = trees if isinstance(trees, list) else [trees]
         out: list[SavedGroup] = []
-        for number, tree in enumerate(listed):
-            groups = tree["optimizer"]["param_groups"]
+        for number, tree in enumerate(self._optimizers):
+            groups = at_key(tree, "optimizer", dict, self.main_file).get("param_groups")
             out += saved_groups(groups, None, self._tensor, self.main_file, number)
         return out
+
+    @property
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        """The optimizer, or each one of a chain; none where there is none."""
+        found = self.main_tree.get("optimizer") or []
+        listed = found if isinstance(found, list) else [found]
+        return [*each(listed, dict, "optimizer", self.main_file)]
 
     def _tensor(self, ref: TensorRef) -> Stand:
         """A small tensor of the main file."""
@@ -232,14 +246,18 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
-        experts = self.arguments.get("num_experts") or 0
-        first_expert = expert * (experts // self.saved_on.ep)
+        first_expert = expert * (self._experts // self.saved_on.ep)
         for name, ref in self._model(RankFolder(tp, part.stage, expert), part.chunk).items():
             if not isinstance(ref, TensorRef):
                 continue
             found = global_name(name, part.first, first_expert)
             is_copy = found == HEAD and self._is_tied
             yield (EMBEDDING if is_copy else found), ref
+
+    @property
+    def _experts(self) -> int:
+        """Experts of a layer."""
+        return size(self.arguments, "num_experts", 0)
 
     @cached_property
     def _is_tied(self) -> bool:
@@ -265,13 +283,13 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _specs(self) -> Iterator[tuple[str, ParamSpec]]:
         """Every parameter, whole."""
-        mesh, experts = self.saved_on, self.arguments.get("num_experts")
+        mesh, experts = self.saved_on, self._experts
         for part in self._parts:
             for rank in range(mesh.ep):
                 held = dict(self._local(part, 0, rank))
                 for name, ref in held.items():
                     number = re.search(r"local_experts\.(\d+)\.", name)
-                    expert = (int(number[1]), int(experts)) if number and experts else None
+                    expert = (int(number[1]), experts) if number and experts else None
                     shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
                     other = held.get(second)
                     behind = other and whole_shape(second, other.shape, mesh.tp)
@@ -374,17 +392,21 @@ class LegacyCheckpoint(MegatronFolder):
     def _ref(self, number: int, cut: Coords, state: str) -> TensorRef:
         """A state of a buffer at a place."""
         one = self._buffers[number]
-        tree = self._tree(f"{self._folders[self._rank(one, cut)]}/{_OPTIMIZER_FILE}")
-        optimizer = tree[one.optimizer] if isinstance(tree, list) else tree
+        name = f"{self._folders[self._rank(one, cut)]}/{_OPTIMIZER_FILE}"
+        tree, file = self._tree(name), self.folder / name
+        optimizer = tree
+        if isinstance(self.file(name).tree, list):
+            optimizer = of_kind(tree.get(one.optimizer), dict, "optimizer", file)
         if not optimizer.get("buckets_coalesced"):
             raise UnsupportedError(
                 "the optimizer's file has a form of before February 2024",
                 file=self.main_file,
                 fix="load and save it again with a later Megatron-LM",
             )
-        (by_state,) = optimizer[one.number].values()
+        buffers = of_kind(optimizer.get(one.number), dict, "a buffer", file)
+        (by_state,) = each([*buffers.values()][:1] or [None], dict, "a buffer", file)
         theirs = next(theirs for theirs, ours in _STATES.items() if ours == state)
-        return by_state[theirs]
+        return of_kind(by_state.get(theirs), TensorRef, theirs, file)
 
     def _check_size(self, ref: Any, buffer: FlatBuffer, number: int, cut: Coords) -> None:
         good = isinstance(ref, TensorRef) and ref.is_contiguous
@@ -462,14 +484,12 @@ class LegacyCheckpoint(MegatronFolder):
         """Each model-parallel rank has its own file, written by the first of its copies."""
         at, (expert, _) = here.coord(rank), here.expert_place(rank)
         name = f"{self._folders[RankFolder(at.tp, at.pp, expert)]}/{_MODEL_FILE}"
-        entry = self._tree(name)[_RANDOM]
+        entry = self._tree(name).get(_RANDOM)
         return entry, lambda ref: self._where_of(name, ref), str(self.folder / name)
 
     def read_extras(self) -> Extras:
         counters = counters_of(self.iteration, self.arguments, self.groups)
-        trees: Any = self.main_tree.get("optimizer")
-        first: Any = trees[0] if isinstance(trees, list) else trees
-        saved = (first or {}).get("grad_scaler")
+        saved = next((tree.get("grad_scaler") for tree in self._optimizers), None)
         scaler = canonical_scaler(saved, self.arguments, self._tensor, self.iteration)
         tree, said = self.main_tree, self.arguments
         stateless = dict.fromkeys(self._stateless())
@@ -477,7 +497,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _stateless(self) -> Iterator[str]:
         """The layers' extra states that hold nothing."""
-        experts = (self.arguments.get("num_experts") or 0) // self.saved_on.ep
+        experts = self._experts // self.saved_on.ep
         for part in self._parts:
             for rank in range(self.saved_on.ep):
                 tree = self._model(RankFolder(0, part.stage, rank), part.chunk)

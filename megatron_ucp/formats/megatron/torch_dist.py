@@ -16,6 +16,7 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats.base import Extras, Record, Told, Where
+from megatron_ucp.formats.foreign import at_key, at_key_or, each, of_kind
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
@@ -80,11 +81,11 @@ class TorchDistCheckpoint(MegatronFolder):
         return tree
 
     @cached_property
-    def _optimizers(self) -> list[Mapping[str, Any]]:
+    def _optimizers(self) -> Sequence[Mapping[str, Any]]:
         """The tree of each optimizer: one, or with expert parallelism one for what is no expert's
         and one for experts. Raises ForeignFileError where the arguments say the other kind; they
         leave it open where experts are cut otherwise than the rest, and not spread."""
-        tree: Any = self.main_tree.get("optimizer") or {}
+        tree = at_key_or(self.main_tree, "optimizer", {}, self.main_file)
         chained = set(tree) == {0, 1}
         spread: Any = self.arguments.get("expert_model_parallel_size")
         is_open = type(spread) is not int or self.has_experts_cut_alone
@@ -95,15 +96,19 @@ class TorchDistCheckpoint(MegatronFolder):
                 expected="two optimizers" if spread > 1 else "one optimizer",
                 found="two" if chained else "one",
             )
-        return [tree[0], tree[1]] if chained else [tree]
+        trees: Any = [tree[0], tree[1]] if chained else [tree]
+        return each(trees, dict, "optimizer", self.main_file)
 
     def _read_groups(self) -> list[SavedGroup]:
         out: list[SavedGroup] = []
         for number, tree in enumerate(self._optimizers):
-            inner = tree.get("optimizer", tree)
-            common = inner.get("state", {}).get("common_step")
-            step = None if common is None else self.scalar(COMMON_FILE, common)
-            listed = inner.get("param_groups") or []
+            file = self.main_file
+            inner = at_key(tree, "optimizer", dict, file) if "optimizer" in tree else tree
+            common = at_key_or(inner, "state", {}, file).get("common_step")
+            step = None
+            if common is not None:
+                step = self.scalar(COMMON_FILE, of_kind(common, TensorRef, "common_step", file))
+            listed = at_key_or(inner, "param_groups", [], file)
             out += saved_groups(
                 listed, step, lambda ref: self.tensor(COMMON_FILE, ref), self.main_file, number
             )
