@@ -1,7 +1,7 @@
 """The manifest that follows from a tag's files alone."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import number_and_count
 from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
 from megatron_ucp.core.mesh import expert_rank_of
 from megatron_ucp.errors import ModelMismatchError, RuleError
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED, not_saved
@@ -24,7 +24,9 @@ from megatron_ucp.formats.deepspeed.native_steps import Optimizers
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.deepspeed.steppers import with_rules
+from megatron_ucp.formats.open_file import same_bytes
 from megatron_ucp.formats.plain_values import number
+from megatron_ucp.formats.pt.values import TensorRef
 
 
 def manifest_of(step: Optimizers) -> Manifest:
@@ -46,6 +48,7 @@ def _held(step: Optimizers) -> Manifest:
     shapes = _flat_shapes(step)
     dtype = training_dtype(step.meta, module, shapes)
     ties = step.weights.ties(flat)
+    ties = (*ties, *_told_ties(step, flat, {alias for tie in ties for alias in tie.aliases}))
     params = _params(step, flat, shapes, dtype)
     if step.uneven:
         _check_shares(step, params)
@@ -67,6 +70,39 @@ def _held(step: Optimizers) -> Manifest:
         names=step.pipe_names if step.pipeline else {},
         run=run,
     )
+
+
+def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) -> Iterator[Tie]:
+    """What the caller's model ties, where the files hold every name, which is not `known` as a tie:
+    stock writes a mixture's model file at stage 0 so. Raises ModelMismatchError for names with
+    other bytes than the first one."""
+    like, module = step.told.like if step.recorded is None else None, step.weights.module()
+    for tie in like.ties if like is not None else ():
+        names = (tie.canonical, *tie.aliases)
+        held = [name for name in names if isinstance(module.get(name), TensorRef)]
+        first = next((name for name in held if name in flat), None)
+        copies = tuple(name for name in held if name not in flat and name not in known)
+        for name in copies if first is not None else ():
+            if not all(_is_copy(step, first, name, tp) for tp in range(step.mesh.tp)):
+                raise ModelMismatchError(
+                    "two parameters are one in the model, and two in the checkpoint",
+                    file=step.main_file,
+                    parameter=name,
+                    expected=f"the bytes of {first}, to which the model ties it",
+                    found="others",
+                    fix="build the model untied, as the run that wrote it did",
+                )
+        if first is not None and copies:
+            yield Tie(first, copies)
+
+
+def _is_copy(step: Optimizers, first: str, name: str, tp: int) -> bool:
+    """Whether two entries of the weights of a tensor-parallel rank are the same."""
+    refs = [step.weights.module(tp)[one] for one in (first, name)]
+    if refs[0].shape != refs[1].shape or not all(ref.is_contiguous for ref in refs):
+        return False
+    files = (step.weights.file_of(one, tp) for one in (first, name))
+    return same_bytes(*map(step.files.place, files, refs))
 
 
 def _params(

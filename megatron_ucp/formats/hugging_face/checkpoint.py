@@ -275,9 +275,7 @@ class HuggingFaceCheckpoint:
     def where(self, slot: Slot) -> Where:
         """Place of a tensor."""
         name = self.tensors[slot.buffer]
-        file = self.file(self._files[name])
-        record, buffer = file.record(name), self.manifest.buffers[slot.buffer]
-        return Where(file, record, 0, buffer.length, file.tensors[name].dtype)
+        return self.file(self._files[name]).place(name)
 
     def file(self, name: str) -> SafetensorsFile:
         """A file of the folder, open."""
