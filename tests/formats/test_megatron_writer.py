@@ -1,8 +1,10 @@
 """The plan of a torch_dist folder: several writers fill its files at the places that it says, each
 with runs of its own, and torch's own reader finds every element where it belongs."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +100,14 @@ def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> Torc
     return plan
 
 
+def _by_param(chunks: Iterable[Any]) -> dict[tuple[str, str], list[Any]]:
+    """The chunks of a state of a parameter."""
+    out: dict[tuple[str, str], list[Any]] = {}
+    for chunk in chunks:
+        out.setdefault((chunk.wish.param, chunk.wish.state), []).append(chunk)
+    return out
+
+
 @pytest.mark.parametrize(
     ("alike", "cuts", "files", "pieces"), [(True, 1, 1, 1), (True, 2, 3, 4), (False, 2, 2, 3)]
 )
@@ -107,7 +117,7 @@ def test_what_several_writers_wrote(
     plan = write(tmp_path / "x", alike, cuts, files, pieces)
     assert len(plan.sizes) == files
     found, params = by_torch(tmp_path / "x"), model(alike)
-    for (name, state), chunks in plan.by_param.items():
+    for (name, state), chunks in _by_param(plan.chunks).items():
         want = values(name, state, params[name].shape, chunks[0].wish.dtype)
         stored = found[chunks[0].key]
         have = stored[chunks[0].index] if chunks[0].index else stored

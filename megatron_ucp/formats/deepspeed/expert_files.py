@@ -110,11 +110,7 @@ class ExpertFiles:
                     found=f"rank {mp}",
                     fix="put the files of one save, and no others, into the folder",
                 )
-        told: list[Any] = []
-        for file in names.model.values():
-            said = self._folder.tree(file).get("num_experts")
-            told = said if isinstance(said, list) and len(said) > len(told) else told
-        found: dict[int, set[int]] = {}
+        told, found = self._told(), dict[int, set[int]]()
         for layer, number, _ in names.experts:
             found.setdefault(layer, set()).add(number)
         for layer in sorted({*found, *(range(len(told)) if found else ())}):
@@ -130,6 +126,13 @@ class ExpertFiles:
                     found=f"{len(numbers)} of them",
                     fix="restore it, or load another tag",
                 )
+
+    def _told(self) -> list[Any]:
+        """Experts of each mixture, as the model file with the most of them says."""
+        said = (
+            self._folder.tree(file).get("num_experts") for file in self._folder.names.model.values()
+        )
+        return max((one for one in said if isinstance(one, list)), key=len, default=[])
 
     def ranks(self, meta: Mapping[str, Any], file: str) -> int:
         """Expert-parallel ranks of the run that wrote the files, as they show it: by the optimizer

@@ -47,8 +47,7 @@ def _held(step: Optimizers) -> Manifest:
     flat = dict.fromkeys(members)
     shapes = _flat_shapes(step)
     dtype = training_dtype(step.meta, module, shapes)
-    ties = step.weights.ties(flat)
-    ties = (*ties, *_told_ties(step, flat, {alias for tie in ties for alias in tie.aliases}))
+    ties = _ties(step, flat)
     params = _params(step, flat, shapes, dtype)
     if step.uneven:
         _check_shares(step, params)
@@ -56,20 +55,26 @@ def _held(step: Optimizers) -> Manifest:
     told = step.recorded.ties if step.recorded else ()
     aliases = {alias for tie in (*ties, *told) for alias in tie.aliases}
     values = _values(step, module, {*flat, *aliases})
-    mesh = replace(step.mesh, zero=_zero_stage(step))
-    run = {
-        key: number(step.meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")
-    }
     return Manifest(
         found.keeper,
-        mesh,
+        replace(step.mesh, zero=_zero_stage(step)),
         (*params, *(spec for spec, _ in values)),
         (*found.buffers, *(share for spec, one in values for share in shares(step, spec, one))),
         with_rules(found.groups, step.meta.get("ds_config")),
         ties,
         names=step.pipe_names if step.pipeline else {},
-        run=run,
+        run=run_of(step.meta),
     )
+
+
+def run_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest's `run` says, of a model file."""
+    return {key: number(meta.get(key)) for key in ("global_steps", "skipped_steps", "ds_version")}
+
+
+def _ties(step: Optimizers, flat: Collection[str]) -> tuple[Tie, ...]:
+    ties = step.weights.ties(flat)
+    return (*ties, *_told_ties(step, flat, {alias for tie in ties for alias in tie.aliases}))
 
 
 def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) -> Iterator[Tie]:
@@ -82,7 +87,9 @@ def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) 
         held = [name for name in names if isinstance(module.get(name), TensorRef)]
         first = next((name for name in held if name in flat), None)
         copies = tuple(name for name in held if name not in flat and name not in known)
-        for name in copies if first is not None else ():
+        if first is None or not copies:
+            continue
+        for name in copies:
             if not all(_is_copy(step, first, name, tp) for tp in range(step.mesh.tp)):
                 raise ModelMismatchError(
                     "two parameters are one in the model, and two in the checkpoint",
@@ -92,8 +99,7 @@ def _told_ties(step: Optimizers, flat: Collection[str], known: Collection[str]) 
                     found="others",
                     fix="build the model untied, as the run that wrote it did",
                 )
-        if first is not None and copies:
-            yield Tie(first, copies)
+        yield Tie(first, copies)
 
 
 def _is_copy(step: Optimizers, first: str, name: str, tp: int) -> bool:

@@ -47,9 +47,7 @@ def values_of(
     Raises DamagedFileError for one that is missing, UnsupportedError for an entry that is neither a
     parameter nor a buffer.
     """
-    # the files of experts have theirs, of all ranks
-    stacked, shapes = step.experts.autoep.experts, frozen_shapes(step.meta, step.main_file)
-    frozen = {name: shape for name, shape in shapes.items() if name not in stacked}
+    frozen = _frozen_shapes(step)
     buffers = _buffer_names(step)
     divided = step.contents.keeper == Keeper.ZERO_3
     # Older ZeRO-3 files don't name the buffers, which are all that has bytes there, nor keep frozen
@@ -81,6 +79,13 @@ def _value(
     return FrozenValue(
         name, shape, held.storage.dtype, kind, None if is_as_told else held.order, partitions
     )
+
+
+def _frozen_shapes(step: Optimizers) -> dict[str, Ints]:
+    """Those of frozen parameters, as the first model file says; the files of experts have theirs,
+    of all ranks."""
+    stacked, shapes = step.experts.autoep.experts, frozen_shapes(step.meta, step.main_file)
+    return {name: shape for name, shape in shapes.items() if name not in stacked}
 
 
 def _buffer_names(step: Optimizers) -> set[str]:

@@ -24,7 +24,7 @@ from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.deepspeed.stage_order import folds, positions_of
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.rounding import is_rounded
+from megatron_ucp.formats.rounding import Run, same_run
 
 MATCHED = (
     "optimizer states were matched by position, in the order of the engine's groups: files of "
@@ -119,28 +119,14 @@ class _Positions:
                     )
 
     def _differs(self, number: int, member: Member) -> bool:
-        import torch  # inspecting a checkpoint must not need it
-
         weight = self.module[member.param]
         if not isinstance(weight, TensorRef) or not weight.is_contiguous:
             return False
         axes = self.step.manifest.buffers[number].axes
         cut = tuple((axis, self.tp % self.step.mesh.size(axis)) for axis in axes)
-        where = self.step.where(Slot(number, cut, 0, MASTER))
-        first = where.offset_bytes // ITEMSIZE[where.dtype] + member.start
-        record, dtype = where.record, where.dtype
-        masters = _windows(where.file, record, dtype, first, member.size)
-        beside = self.step.files.file(self.step.weights.file_of(member.param, self.tp))
-        stored = weight.storage
-        weights = _windows(
-            beside, beside.record(stored), stored.dtype, weight.offset_elems, member.size
-        )
-        for ours, theirs in zip(masters, weights, strict=True):
-            low = torch.frombuffer(theirs, dtype=getattr(torch, stored.dtype))
-            high = torch.frombuffer(ours, dtype=getattr(torch, dtype))
-            if not is_rounded(high, low):
-                return True
-        return False
+        masters = self.step.where(Slot(number, cut, 0, MASTER))
+        beside = self.step.files.place(self.step.weights.file_of(member.param, self.tp), weight)
+        return not same_run(Run(masters, member.start), Run(beside, 0), member.size)
 
     def check_order(self, shown: bool) -> None:
         """Raises StateMismatchError where the order of the groups could be another one than that of

@@ -33,24 +33,30 @@ def held_of(step: NamedWeights, positions_too: bool) -> Optimizers:
             wanted = group_order(step.recorded, at)
         else:
             wanted = _renumbered(step, orders[stage_of(at)], rank)
-        tree, name = step.optimizer_of_rank(rank)
-        file = step.files.full_path(name)
-        unnamed = not step.names.optimizer and wanted is None and positions_too
-        if tree is None or unnamed:
-            readers.append(PlainFile(step.weight_dtype))
-            stages.append(Contents(Keeper.NOBODY, (), (), {}, ()))
-        else:
-            config = step.meta.get("ds_config")
-            readers.append(reader_for(tree, file, step.weight_dtype, config))
-            stages.append(read_contents(step, readers[-1], (tree, file), wanted, rank))
-        if stages[0].keeper != stages[-1].keeper:
+        reader, found = _first_of_place(step, rank, wanted, positions_too)
+        readers.append(reader)
+        stages.append(found)
+        if stages[0].keeper != found.keeper:
             raise ForeignFileError(
                 "the stages of the pipeline have different kinds of optimizers",
-                file=file,
+                file=step.files.full_path(step.optimizer_of_rank(rank)[1]),
                 expected=stages[0].keeper,
-                found=stages[-1].keeper,
+                found=found.keeper,
             )
     return after(step, Optimizers, readers=readers, stages=stages, contents=_joined(step, stages))
+
+
+def _first_of_place(
+    step: NamedWeights, rank: int, wanted: Order | None, positions_too: bool
+) -> tuple[OptimizerFile, Contents]:
+    """What a place's first rank holds, in the order `wanted` where its file names nothing."""
+    tree, name = step.optimizer_of_rank(rank)
+    unnamed = not step.names.optimizer and wanted is None and positions_too
+    if tree is None or unnamed:
+        return PlainFile(step.weight_dtype), Contents(Keeper.NOBODY, (), (), {}, ())
+    file = step.files.full_path(name)
+    reader = reader_for(tree, file, step.weight_dtype, step.meta.get("ds_config"))
+    return reader, read_contents(step, reader, (tree, file), wanted, rank)
 
 
 def read_contents(

@@ -8,7 +8,7 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from megatron_ucp.core.experts import (
 )
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
@@ -34,6 +34,7 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
+from megatron_ucp.formats.deepspeed.file_manifest import run_of
 from megatron_ucp.formats.deepspeed.model_file import (
     buffer_names,
     shapes_by_group,
@@ -49,7 +50,7 @@ from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
 from megatron_ucp.formats.foreign import as_float, at_key_or
 from megatron_ucp.formats.optimizers import ELEMENT
-from megatron_ucp.formats.plain_values import loss_scaler, number, param_groups
+from megatron_ucp.formats.plain_values import loss_scaler, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
@@ -222,10 +223,7 @@ class UniversalCheckpoint(TagFolder):
         file = self.full_path(f"{ATOMS}/{GLOBAL}")
         told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
         said = with_rules(told, self.meta.get("ds_config"))
-        run = {
-            key: number(self.meta.get(key))
-            for key in ("global_steps", "skipped_steps", "ds_version")
-        }
+        run = run_of(self.meta)
         params, buffers = tuple(spec for spec, _ in found), tuple(buffer for _, buffer in found)
         if recorded is None:
             return Manifest(Keeper.UNIVERSAL, Mesh(), params, buffers, said, run=run)
@@ -461,19 +459,12 @@ class UniversalCheckpoint(TagFolder):
         ]
         return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Opens one file; what its atoms say was compared when the folder was."""
-        self.file(name)
-
     def read_extras(self) -> Extras:
         scaler = loss_scaler(self._global.get("loss_scaler"))
         scheduler = self.meta.get("lr_scheduler")
         module = at_key_or(self.meta, "module", {}, self.main_file)
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
         return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
-
-    def layers(self) -> Layers | None:
-        return None
 
 
 class UniversalFormat:

@@ -25,7 +25,7 @@ from megatron_ucp.formats.base import ByteFile, Record, Told, Where
 from megatron_ucp.formats.foreign import of_kind
 from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
-from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of
+from megatron_ucp.formats.megatron.extras import canonical_scaler
 from megatron_ucp.formats.megatron.flat import (
     KNOWN_ORDERS,
     PlacedBuffer,
@@ -38,6 +38,7 @@ from megatron_ucp.formats.megatron.index import Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.stages import parts_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
+from megatron_ucp.formats.opened_folder import tensor_at
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
@@ -76,7 +77,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             tree = of_kind(self.object(key), dict, key, self.folder)
 
             def tensor(ref: TensorRef, key: str = key) -> Stand:
-                return self.tensor_at(self.place_in(key, ref), ref)
+                return tensor_at(self.place_in(key, ref), ref)
 
             own = saved_groups(tree.get("param_groups"), None, tensor, self.main_file, number)
             first = found.setdefault(number, own)
@@ -97,11 +98,11 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             if (found := _OBJECT.fullmatch(key)) and found["what"] == what:
                 yield key, int(found["optimizer"] or 0)
 
-    def _scaler(self) -> dict[str, Any]:
+    def scaler(self) -> dict[str, Any]:
         for key, _ in self._objects("grad_scaler"):
 
             def tensor(ref: TensorRef, key: str = key) -> Stand:
-                return self.tensor_at(self.place_in(key, ref), ref)
+                return tensor_at(self.place_in(key, ref), ref)
 
             return canonical_scaler(self.object(key), self.arguments, tensor, self.iteration)
         return {}
@@ -143,7 +144,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
             chunked.append(spec)
             buffers += self.chunk_buffers(name, held, None)
-        counters = counters_of(self.iteration, self.arguments, self.groups)
+        counters = self.counters()
         return Manifest(
             Keeper.TORCH_DIST,
             self.saved_on,
@@ -159,8 +160,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         for param in one.layout.params:
             if param.bucket == number:
                 group = groups[param.name]
-                step = self.groups[group].step
-                scalars = {} if step is None else {"step": step}
+                scalars = self.groups[group].scalars
                 start = param.start - bucket.start
                 members.append(Member(param.name, start, param.elems, group, scalars))
         states = tuple((state, "float32") for state in _STATES.values())

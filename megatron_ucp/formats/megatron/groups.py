@@ -38,6 +38,11 @@ class SavedGroup:
     optimizer: int = 0
 
     @property
+    def scalars(self) -> dict[str, float]:
+        """What each of its parameters keeps of single numbers."""
+        return {} if self.step is None else {"step": self.step}
+
+    @property
     def own(self) -> Mapping[str, Any]:
         """What Megatron alone keeps of it."""
         return self.group.marks[MEGATRON]

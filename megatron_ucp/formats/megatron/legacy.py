@@ -35,13 +35,13 @@ from megatron_ucp.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.base import Checkpoint, Told, Where
 from megatron_ucp.formats.foreign import at_key, each, of_kind, texts
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
-from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of, extras_of
+from megatron_ucp.formats.megatron.extras import canonical_scaler, counters_of
 from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
-from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
+from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -50,11 +50,11 @@ from megatron_ucp.formats.megatron.names import (
     second_matrix,
     whole_shape,
 )
-from megatron_ucp.formats.megatron.proof import Run, same_run
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.rounding import Run, same_run
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
 _MOST_MISSING = 10_000  # folders of ranks
@@ -88,7 +88,9 @@ class LegacyCheckpoint(MegatronFolder):
 
     def __init__(self, folder: Path, told: Told) -> None:
         super().__init__(folder, told)
-        self._first = min(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
+        first = min(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
+        self._main = f"{first}/{_MODEL_FILE}"
+        self.main_file = self.full_path(self._main)
         self._guarded(self._read)
 
     def _read(self) -> None:
@@ -115,12 +117,8 @@ class LegacyCheckpoint(MegatronFolder):
     # ------------------------------------------------ files
 
     @property
-    def main_file(self) -> str:
-        return str(self.folder / self._first / _MODEL_FILE)
-
-    @property
     def main_tree(self) -> Mapping[str, Any]:
-        return self._tree(f"{self._first}/{_MODEL_FILE}")
+        return self._tree(self._main)
 
     def _tree(self, name: str) -> Mapping[Any, Any]:
         """What a file holds; an older one of several optimizers lists them."""
@@ -242,7 +240,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _tensor(self, ref: TensorRef) -> Stand:
         """A small tensor of the main file."""
-        return self.tensor(f"{self._first}/{_MODEL_FILE}", ref)
+        return self.tensor(self.main_file, ref)
 
     def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
@@ -315,7 +313,7 @@ class LegacyCheckpoint(MegatronFolder):
         groups = {spec.name: membership.number(spec) for spec in trained}
         flat = [self._flat_buffer(one, groups) for one in self._buffers]
         buffers = (*flat, *self._alone({*self._params} - {*groups}))
-        counters = counters_of(self.iteration, self.arguments, self.groups)
+        counters = self.counters()
         found = tuple(one.group for one in self.groups)
         params = tuple(self._params.values())
         run = self.described(counters)
@@ -359,7 +357,7 @@ class LegacyCheckpoint(MegatronFolder):
         buffer, ref = self.manifest.buffers[slot.buffer], weights.get(one.name)
         if ref is None or not ref.is_contiguous or ref.numel != buffer.length:
             raise self._odd_weight(rank, one.name, buffer.length, ref)
-        return self._where_of(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
+        return self.place(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
 
     def _odd_weight(
         self, rank: RankFolder, name: str, elems: int, ref: TensorRef | None
@@ -376,8 +374,7 @@ class LegacyCheckpoint(MegatronFolder):
         members: list[Member] = []
         for param in one.layout.params:
             group = groups[param.name]
-            step = self.groups[group].step
-            scalars = {} if step is None else {"step": step}
+            scalars = self.groups[group].scalars
             start = one.layout.unpadded_start(param)
             members.append(Member(param.name, start, param.elems, group, scalars))
         states = tuple((state, "float32") for state in _STATES.values())
@@ -422,13 +419,6 @@ class LegacyCheckpoint(MegatronFolder):
 
     # ------------------------------------------------ what the operations ask for
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader should know of how the checkpoint was understood."""
-        if self.manifest.keeper == Keeper.WEIGHTS:
-            return [*self.led_here, "weights alone: no states of an optimizer"]
-        return [*self.led_here]
-
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
         self.file(name)
@@ -456,7 +446,7 @@ class LegacyCheckpoint(MegatronFolder):
             ref = weights.get(member.param)
             if ref is None or not ref.is_contiguous or ref.numel != member.size:
                 raise self._odd_weight(rank, member.param, member.size, ref)
-            weight = Run(self._where_of(file, ref), 0)
+            weight = Run(self.place(file, ref), 0)
             if not same_run(Run(master, member.start), weight, member.size):
                 out.append(member.param)
         return out
@@ -467,14 +457,7 @@ class LegacyCheckpoint(MegatronFolder):
             return self._where_weight(slot)
         one = self._buffers[slot.buffer]
         ref = self._ref(slot.buffer, slot.cut, slot.state)
-        file = self.file(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}")
-        dtype = ref.storage.dtype
-        offset = ref.offset_elems * ITEMSIZE[dtype]
-        return Where(file, file.record(ref.storage), offset, ref.numel, dtype)
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
-        return records_of(self.file(name))
+        return self.place(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}", ref)
 
     @property
     def has_random_states(self) -> bool:
@@ -485,18 +468,17 @@ class LegacyCheckpoint(MegatronFolder):
         at, (expert, _) = here.coord(rank), here.expert_place(rank)
         name = f"{self._folders[RankFolder(at.tp, at.pp, expert)]}/{_MODEL_FILE}"
         entry = self._tree(name).get(_RANDOM)
-        return entry, lambda ref: self._where_of(name, ref), str(self.folder / name)
+        path = self.full_path(name)
+        return entry, lambda ref: self.place_apart(path, ref), path
 
-    def read_extras(self) -> Extras:
-        counters = counters_of(self.iteration, self.arguments, self.groups)
+    def scaler(self) -> dict[str, Any]:
         saved = next((tree.get("grad_scaler") for tree in self._optimizers), None)
-        scaler = canonical_scaler(saved, self.arguments, self._tensor, self.iteration)
-        tree, said = self.main_tree, self.arguments
-        stateless = dict.fromkeys(self._stateless())
-        return extras_of(tree, said, counters, scaler, False, stateless, self.main_file)
+        return canonical_scaler(saved, self.arguments, self._tensor, self.iteration)
+
+    def stateless(self) -> dict[str, None]:
+        return dict.fromkeys(self._stateless())
 
     def _stateless(self) -> Iterator[str]:
-        """The layers' extra states that hold nothing."""
         experts = self._experts // self.saved_on.ep
         for part in self._parts:
             for rank in range(self.saved_on.ep):

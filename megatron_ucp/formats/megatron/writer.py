@@ -92,14 +92,6 @@ class TorchDistPlan:
     objects: Mapping[str, tuple[str, int, bytes]]
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    @functools.cached_property
-    def by_param(self) -> Mapping[tuple[str, str], tuple[PlannedChunk, ...]]:
-        """The chunks of a state of a parameter."""
-        out: dict[tuple[str, str], list[PlannedChunk]] = {}
-        for chunk in self.chunks:
-            out.setdefault((chunk.wish.param, chunk.wish.state), []).append(chunk)
-        return {key: tuple(chunks) for key, chunks in out.items()}
-
 
 def plan_torch_dist(
     params: Mapping[str, ParamSpec],
