@@ -345,14 +345,7 @@ class _Planner:
             return Copy(source, target, shape, index, move.box)
         lossless = (have, want) in LOSSLESS
         if not lossless and "narrow" not in self.allow:
-            raise InexactError(
-                f"the state {state} would be rounded",
-                parameter=param,
-                expected=have,
-                found=f"{want} in the engine",
-                fix="keep the dtype of the checkpoint, or round with --allow narrow (Python: "
-                'allow={"narrow"})',
-            )
+            raise _rounded(state, param, have, want)
         return Cast(source, target, shape, index, move.box, lossless)
 
     def _copies(self, param: str, b: int, cut: Coords) -> list[Coords]:
@@ -384,6 +377,17 @@ class _Planner:
                 shares[key] = (cut, pieces)
         self._near[b, m, prefer] = list(shares.values())
         return self._near[b, m, prefer]
+
+
+def _rounded(state: str, param: str, have: str, want: str) -> InexactError:
+    return InexactError(
+        f"the state {state} would be rounded",
+        parameter=param,
+        expected=have,
+        found=f"{want} in the engine",
+        fix="keep the dtype of the checkpoint, or round with --allow narrow (Python: "
+        'allow={"narrow"})',
+    )
 
 
 def _by_partition(buffer: FlatBuffer, member: Member, piece: Piece) -> Iterator[tuple[int, Piece]]:
