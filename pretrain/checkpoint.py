@@ -222,7 +222,8 @@ def _embedding_rows(files: TagFiles) -> tuple[int, int]:
         shapes: dict[str, Any] = {
             name: getattr(value, "shape", ()) for name, value in (meta.get("module") or {}).items()
         }
-        for named in shapes_by_group(meta) or []:  # at ZeRO-3 the module's own tensors are empty
+        # at ZeRO-3 the module's own tensors are empty
+        for named in shapes_by_group(meta, file.path) or []:
             shapes.update(named)
     return (shapes.get(EMBEDDING) or (0,))[0], tp
 

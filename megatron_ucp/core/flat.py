@@ -6,10 +6,16 @@ from functools import cached_property
 
 from megatron_ucp.core.mesh import DENSE_CUT, Coords, stage_of
 from megatron_ucp.core.states import VALUE
+from megatron_ucp.errors import PlanError
 
 Scalars = Mapping[str, float]
 States = tuple[tuple[str, str], ...]  # (name, dtype) of element-wise states
 NO_SCALARS: Scalars = {}
+
+
+class ContradictionError(PlanError, ValueError):
+    """What describes tensors contradicts itself: a defect of this package, or what files say that
+    no reader's check found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,43 +84,46 @@ class FlatBuffer:
 
     def __post_init__(self) -> None:
         if self.partitions < 1 or self.rule not in ("whole", "each", "uncut"):
-            raise ValueError(f"no buffer: rule {self.rule!r}, {self.partitions} partitions")
+            raise ContradictionError(f"no buffer: rule {self.rule!r}, {self.partitions} partitions")
         if self.uncut and self.rule != "whole":
-            raise ValueError(f"uncut states in a buffer of the rule {self.rule!r}")
+            raise ContradictionError(f"uncut states in a buffer of the rule {self.rule!r}")
         end = 0
         for member in self.members:
             if member.slice_of is not None and member.slice_of[0]:
                 continue  # behind another slice of its stored tensor
             if member.start < end or member.size < 0:
-                raise ValueError(f"members of a buffer overlap at {member.param}")
+                raise ContradictionError(f"members of a buffer overlap at {member.param}")
             end = member.start + self._width(member)
         if any(member.slice_of for member in self.members):
             self._check_slices()
         if end > self.length:
-            raise ValueError(
+            raise ContradictionError(
                 f"a buffer of {self.length} elements can't hold members that end at {end}"
             )
         if self.rule != "each" and self.length % self.partitions:
-            raise ValueError(
+            raise ContradictionError(
                 f"a buffer of {self.length} elements can't be cut into {self.partitions} equal "
                 "chunks"
             )
 
     def _check_slices(self) -> None:
-        """Raises ValueError unless the slices of each stored tensor follow each other and are all
-        of it. Under the rule "whole" slices are members like others: nothing cuts their tensor."""
+        """Raises ContradictionError unless the slices of each stored tensor follow each other and
+        are all of it. Under the rule "whole" slices are members like others: nothing cuts their
+        tensor."""
         if self.rule != "each":
-            raise ValueError(f"slices in a buffer of the rule {self.rule!r}")
+            raise ContradictionError(f"slices in a buffer of the rule {self.rule!r}")
         end, start, total = 0, 0, 0  # of the stored tensor of the member before
         for member in self.members:
             if end == total:
                 end, start, total = 0, member.start, member.within[1]
             if member.within != (end, total) or member.start != start or member.size < 0:
-                raise ValueError(f"{member.param} is no slice of the stored tensor that it is in")
+                raise ContradictionError(
+                    f"{member.param} is no slice of the stored tensor that it is in"
+                )
             end += member.size
         if end != total:
             last = self.members[-1].param
-            raise ValueError(f"slices of a stored tensor are missing behind {last}")
+            raise ContradictionError(f"slices of a stored tensor are missing behind {last}")
 
     def _width(self, member: Member) -> int:
         """Elements that the stored tensor of a member takes of the buffer."""

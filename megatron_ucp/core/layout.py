@@ -117,11 +117,7 @@ class Layout:
         `order` gives the dims of the logical tensor in the order in which the memory stores them (a
         transposed parameter has (1, 0)). Raises LayoutError where a size does not divide.
         """
-        held = [[(0, size)] for size in shape]
-        for cut in self.cuts():
-            if cut.dim >= len(shape):
-                raise _no_dim(name, cut, shape)
-            held[cut.dim] = _cut(name, held[cut.dim], cut, *place.get(cut.axis, (1, 0)))
+        held = self._spans(name, shape, place)
         local = tuple(sum(b - a for a, b in spans) for spans in held)
         order = tuple(range(len(shape))) if order is None else order
         view = tuple(local[d] for d in order)
@@ -132,6 +128,15 @@ class Layout:
             full = Box(tuple(spans[v][1] for v in perm), tuple(spans[v][2] for v in perm))
             out.append(Piece(stored, full, view, perm))
         return tuple(out)
+
+    def _spans(self, name: str, shape: Ints, place: Place) -> list[list[tuple[int, int]]]:
+        """What the rank at `place` holds of each dim."""
+        held = [[(0, size)] for size in shape]
+        for cut in self.cuts():
+            if cut.dim >= len(shape):
+                raise _no_dim(name, cut, shape)
+            held[cut.dim] = _cut(name, held[cut.dim], cut, *place.get(cut.axis, (1, 0)))
+        return held
 
     def local_shape(self, name: str, shape: Ints, place: Place) -> Ints:
         """Shape of the tensor that the rank at `place` holds, in logical dim order."""

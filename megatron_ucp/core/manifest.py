@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.flat import FlatBuffer, Member, Scalars
+from megatron_ucp.core.flat import ContradictionError, FlatBuffer, Member, Scalars
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import CHUNK, Chunks, Extent, Layout, Piece, Replicate
 from megatron_ucp.core.mesh import PLACEMENT, Coords, Mesh, Place
@@ -138,28 +138,30 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if len(self.by_name) != len(self.params):
-            raise ValueError("a parameter is listed twice")
+            raise ContradictionError("a parameter is listed twice")
         for buffer in self.buffers:
             for axis, index in buffer.at:
                 cut = axis in buffer.axes and self.mesh.size(axis) > 1
                 if not (cut or axis in PLACEMENT) or index >= self.mesh.size(axis):
-                    raise ValueError(f"{buffer.at} is no place of the mesh {self.mesh}")
+                    raise ContradictionError(f"{buffer.at} is no place of the mesh {self.mesh}")
             for member in buffer.members:
                 self._check_member(member)
         for name, held in self.holders.items():
             places = {(self.buffers[b].at, self.member(b, m).chunk) for b, m in held}
             if len(places) < len(held):
-                raise ValueError(f"{name} is held twice at one place")
+                raise ContradictionError(f"{name} is held twice at one place")
 
     def _check_member(self, member: Member) -> None:
         spec = self.by_name.get(member.param)
         if spec is None:
-            raise ValueError(f"a buffer holds {member.param}, which is no parameter")
+            raise ContradictionError(f"a buffer holds {member.param}, which is no parameter")
         if member.group is not None and not 0 <= member.group < len(self.groups):
-            raise ValueError(f"{member.param} is of a group that does not exist")
+            raise ContradictionError(f"{member.param} is of a group that does not exist")
         chunks = len(spec.layout.held) if isinstance(spec.layout, Chunks) else 0
         if (member.chunk is None) == bool(chunks) or (member.chunk or 0) > max(chunks - 1, 0):
-            raise ValueError(f"a buffer does not say which chunk of {member.param} it holds")
+            raise ContradictionError(
+                f"a buffer does not say which chunk of {member.param} it holds"
+            )
 
     # ------------------------------------------------ parameters
 

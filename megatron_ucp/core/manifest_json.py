@@ -104,7 +104,7 @@ def from_json(text: str | bytes, file: str) -> Manifest:
         raise DamagedFileError(
             "the manifest can't be read",
             file=file,
-            found=f"{type(error).__name__}: {error}",
+            found=f"{type(error).__name__}: {getattr(error, 'problem', error)}",
             fix="remove it to read the DeepSpeed files by themselves",
         ) from None
     finally:
@@ -200,7 +200,7 @@ def _mesh(data: dict[str, Any]) -> Mesh:
     return mesh
 
 
-def _buffer(data: dict[str, Any]) -> FlatBuffer:
+def _members(data: dict[str, Any]) -> tuple[Member, ...]:
     listed: list[Any] = data["members"]
     groups = _each(data.get("group"), len(listed))
     kept = data.get("scalars")
@@ -208,7 +208,7 @@ def _buffer(data: dict[str, Any]) -> FlatBuffer:
     scalars = [_scalars(kept)] * len(listed) if each is None else list(map(_scalars, each))
     chunks = _each(data.get("chunk"), len(listed))
     slices = _each(data.get("slice_of"), len(listed))
-    members = tuple(
+    return tuple(
         Member(
             str(param),
             _count(start),
@@ -222,8 +222,11 @@ def _buffer(data: dict[str, Any]) -> FlatBuffer:
             listed, groups, scalars, chunks, slices, strict=True
         )
     )
+
+
+def _buffer(data: dict[str, Any]) -> FlatBuffer:
     return FlatBuffer(
-        members,
+        _members(data),
         _count(data["length"]),
         _count(data["partitions"]),
         data["rule"],

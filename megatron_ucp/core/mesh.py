@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from typing import cast
+from typing import Any, cast
 
 from megatron_ucp.errors import UsageError
 
@@ -128,17 +128,7 @@ class Mesh:
             object.__setattr__(self, "zero", 0)
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
-        sizes = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
-        }
-        bad = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
-        if type(self.zero) is not int or self.zero not in range(4):
-            bad["zero"] = self.zero
-        if not isinstance(cast("object", self.order), str) or self.order not in ORDERS:
-            bad["order"] = self.order
-        if "tp" in bad and self.etp is self.tp:
-            del bad["etp"]  # nobody gave it
-        if bad:
+        if bad := self._bad():
             raise UsageError(
                 "this is no mesh",
                 expected=f"sizes of at least 1, zero 0 to 3, order {' or '.join(ORDERS)}",
@@ -152,6 +142,20 @@ class Mesh:
                 expected=f"etp x ep x pp to divide {self.world} ranks",
                 fix="change ep or etp; they divide the ranks of a pipeline stage",
             )
+
+    def _bad(self) -> dict[str, Any]:
+        """What is no size of an axis, no stage and no order."""
+        sizes = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("zero", "order")
+        }
+        bad = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        if type(self.zero) is not int or self.zero not in range(4):
+            bad["zero"] = self.zero
+        if not isinstance(cast("object", self.order), str) or self.order not in ORDERS:
+            bad["order"] = self.order
+        if "tp" in bad and self.etp is self.tp:
+            del bad["etp"]  # nobody gave it
+        return bad
 
     @property
     def says_zero(self) -> bool:

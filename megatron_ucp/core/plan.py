@@ -248,7 +248,6 @@ class _Planner:
         holders = self.source.read_from(param)
         if not holders:
             raise PlanError("the checkpoint does not hold a parameter", parameter=param)
-        mean = self._is_averaged(param)
         seen: set[Box] = set()
         for b, m in self._nearest_first(holders, slot.cut):
             for cut, pieces in self._places_of(b, m, slot.cut):
@@ -256,7 +255,7 @@ class _Planner:
                     common = have.clip_full(want.full) if have.full not in seen else None
                     seen.add(have.full)  # another rank's own buffer may hold a copy
                     if common is not None:
-                        yield from self._from(b, m, state, cut, common, slot, index, want, mean)
+                        yield from self._from(b, m, state, cut, common, slot, index, want)
 
     def _nearest_first(
         self, holders: Sequence[tuple[int, int]], place: Coords
@@ -277,13 +276,13 @@ class _Planner:
         slot: Slot,
         index: int,
         want: Piece,
-        mean: bool,
     ) -> Iterator[_Move]:
         """The moves from one place of the source: what it has in common with a box of the target,
         partition by partition."""
         held_by = self.source.buffers[b].of(state)
         buffer = self.target.buffers[slot.buffer].of(slot.state)
         held, member = held_by.members[m], buffer.members[index]
+        mean = self._is_averaged(member.param)
         for part, piece in _by_partition(held_by, held, common):
             goal = want.clip_full(piece.full)
             if goal is None:
@@ -346,14 +345,7 @@ class _Planner:
             return Copy(source, target, shape, index, move.box)
         lossless = (have, want) in LOSSLESS
         if not lossless and "narrow" not in self.allow:
-            raise InexactError(
-                f"the state {state} would be rounded",
-                parameter=param,
-                expected=have,
-                found=f"{want} in the engine",
-                fix="keep the dtype of the checkpoint, or round with --allow narrow (Python: "
-                'allow={"narrow"})',
-            )
+            raise _rounded(state, param, have, want)
         return Cast(source, target, shape, index, move.box, lossless)
 
     def _copies(self, param: str, b: int, cut: Coords) -> list[Coords]:
@@ -385,6 +377,17 @@ class _Planner:
                 shares[key] = (cut, pieces)
         self._near[b, m, prefer] = list(shares.values())
         return self._near[b, m, prefer]
+
+
+def _rounded(state: str, param: str, have: str, want: str) -> InexactError:
+    return InexactError(
+        f"the state {state} would be rounded",
+        parameter=param,
+        expected=have,
+        found=f"{want} in the engine",
+        fix="keep the dtype of the checkpoint, or round with --allow narrow (Python: "
+        'allow={"narrow"})',
+    )
 
 
 def _by_partition(buffer: FlatBuffer, member: Member, piece: Piece) -> Iterator[tuple[int, Piece]]:

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UsageError
-from megatron_ucp.formats.base import Record
+from megatron_ucp.formats.base import Record, Where
+from megatron_ucp.formats.pt.values import ITEMSIZE
 
 _CHUNK_BYTES = 2**20
 
@@ -156,6 +157,20 @@ class OpenFile:
         buffer = bytearray(size_bytes)
         self._read_at(offset_bytes, memoryview(buffer))
         return bytes(buffer)
+
+
+def same_bytes(one: Where, other: Where) -> bool:
+    """Whether two places hold the same elements. Raises DamagedFileError."""
+    if (one.elems, one.dtype) != (other.elems, other.dtype):
+        return False
+    size = one.elems * ITEMSIZE[one.dtype]
+    for at in range(0, size, _CHUNK_BYTES):
+        read = [bytearray(min(_CHUNK_BYTES, size - at)) for _ in (one, other)]
+        for where, chunk in zip((one, other), read, strict=True):
+            where.file.read_into(where.record, where.offset_bytes + at, memoryview(chunk))
+        if read[0] != read[1]:
+            return False
+    return True
 
 
 def _open(path: str) -> int:

@@ -10,8 +10,8 @@ from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
 from megatron_ucp.core.mesh import EXPERT_RANK
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.deepspeed.paths import is_universal
+from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.recorded import Recorded
 from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
 
 

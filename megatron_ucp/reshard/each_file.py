@@ -11,9 +11,9 @@ from megatron_ucp.core.manifest_json import MAX_BYTES, from_json
 from megatron_ucp.errors import DamagedFileError, NotFoundError, UcpError
 from megatron_ucp.formats.base import Record
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile
+from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.strangers import Strangers
-from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.reshard.findings import Finding, finding_of
 
 _BLOCK_BYTES = 2 * 2**20

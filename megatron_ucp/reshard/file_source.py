@@ -70,7 +70,6 @@ class FileSource:
     """A checkpoint. `checkpoint` gives manifest and places; `read_bytes` counts what was read.
     `masters` are what it is a copy of, rounded: values are compared with those."""
 
-
     def __init__(self, checkpoint: Held, file: str = "", masters: Held | None = None) -> None:
         self.checkpoint, self.file, self.manifest = checkpoint, file, checkpoint.manifest
         self.masters = self if masters is None else FileSource(masters, file)

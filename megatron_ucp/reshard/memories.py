@@ -33,7 +33,10 @@ Held = tuple[int, Coords, int]  # number of a buffer, place along the axes that 
 class Holder(Protocol):
     """What holds values on this rank: a live engine."""
 
-    manifest: Manifest
+    @property
+    def manifest(self) -> Manifest:
+        """Of all ranks."""
+        ...
 
     def parts(self) -> list[Held]:
         """What this rank holds."""

@@ -19,7 +19,7 @@ WIDTH, VOCAB, SEQUENCE, BATCH = 6, 24, 6, 4
 class Moe:
     """A model with two mixtures. `experts` are those of each one (PR-MoE has different numbers);
     `residual` adds a dense MLP beside each (residual MoE). `scaled` experts have buffers; those of
-    the numbers `frozen` are not trained."""
+    the numbers `frozen` are not trained. `tied`: the head is the embedding."""
 
     ep: int
     zero: int
@@ -29,6 +29,7 @@ class Moe:
     seed: int = 1
     scaled: bool = False
     frozen: tuple[int, ...] = ()
+    tied: bool = False
 
 
 class Expert(torch.nn.Module):
@@ -69,6 +70,8 @@ class Net(torch.nn.Module):
         self.mixtures = torch.nn.ModuleList(mixture(setup, count) for count in setup.experts)
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+        if setup.tied:
+            self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -225,6 +228,12 @@ def save_refused(setup: Moe, folder: str, state: dict[str, Any] | None = None) -
     engine = make(setup)
     saving = partial(engine.save_checkpoint, folder, client_state=state or {})
     return tensor_jobs.refusal(engine, saving)
+
+
+def load_refused(setup: Moe, folder: str) -> str:
+    """What a load says of the tag `trained`."""
+    engine = make(setup, attach=False)
+    return tensor_jobs.refusal(engine, lambda: ucp.load(engine, folder, tag="trained"))
 
 
 def unnamed(setup: Moe, folder: str) -> str:

@@ -15,8 +15,8 @@ from megatron_ucp.core.values import DeviceName, DtypeName, Stand, coded, numpy_
 from megatron_ucp.engines.built import Building, built
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats import of_ranks
+from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.of_ranks import OwnValues, listed, recorded_of, text_of
-from megatron_ucp.formats.recorded import Recorded
 
 
 def array(dtype: str, shape: Any, data: Any) -> Stand:
@@ -94,7 +94,7 @@ def test_a_ranks_file_may_be_larger_than_a_manifest(
     entry: Any = SimpleNamespace(size_bytes=0, sha256="")
     beside.files = {name: entry, "other.json": entry}
     monkeypatch.setattr(beside, "compare", lambda *_: None)
-    monkeypatch.setattr("megatron_ucp.formats.recorded.MAX_BYTES", 10)
+    monkeypatch.setattr("megatron_ucp.formats.listed_files.MAX_BYTES", 10)
     for one in (name, "other.json"):
         (tmp_path / one).write_bytes(bytes(1000))
     assert beside.read(name) == bytes(1000)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megatron_ucp as ucp
 from tests.engines.moe_jobs import Moe
@@ -77,6 +78,30 @@ def test_each_rank_trains_other_ones_of_its_experts(
         (found, *_) = ranks.run(world, f"{JOBS}:resume", target, folder, more=3, timeout_s=200)
         assert found["differences"] == {"filled": [], "trained": []}
         assert found["loss"] < 1e-5
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_tied_head_of_which_stock_writes_two_copies(
+    ranks: RankPool, sources: Sources, tmp_path: Path, stock: bool
+) -> None:
+    """At stage 0 the model file of a mixture does not say that two names are one."""
+    setup, folder = Moe(2, 0, tied=True), tmp_path / "copy"
+    shutil.copytree(sources.get(4, setup, f"{JOBS}:save", more=0), folder)
+    if stock:
+        without_manifest(folder)
+    target = replace(setup, seed=5)
+    (found, *_) = ranks.run(4, f"{JOBS}:resume", target, str(folder), timeout_s=200)
+    assert found["differences"] == {"filled": [], "trained": []}
+    if not stock:
+        return
+    for path in (folder / "trained").glob("mp_rank_*"):
+        tree = torch.load(path, weights_only=False)
+        assert torch.equal(tree["module"]["head.weight"], tree["module"]["embed.weight"])
+        tree["module"]["head.weight"] = tree["module"]["head.weight"] + 1
+        torch.save(tree, path)
+    said = ranks.run(4, f"{JOBS}:load_refused", target, str(folder), timeout_s=200)
+    assert all("two parameters are one in the model" in one for one in said)
+    assert all("head.weight" in one for one in said)
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])

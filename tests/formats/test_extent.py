@@ -11,8 +11,8 @@ from megatron_ucp.core import manifest_json
 from megatron_ucp.core.manifest import FILE_NAME
 from megatron_ucp.core.manifest_json import from_json
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.listed_files import Recorded, open_regular
 from megatron_ucp.formats.pt.unpickler import MAX_DEPTH, loads
-from megatron_ucp.formats.recorded import Recorded, open_regular
 from tests.formats.craft import number, pickle_of, storage, tensor, text, tuple_of
 from tests.formats.hostile_pickles import doubled, doubled_lists
 

@@ -20,7 +20,6 @@ from megatron_ucp.errors import DamagedFileError, UcpError
 from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
-from megatron_ucp.formats.deepspeed.whole import check_file
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.reshard.one_parameter import read_state
 
@@ -89,7 +88,7 @@ def test_every_state_is_read_bit_for_bit(case: str) -> None:
         }
         assert differences(checkpoint, case) == []
         for name in checkpoint.names.names:
-            check_file(checkpoint, name)  # the files of one save agree
+            checkpoint.check(name)  # the files of one save agree
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.own_values import differs_in, held_by
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 
 LARGE = 2**20 + 8
 NAMES = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)]
@@ -20,6 +20,10 @@ class Source(TagFolder):
 
     weights: Any = SimpleNamespace(name_of=lambda name, file: name)
     expert_counts: Any = MappingProxyType[str, int]({})
+
+    @property
+    def files(self) -> TagFolder:
+        return self
 
     def model_of(self, mp: int, part: int = 0) -> str:
         return NAMES[part]

@@ -232,11 +232,11 @@ def test_the_slowest_name_of_a_pattern_is_matched_soon(piece: str) -> None:
         ({stock_info.ROW: "a"}, DamagedFileError, "another structure"),
         ({stock_info.SUB_PARAMS: {"patterns": ["a"]}}, DamagedFileError, "another structure"),
         ({stock_info.SUB_PARAMS: ["a"]}, DamagedFileError, "another structure"),
-        ({stock_info.SUB_PARAMS: [{"patterns": ["a"]}]}, DamagedFileError, "KeyError"),
+        ({stock_info.SUB_PARAMS: [{"patterns": ["a"]}]}, DamagedFileError, "partition_dim"),
         (
             {stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 5, "shape": [[2, 2]]}]},
             DamagedFileError,
-            "IndexError",
+            "a tuple with dim 5",
         ),
         (
             {stock_info.SUB_PARAMS: [{"patterns": ["a"], "partition_dim": 0, "shape": [[1, 3]]}]},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ucp.core.mesh import on_stage
-from megatron_ucp.formats.deepspeed.extras import _joined_scheduler
+from megatron_ucp.formats.deepspeed.saved_extras import _joined_scheduler
 from megatron_ucp.formats.schedules import counted_groups, without_groups
 from megatron_ucp.reshard.match import scheduler_for
 
@@ -70,11 +70,11 @@ def test_stages_of_a_pipeline_are_joined_at_every_depth() -> None:
     groups = [SimpleNamespace(groups=(1, 2)), SimpleNamespace(groups=(1,))]
     source: Any = SimpleNamespace(
         meta=trees["first"],
-        counts=SimpleNamespace(stages=2),
+        mesh=SimpleNamespace(pp=2),
         first_of_stages=list(trees),
         places=[on_stage(0), on_stage(1)],
         stages=groups,
-        tree=trees.__getitem__,
+        files=SimpleNamespace(tree=trees.__getitem__),
     )
     found = _joined_scheduler(source)
     assert _rates(found) == [[0.1, 0.2, 0.3]] * 3 and found["_last_lr"] == [0.1, 0.2, 0.3]

@@ -19,7 +19,7 @@ from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import NotFoundError, UsageError
 from megatron_ucp.formats import durable
-from megatron_ucp.formats.recorded import Recorded
+from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.tags import LATEST, nothing_there, tag_folder
 
 STATE = "mp_rank_00_model_states.pt"

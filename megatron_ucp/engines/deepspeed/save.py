@@ -58,8 +58,8 @@ from megatron_ucp.errors import SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
-from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
 from megatron_ucp.formats.deepspeed.keys import OWN_KEYS
+from megatron_ucp.formats.deepspeed.tag_folder import CLASSES, MEMBERS
 from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST

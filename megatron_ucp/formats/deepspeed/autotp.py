@@ -9,36 +9,95 @@ share, and a `scale` by which the share was multiplied.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ucp.core.box import Ints, strides
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC, ShardRuns
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
-from megatron_ucp.errors import DamagedFileError, UcpError, UnsupportedError
+from megatron_ucp.errors import UcpError, UnsupportedError
 from megatron_ucp.formats.deepspeed.paths import at_tp
+from megatron_ucp.formats.foreign import at_key, at_key_or, each, no_such, of_kind, sizes
 
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
-_VERSION = 1
+_MAP, _VERSION = "affine_map", 1
 _FIX = "resume on the same mesh with DeepSpeed's own load"
 (_AXIS,) = DENSE_CUT
 
 
-def entry_of(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+@dataclass(frozen=True)
+class _Block:
+    """One block of a rank's share: where it begins in the whole tensor and in the share, with the
+    strides there."""
+
+    shape: Ints
+    source: tuple[int, Ints]
+    dest: tuple[int, Ints]
+    scale: Any
+
+
+@dataclass(frozen=True)
+class _RankShare:
+    """What a rank has of a parameter."""
+
+    shape: Ints
+    blocks: Sequence[_Block]
+
+
+def entry_of(info: Mapping[str, Any], name: str, file: str | None) -> Mapping[str, Any] | None:
     """The affine map of a parameter in a `universal_checkpoint_info`, None where it has none.
-    AutoTP names each parameter in full, in the form of a pattern."""
-    params = (info.get("affine_map") or {}).get("params") or {}
-    forms = (f"^{re.escape(name)}$", f"{re.escape(name)}$")
-    return next((params[form] for form in forms if form in params), None)
+    AutoTP names each parameter in full, in the form of a pattern. Raises DamagedFileError."""
+    params, form = _maps(info, file), f"{re.escape(name)}$"
+    found = params.get(f"^{form}", params.get(form))
+    return None if found is None else of_kind(found, dict, _MAP, file)
 
 
-def is_uneven(info: Any) -> bool:
-    """Whether ranks have shares of different sizes of some parameter. Raises what Python raises
-    for a map of another structure."""
-    params = (info.get("affine_map") or {}).get("params") or {} if isinstance(info, dict) else {}
-    return any(
-        len({tuple(rank["shard_shape"]) for rank in entry["ranks"].values()}) > 1
-        for entry in params.values()
-    )
+def _maps(info: Mapping[str, Any], file: str | None) -> Mapping[str, Any]:
+    return at_key_or(at_key_or(info, _MAP, {}, file), "params", {}, file)
+
+
+def version_of(info: Mapping[str, Any]) -> Any:
+    """The version of the maps of an `info` that has one."""
+    return info[_MAP].get("version")
+
+
+def is_uneven(info: Any, file: str) -> bool:
+    """Whether ranks have shares of different sizes of some parameter. Raises DamagedFileError for a
+    map of another structure."""
+    params = _maps(info, file) if isinstance(info, dict) else {}
+    entries = (of_kind(entry, dict, _MAP, file) for entry in params.values())
+    return any(len({rank.shape for rank in _ranks(entry, file)}) > 1 for entry in entries)
+
+
+def _ranks(entry: Mapping[str, Any], file: str | None) -> list[_RankShare]:
+    """The share of each rank. Raises DamagedFileError."""
+    said = at_key(entry, "ranks", dict, file)
+    if not all(str(rank).isdecimal() for rank in said):
+        raise no_such("ranks: numbers", said, file)
+    return [
+        _share(of_kind(said[rank], dict, "a rank", file), file)
+        for rank in sorted(said, key=lambda rank: int(str(rank)))
+    ]
+
+
+def _share(said: Mapping[str, Any], file: str | None) -> _RankShare:
+    blocks = [
+        _Block(
+            sizes(one.get("shape"), "shape", file),
+            _address(one.get("source"), file),
+            _address(one.get("dest"), file),
+            one.get("scale", 1.0),
+        )
+        for one in each(said.get("pieces"), dict, "pieces", file)
+    ]
+    return _RankShare(sizes(said.get("shard_shape"), "shard_shape", file), blocks)
+
+
+def _address(said: Any, file: str | None) -> tuple[int, Ints]:
+    """Offset and strides. Raises DamagedFileError."""
+    if not isinstance(said, list | tuple) or len(said) != 2:
+        raise no_such("an offset and strides", said, file)
+    return sizes([said[0]], "an offset", file)[0], sizes(said[1], "strides", file)
 
 
 def affine_layout(
@@ -51,34 +110,27 @@ def affine_layout(
     that several ranks hold beside shares of their own (DeepSpeed lets such copies drift apart) and
     for another version of the map, DamagedFileError for a map of another structure.
     """
-    try:
-        if version != _VERSION:
-            _refuse("a map of another version", name, file, f"version {_VERSION}", version)
-        shape: Ints = tuple(map(int, entry["logical_shape"]))
-        ranks = [entry["ranks"][rank] for rank in sorted(entry["ranks"], key=int)]
-        dim = _dim_of(ranks, shape, name, file)
-        if dim is None:
-            return shape, Replicate()
-        runs = tuple(tuple(_runs(rank, shape, dim, name, file)) for rank in ranks)
-        return shape, _simplest(name, shape, ShardRuns(_AXIS, dim, runs))
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-        raise DamagedFileError(
-            "the affine map of a parameter has another structure than DeepSpeed's",
-            file=file,
-            parameter=name,
-            found=f"{type(error).__name__}: {error}",
-        ) from None
+    if version != _VERSION:
+        _refuse("a map of another version", name, file, f"version {_VERSION}", version)
+    shape = sizes(entry.get("logical_shape"), "logical_shape", file)
+    ranks = _ranks(entry, file)
+    dim = _dim_of(ranks, shape, name, file)
+    if dim is None:
+        return shape, Replicate()
+    runs = tuple(tuple(_runs(rank, shape, dim, name, file)) for rank in ranks)
+    return shape, _simplest(name, shape, ShardRuns(_AXIS, dim, runs))
 
 
-def _dim_of(ranks: Sequence[Any], shape: Ints, name: str, file: str | None) -> int | None:
+def _dim_of(ranks: Sequence[_RankShare], shape: Ints, name: str, file: str | None) -> int | None:
     """The dim that the shares of all ranks cut, None where each has the whole parameter. Raises
     UnsupportedError for scaled blocks and for what is no cut of one dim."""
-    scales = {piece.get("scale", 1.0) for rank in ranks for piece in rank["pieces"]}
-    if scales - {1.0}:
-        _refuse("scaled values", name, file, "scale 1", sorted(scales))
-    shares: list[Ints] = [tuple(map(int, rank["shard_shape"])) for rank in ranks]
-    dims = {d for held in shares for d, n in enumerate(held) if n != shape[d]}
-    if any(len(held) != len(shape) for held in shares) or len(dims) > 1:
+    scales = [block.scale for rank in ranks for block in rank.blocks if block.scale != 1.0]
+    if scales:
+        _refuse("scaled values", name, file, "scale 1", scales)
+    shares = [rank.shape for rank in ranks]
+    same = all(len(held) == len(shape) for held in shares)
+    dims = {d for held in shares if same for d, n in enumerate(held) if n != shape[d]}
+    if not same or len(dims) > 1:
         _refuse("shares that are cut along several dims", name, file, shape, shares)
     if dims and sum(map(math.prod, shares)) > math.prod(shape):
         # GPT-BigCode's keys and values: their gradients are not reduced, the copies drift
@@ -87,28 +139,26 @@ def _dim_of(ranks: Sequence[Any], shape: Ints, name: str, file: str | None) -> i
 
 
 def _runs(
-    rank: Mapping[str, Any], shape: Ints, dim: int, name: str, file: str | None
+    rank: _RankShare, shape: Ints, dim: int, name: str, file: str | None
 ) -> Iterator[tuple[int, int]]:
     """The runs of `dim` that a rank's share is made of, in the order of its memory. Raises
     UnsupportedError for a block that is none."""
-    held: Ints = tuple(map(int, rank["shard_shape"]))
-    whole, own = strides(shape), strides(held)
+    whole, own = strides(shape), strides(rank.shape)
     at = 0
-    for piece in sorted(rank["pieces"], key=lambda piece: piece["dest"][0]):
-        block = tuple(map(int, piece["shape"]))
-        width = block[dim]
-        start, beside = divmod(int(piece["source"][0]), whole[dim])
-        want = tuple(width if d == dim else n for d, n in enumerate(shape))
-        fits = block == want and not beside and start + width <= shape[dim]
-        addressed = (tuple(piece["source"][1]), tuple(piece["dest"][1])) == (whole, own)
-        if not math.prod(block):
+    for block in sorted(rank.blocks, key=lambda block: block.dest[0]):
+        if not math.prod(block.shape):
             continue
-        if not fits or not addressed or piece["dest"][0] != at * own[dim]:
-            _refuse("a block that is no run of one dim", name, file, want, dict(piece))
+        width = block.shape[dim] if dim < len(block.shape) else 0
+        start, beside = divmod(block.source[0], whole[dim])
+        want = tuple(width if d == dim else n for d, n in enumerate(shape))
+        fits = block.shape == want and not beside and start + width <= shape[dim]
+        addressed = (block.source[1], block.dest[1]) == (whole, own)
+        if not fits or not addressed or block.dest[0] != at * own[dim]:
+            _refuse("a block that is no run of one dim", name, file, want, block)
         yield start, start + width
         at += width
-    if at != held[dim]:
-        _refuse("blocks that are not all of a share", name, file, held, f"{at} of dim {dim}")
+    if at != rank.shape[dim]:
+        _refuse("blocks that are not all of a share", name, file, rank.shape, f"{at} of dim {dim}")
 
 
 def _simplest(name: str, shape: Ints, explicit: ShardRuns) -> Layout:

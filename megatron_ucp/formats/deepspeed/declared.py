@@ -18,8 +18,8 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats.deepspeed import stock_info
-from megatron_ucp.formats.deepspeed.folder import TagFolder
-from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
+from megatron_ucp.formats.deepspeed.model_file import frozen_shapes, shapes_by_group
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import no_extra_state
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -210,7 +210,8 @@ def pipe_keys(folder: TagFolder, files: list[str]) -> list[str]:
 def _listed(folder: TagFolder, file: str) -> Iterator[str]:
     """Parameters that the model file of a stage lists, or the optimizer files beside it."""
     tree = folder.tree(file)
-    for named in [*(shapes_by_group(tree) or []), tree.get("frozen_param_shapes") or {}]:
+    path = folder.full_path(file)
+    for named in [*(shapes_by_group(tree, path) or []), frozen_shapes(tree, path)]:
         yield from named
     mp = next(mp for (_, mp), name in folder.names.model.items() if name == file)
     for (_, rank), name in sorted(folder.names.optimizer.items()):

@@ -122,7 +122,8 @@ def _lacks_moments(manifest: Manifest) -> bool:
 
 
 def _stepped(manifest: Manifest) -> bool:
-    steps, skipped = (manifest.run.get(key) or 0 for key in ("global_steps", "skipped_steps"))
+    found = (manifest.run.get(key) for key in ("global_steps", "skipped_steps"))
+    steps, skipped = (count if isinstance(count, int) else 0 for count in found)
     return steps > skipped
 
 

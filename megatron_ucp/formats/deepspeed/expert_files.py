@@ -17,9 +17,9 @@ from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
 from megatron_ucp.formats.deepspeed.autoep import AutoEP, autoep_of
-from megatron_ucp.formats.deepspeed.folder import TagFolder
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.paths import expert_file_name
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import Weights
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
@@ -110,11 +110,7 @@ class ExpertFiles:
                     found=f"rank {mp}",
                     fix="put the files of one save, and no others, into the folder",
                 )
-        told: list[Any] = []
-        for file in names.model.values():
-            said = self._folder.tree(file).get("num_experts")
-            told = said if isinstance(said, list) and len(said) > len(told) else told
-        found: dict[int, set[int]] = {}
+        told, found = self._told(), dict[int, set[int]]()
         for layer, number, _ in names.experts:
             found.setdefault(layer, set()).add(number)
         for layer in sorted({*found, *(range(len(told)) if found else ())}):
@@ -131,6 +127,13 @@ class ExpertFiles:
                     fix="restore it, or load another tag",
                 )
 
+    def _told(self) -> list[Any]:
+        """Experts of each mixture, as the model file with the most of them says."""
+        said = (
+            self._folder.tree(file).get("num_experts") for file in self._folder.names.model.values()
+        )
+        return max((one for one in said if isinstance(one, list)), key=len, default=[])
+
     def ranks(self, meta: Mapping[str, Any], file: str) -> int:
         """Expert-parallel ranks of the run that wrote the files, as they show it: by the optimizer
         files of stage 0, or by the experts that the model file lists for one rank."""
@@ -138,7 +141,7 @@ class ExpertFiles:
             return self.autoep.ranks
         if self._folder.names.expert_optimizer:
             return 1 + max(ep for ep, _ in self._folder.names.expert_optimizer)
-        shapes = shapes_by_group(meta) or []
+        shapes = shapes_by_group(meta, file) or []
         return ranks_of(counts_of(name for named in shapes for name in named), self.counts, file)
 
     def lost(self, layer: str, number: int, mp: int) -> NotFoundError:

@@ -4,16 +4,19 @@ trains, which names are one."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError
+from megatron_ucp.formats.foreign import at_key_or, of_kind, sizes, texts
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 Tree = Mapping[str, Any]
+_FROZEN, _SHARED = "frozen_param_shapes", "shared_params"
 
 
-def shapes_by_group(meta: Tree) -> Any:
+def shapes_by_group(meta: Tree, file: str) -> list[dict[str, Ints]] | None:
     """`param_shapes` of a model file, which older versions wrote as one dict for all; None at stage
-    0."""
+    0. Raises DamagedFileError."""
     shapes = meta.get("param_shapes")
     shapes = [shapes] if isinstance(shapes, dict) else shapes
     if shapes is None or (
@@ -32,9 +35,28 @@ def shapes_by_group(meta: Tree) -> Any:
         return shapes
     raise DamagedFileError(
         "the model file does not say how parameters are flattened",
+        file=file,
         expected="param_shapes: names and shapes",
         found=type(shapes).__name__,
     )
+
+
+def frozen_shapes(meta: Tree, file: str) -> dict[str, Ints]:
+    """Names and shapes of frozen parameters, as a model file says them. Raises DamagedFileError."""
+    said = at_key_or(meta, _FROZEN, {}, file)
+    return {of_kind(name, str, _FROZEN, file): sizes(one, name, file) for name, one in said.items()}
+
+
+def buffer_names(meta: Tree, file: str) -> list[str]:
+    """What a model file says of module buffers. Raises DamagedFileError."""
+    return texts(meta.get("buffer_names"), "buffer_names", file)
+
+
+def shared_params(meta: Tree, file: str) -> dict[str, str]:
+    """Further names of parameters, with the first ones. Raises DamagedFileError."""
+    said = at_key_or(meta, _SHARED, {}, file)
+    texts([*said, *said.values()], _SHARED, file)
+    return said
 
 
 def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
@@ -50,12 +72,11 @@ def training_dtype(meta: Tree, module: Tree, names: Iterable[str]) -> str:
     return "float32"
 
 
-def find_ties(meta: Tree, module: Tree, flat: Iterable[str]) -> tuple[Tie, ...]:
+def find_ties(meta: Tree, module: Tree, flat: Iterable[str], file: str) -> tuple[Tie, ...]:
     """Names that share memory in the file, plus what its `shared_params` says; the name that is
     flattened comes first. DeepSpeed takes parameters without elements for one, as their memory
     begins at one place: they are not."""
-    flat, shapes = set(flat), meta.get("frozen_param_shapes") or {}
-    shared: Mapping[str, str] = meta.get("shared_params") or {}
+    flat, shapes = set(flat), frozen_shapes(meta, file)
     by_place: dict[tuple[object, ...], list[str]] = {}
     for name, ref in module.items():
         if isinstance(ref, TensorRef) and ref.numel:
@@ -64,7 +85,7 @@ def find_ties(meta: Tree, module: Tree, flat: Iterable[str]) -> tuple[Tie, ...]:
     for names in by_place.values():
         first = next((name for name in names if name in flat), names[0])
         groups.setdefault(first, []).extend(name for name in names if name != first)
-    for alias, name in shared.items():
+    for alias, name in shared_params(meta, file).items():
         shape = shapes.get(name, getattr(module.get(name), "shape", ()))
         is_empty = name not in flat and 0 in shape
         if not is_empty and alias not in groups.setdefault(name, []):

@@ -72,9 +72,11 @@ class OptimizerTrees(Structure):
         )
 
     def _base(
-        self, output: Output, own: Own, element: Callable[[int, str], TensorRef]
+        self, output: Output, own: Own, shaped: Callable[[int, str], TensorRef] | None = None
     ) -> dict[str, Any]:
-        """torch's `state_dict` of the base optimizer, one entry for each buffer."""
+        """torch's `state_dict` of the base optimizer, one entry for each buffer; flat, unless they
+        are `shaped`."""
+        element = shaped or (lambda number, state: self._flat(output, number, own, state))
         state: dict[int, Any] = {}
         for at, (number, buffer) in enumerate(self._buffers(own)):
             scalars = buffer.members[0].scalars if buffer.members else {}
@@ -106,9 +108,7 @@ class OptimizerTrees(Structure):
             "dynamic_loss_scale": dynamic,
             "overflow": False,
             "clip_grad": self.run.clip_grad,
-            "base_optimizer_state": self._base(
-                output, own, lambda number, state: self._flat(output, number, own, state)
-            ),
+            "base_optimizer_state": self._base(output, own),
             "single_partition_of_fp32_groups": [
                 self._flat(output, number, own, MASTER, buffer.partition_elems - padding)
                 for (number, buffer), padding in zip(buffers, paddings, strict=True)
@@ -118,18 +118,14 @@ class OptimizerTrees(Structure):
             "param_alignment_paddings": [_gaps(buffer) for _, buffer in buffers],
             "partition_count": [buffer.partitions for _, buffer in buffers],
             "ds_version": self.run.version,
-            "param_slice_mappings": [
-                self._slices(buffer, own.parts[number][1], own) for number, buffer in buffers
-            ],
+            "param_slice_mappings": self._slices(own),
         }
 
     def _bf16(self, output: Output, own: Own) -> dict[str, Any]:
         buffers, last = self._buffers(own), own.part == self.mesh.partitions - 1
         return {
             "clip_grad": self.run.clip_grad,
-            "base_optimizer_state": self._base(
-                output, own, lambda number, state: self._flat(output, number, own, state)
-            ),
+            "base_optimizer_state": self._base(output, own),
             "single_partition_of_fp32_groups": [
                 self._flat(output, number, own, MASTER) for number, _ in buffers
             ],
@@ -138,16 +134,17 @@ class OptimizerTrees(Structure):
             ],
             "partition_count": [buffer.partitions for _, buffer in buffers],
             "ds_version": self.run.version,
-            "param_slice_mappings": [
-                self._slices(buffer, own.parts[number][1], own) for number, buffer in buffers
-            ],
+            "param_slice_mappings": self._slices(own),
         }
 
-    def _slices(self, buffer: FlatBuffer, part: int, own: Own) -> dict[str, Stand]:
-        """What a partition owns of each tensor of the module; of a stacked one the experts
-        together."""
+    def _slices(self, own: Own) -> list[dict[str, Stand]]:
+        """What a rank's partition of each buffer owns of each tensor of the module; of a stacked
+        one the experts together."""
+        return [self._owned(buffer, number, own) for number, buffer in self._buffers(own)]
+
+    def _owned(self, buffer: FlatBuffer, number: int, own: Own) -> dict[str, Stand]:
         found: dict[str, list[Fragment]] = OrderedDict()
-        for fragment in buffer.fragments(part):
+        for fragment in buffer.fragments(own.parts[number][1]):
             name = self._in_module(buffer.members[fragment.member].param, own)
             found.setdefault(name, []).append(fragment)
         return OrderedDict(
@@ -164,9 +161,7 @@ class OptimizerTrees(Structure):
             "overflow": False,
             "partition_count": self.mesh.partitions,
             **self._sharing(own),
-            "optimizer_state_dict": self._base(
-                output, own, lambda number, state: self._flat(output, number, own, state)
-            ),
+            "optimizer_state_dict": self._base(output, own),
             "fp32_flat_groups": [
                 self._flat(output, number, own, MASTER) for number, _ in self._buffers(own)
             ],

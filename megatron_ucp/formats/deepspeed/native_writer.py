@@ -69,9 +69,12 @@ class NativeWriter(OptimizerTrees):
 
     def _expert_counts(self, stage: int) -> list[int]:
         """Experts of each mixture of a stage that lie in files of their own."""
+        return [len(names) for names in by_layer(self._held_apart(stage))]
+
+    def _held_apart(self, stage: int) -> list[str]:
+        """What lies in such files of a stage."""
         here = {m.param for b in self.manifest.buffers if b.stage == stage for m in b.members}
-        held = [s.name for s in self.manifest.params if s.name in here and self._apart(s.name)]
-        return [len(names) for names in by_layer(held)]
+        return [s.name for s in self.manifest.params if s.name in here and self._apart(s.name)]
 
     def _patterns(self) -> Any:
         """How stock's own converter has to put parameters together: the source's word was for the
@@ -228,8 +231,7 @@ class NativeWriter(OptimizerTrees):
         """The files of a stage's experts, and at stage 0 the optimizers of its expert-parallel
         ranks."""
         mesh = self.mesh
-        here = {m.param for b in self.manifest.buffers if b.stage == stage for m in b.members}
-        held = [s.name for s in self.manifest.params if s.name in here and self._apart(s.name)]
+        held = self._held_apart(stage)
         if mesh.zero == 3:  # there they lie in the optimizer files alone
             return
         for etp in range(mesh.etp if held else 0):

@@ -1,13 +1,14 @@
 """How DeepSpeed's optimizer wrappers lay out their states in files, and those of ZeRO.
 
-Each class reads the pickled tree of one file into flat buffers (reference: `state_dict` of the
-wrapper in DeepSpeed 0.19.8) and says which tensor of the tree holds which state of which buffer.
+A row for each wrapper says under which keys its file keeps masters and states, and how parameters
+lie in a buffer (reference: `state_dict` of the wrapper in DeepSpeed 0.19.8). One loop reads the
+pickled tree of any of them into flat buffers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ucp.core import flat
 from megatron_ucp.core.box import Ints
@@ -16,14 +17,11 @@ from megatron_ucp.core.flat import FlatBuffer, Member, States
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.errors import (
-    DamagedFileError,
-    ForeignFileError,
-    UnsupportedError,
-)
+from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
 from megatron_ucp.formats.deepspeed import formulas
 from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.muon import uncut_states
+from megatron_ucp.formats.foreign import as_float, at_key, at_key_or, each, of_kind, sizes
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import check_known, is_element
 from megatron_ucp.formats.plain_values import Tensors, param_groups
@@ -33,6 +31,7 @@ from megatron_ucp.formats.pt.values import number_in
 OFFLOADED = "_offload_buffer"
 # bitsandbytes' `state_dict` puts its states one level deeper, whatever their dtype
 _WRAPPED = "__bnb_optimizer_quant_state__"
+_SHARING = "ds_zero_partition_groups"
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,158 @@ class Contents:
         return tuple(b.members[0].scalars if b.members else {} for b in self.buffers)
 
 
-class OptimizerFile(Protocol):
-    """One wrapper's file format."""
+@dataclass(frozen=True)
+class OptimizerTree:
+    """The optimizer's state dict of one file; `tensor` reads a small tensor of it."""
+
+    tree: Tree
+    file: str
+    tensor: Tensors
+
+
+@dataclass(frozen=True)
+class IndexStates:
+    """What a file keeps under one index: the states of parameters, masters first where it has any,
+    the numbers that it keeps of them, and the group that lists them."""
+
+    named: Mapping[str, Ints]
+    index: int
+    group: int | None
+    refs: Mapping[str, TensorRef]
+    scalars: Mapping[str, float]
+
+    @property
+    def states(self) -> States:
+        return tuple((state, ref.storage.dtype) for state, ref in self.refs.items())
+
+    @property
+    def first(self) -> str:
+        """Of the parameters the first one, which says for all who shares them."""
+        return next(iter(self.named), "")
+
+    def members(self, starts: Sequence[int]) -> tuple[Member, ...]:
+        """The parameters, each one from where it begins in the buffer."""
+        return tuple(
+            Member(name, start, math.prod(shape), self.group, self.scalars)
+            for (name, shape), start in zip(self.named.items(), starts, strict=True)
+        )
+
+
+ListedTensor = tuple[Mapping[str, Ints], int, int | None]  # parameters, their index, their group
+
+
+class OptimizerFile:
+    """One wrapper's file format; a subclass is a row."""
+
+    keeper: Keeper
+    masters_key = ""  # of the list of masters; "" where the weights are the masters
+    base_key = "optimizer_state_dict"  # of the base optimizer's state dict
 
     def contents(
+        self, found: OptimizerTree, shapes: Sequence[Mapping[str, Ints]], spread: Spread
+    ) -> Contents:
+        """What the file holds; `shapes` are names and rank-local shapes of each group's parameters
+        in the optimizer's order. Raises a UcpError."""
+        base, masters = self.base(found.tree, found.file), self.masters(found.tree, found.file)
+        self.check(found, masters, shapes, spread)
+        groups, states = groups_of(base, found.file), at_key_or(base, "state", {}, found.file)
+        buffers: list[FlatBuffer] = []
+        indices: list[int] = []
+        for named, index, group in self.listed(groups, states, shapes, found.file):
+            element, kept = _split(entry_of(states, index, found.file), found)
+            if self.masters_key:
+                element = {MASTER: self._master(masters, index, found.file), **element}
+            one = IndexStates(named, index, group, element, kept)
+            made = self.buffers(one, found, groups, spread)
+            buffers += made
+            indices += [index] * len(made)
+        scaler = self.scaler(found.tree)
+        told = param_groups(groups, found.tensor)
+        return Contents(self.keeper_of(found.tree), tuple(buffers), told, scaler, tuple(indices))
+
+    def _master(self, masters: Sequence[TensorRef], index: int, file: str) -> TensorRef:
+        return of_kind(
+            masters[index] if 0 <= index < len(masters) else None, TensorRef, self.masters_key, file
+        )
+
+    def element(self, tree: Tree, index: int, state: str, file: str) -> TensorRef | None:
+        """The tensor with a state of the buffer that the file keeps under `index`, None where the
+        tree has none. Raises DamagedFileError."""
+        if state == MASTER:
+            masters = self.masters(tree, file)
+            return self._master(masters, index, file) if self.masters_key else None
+        states = at_key_or(self.base(tree, file), "state", {}, file)
+        found = entry_of(states, index, file).get(state)
+        return None if found is None else of_kind(found, TensorRef, state, file)
+
+    def base(self, tree: Tree, file: str) -> Tree:
+        """The base optimizer's state dict."""
+        return of_kind(required(tree, self.base_key, file), dict, self.base_key, file)
+
+    def masters(self, tree: Tree, file: str) -> Sequence[TensorRef]:
+        """The masters in the optimizer's order; none where the training weights are the masters."""
+        found = required(tree, self.masters_key, file)
+        return each(found, TensorRef, self.masters_key, file)
+
+    def keeper_of(self, tree: Tree) -> Keeper:
+        return self.keeper
+
+    def scaler(self, tree: Tree) -> LossScale:
+        """The loss scale in its canonical form."""
+        return LossScale.pickled(tree.get("loss_scaler"))
+
+    def check(
         self,
-        tree: Tree,
+        found: OptimizerTree,
+        masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
+    ) -> None:
+        """Raises ForeignFileError where model file and optimizer files count differently."""
+
+    def listed(
+        self,
+        groups: Sequence[Tree],
+        states: Tree,
+        shapes: Sequence[Mapping[str, Ints]],
         file: str,
-        tensor: Tensors,
-    ) -> Contents: ...
+    ) -> Iterable[ListedTensor]:
+        """What the file keeps states of: a buffer for each entry of `shapes`."""
+        return ((named, index, _group_of(index, groups)) for index, named in enumerate(shapes))
 
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        """The tensor with a state of the buffer that the file keeps under `index`, None where the
-        tree has none."""
-        ...
+    def buffers(
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+    ) -> list[FlatBuffer]:
+        """The buffers of what the file keeps under one index."""
+        raise NotImplementedError
 
 
-def entry_of(states: Mapping[Any, Any], index: Any) -> Tree:
+def groups_of(base: Tree, file: str) -> Sequence[Tree]:
+    """The parameter groups, each with a list of indices."""
+    groups = each(base.get("param_groups", []), dict, "param_groups", file)
+    for group in groups:
+        each(group.get("params", []), int, "params", file)
+    return groups
+
+
+def _group_of(index: int, groups: Sequence[Tree]) -> int | None:
+    """The number of the group that lists an index."""
+    return next((n for n, group in enumerate(groups) if index in group.get("params", ())), None)
+
+
+def entry_of(states: Tree, index: Any, file: str) -> Tree:
     """What an optimizer's `state` holds under an index, on one level; empty where it holds
-    nothing."""
-    entry: Tree = states.get(index, {})
+    nothing. Raises DamagedFileError."""
+    entry = of_kind(states.get(index, {}), dict, f"state of {index}", file)
     inner = entry.get(_WRAPPED)
     if not isinstance(inner, dict):
         return entry
     return {**{key: value for key, value in entry.items() if key != _WRAPPED}, **inner}
 
 
-def split_states(
-    entry: Tree, file: str, tensor: Tensors
-) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
-    """Element-wise states (name, dtype) and scalar ones of one entry of an optimizer's `state`."""
+def _split(entry: Tree, found: OptimizerTree) -> tuple[dict[str, TensorRef], dict[str, float]]:
+    """Element-wise states and scalar ones of one entry of an optimizer's `state`."""
+    file = found.file
     kept = {key: value for key, value in entry.items() if value is not None}
     for key in [key for key in kept if str(key).endswith(OFFLOADED)]:
         # what `engine.offload_states` leaves behind; the state itself is here unless it is
@@ -100,45 +219,28 @@ def split_states(
             )
         del kept[key]
     check_known(kept, file)
-    element: list[tuple[str, str]] = []
+    element: dict[str, TensorRef] = {}
     scalars: dict[str, float] = {}
     for key, value in kept.items():
         if is_element(key):
-            if not isinstance(value, TensorRef):
-                raise DamagedFileError(
-                    f"the optimizer state {key} is no tensor", file=file, found=type(value).__name__
-                )
-            element.append((key, value.storage.dtype))
+            element[key] = of_kind(value, TensorRef, key, file)
+        elif isinstance(value, TensorRef):
+            scalars[key] = number_in(found.tensor(value), file)
         else:
-            scalars[key] = (
-                number_in(tensor(value), file) if isinstance(value, TensorRef) else float(value)
-            )
-    return tuple(element), scalars
+            scalars[key] = as_float(value, key, file)
+    return element, scalars
 
 
-def members_of(
-    named: Mapping[str, Ints],
-    starts: Sequence[int],
-    group: int | None,
-    scalars: Mapping[str, float],
-) -> tuple[Member, ...]:
-    """The parameters of a group, each one from where it begins in the buffer."""
-    return tuple(
-        Member(name, start, math.prod(shape), group, scalars)
-        for (name, shape), start in zip(named.items(), starts, strict=True)
-    )
-
-
-def _starts(named: Mapping[str, Ints], gaps: Sequence[int]) -> tuple[list[int], int]:
-    """Where members begin, with gaps behind the tensors that keep them, and the end of the last
-    one."""
-    starts, at = list[int](), 0
-    for tensor, gap in zip(stored_tensors(named), gaps, strict=True):
-        for name in tensor:
-            starts.append(at)
-            at += math.prod(named[name])
-        at += gap
-    return starts, at
+def required(tree: Tree, key: str, file: str) -> Any:
+    """A part of the file without which it holds no optimizer. Raises DamagedFileError."""
+    if key not in tree:
+        raise DamagedFileError(
+            "an optimizer file lacks its optimizer's states",
+            file=file,
+            expected=key,
+            found=", ".join(map(str, tree))[:200],
+        )
+    return tree[key]
 
 
 def _check_groups(masters: Sequence[Any], shapes: Sequence[Any], what: str, file: str) -> None:
@@ -152,37 +254,7 @@ def _check_groups(masters: Sequence[Any], shapes: Sequence[Any], what: str, file
         )
 
 
-def _required(tree: Tree, key: str, file: str) -> Any:
-    """A part of the file without which it holds no optimizer. Raises DamagedFileError."""
-    if key not in tree:
-        raise DamagedFileError(
-            "an optimizer file lacks its optimizer's states",
-            file=file,
-            expected=key,
-            found=", ".join(map(str, tree))[:200],
-        )
-    return tree[key]
-
-
-def group_of(index: int, groups: Sequence[Tree]) -> int | None:
-    """The number of the group that lists an index."""
-    for number, group in enumerate(groups):
-        if index in group.get("params", ()):
-            return number
-    return None
-
-
-def listed(tree: Tree, key: str, file: str) -> list[Any]:
-    """A list of the file. Raises DamagedFileError where it has none."""
-    value = tree.get(key)
-    if not isinstance(value, list):
-        raise DamagedFileError(
-            "an optimizer file lacks a list", file=file, expected=key, found=type(value).__name__
-        )
-    return value
-
-
-def _count(tree: Tree, partitions: Sequence[int], file: str) -> None:
+def _check_count(tree: Tree, partitions: Sequence[int], file: str) -> None:
     """Raises ForeignFileError unless each group was written by as many partitions as there are
     files."""
     value = tree.get("partition_count", list(partitions))
@@ -197,154 +269,121 @@ def _count(tree: Tree, partitions: Sequence[int], file: str) -> None:
         )
 
 
-def _elastic_step(tree: Tree) -> Mapping[str, float]:
-    """The one step of an elastic file."""
-    key = "base_optimizer_state_step"
-    return {"step": float(tree[key])} if key in tree else {}
+def _first_partitions(shapes: Sequence[Mapping[str, Ints]], spread: Spread) -> list[int]:
+    """Over how many ranks each group's buffer is divided."""
+    return [spread.partitions(next(iter(named), "")) for named in shapes]
 
 
-def _equally_cut(
-    members: tuple[Member, ...], used: int, spread: Spread, states: States, uncut: tuple[str, ...]
-) -> FlatBuffer:
-    """A group's buffer of `used` elements, filled up and cut into equal chunks."""
-    first = members[0].param if members else ""
-    partitions = spread.partitions(first)
-    length = formulas.whole_length(used, partitions)
-    axes = spread.axes(first)
-    return FlatBuffer(members, length, partitions, "whole", states, axes=axes, uncut=uncut)
-
-
-def _lists(index: int, groups: Sequence[Tree]) -> Tree:
-    """The group that lists an index; none in an elastic file."""
-    number = group_of(index, groups)
-    return {} if number is None else groups[number]
-
-
-def _entries(base: Any) -> Mapping[Any, Any]:
-    """The states of each buffer by its number; an elastic file lists them."""
-    return dict(enumerate(base)) if isinstance(base, list) else base.get("state", {})
-
-
-def _gaps(tree: Tree, shapes: Sequence[Mapping[str, Ints]]) -> Any:
-    """Elements behind each tensor of each group that nothing owns."""
-    found = tree.get("param_alignment_paddings")
-    return found or [[0] * len(stored_tensors(named)) for named in shapes]
-
-
-class Zero12File:
+class Zero12File(OptimizerFile):
     """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat buffer per group, cut into equal chunks.
     `offloaded`: the run had its optimizer in the CPU's memory."""
+
+    masters_key = "single_partition_of_fp32_groups"
+    base_key = "base_optimizer_state"
 
     def __init__(self, offloaded: bool = False) -> None:
         self._offloaded = offloaded
 
-    def contents(
+    def keeper_of(self, tree: Tree) -> Keeper:
+        return Keeper.ZERO_1_OR_2 if "zero_stage" in tree else Keeper.BF16
+
+    def base(self, tree: Tree, file: str) -> Tree:
+        """An elastic file lists the states of its buffers, with one step for all, and no
+        hyper-parameters."""
+        listed = required(tree, self.base_key, file)
+        if not isinstance(listed, list):
+            return super().base(tree, file)
+        entries, key = each(listed, dict, self.base_key, file), f"{self.base_key}_step"
+        step = {"step": tree[key]} if key in tree else {}
+        return {
+            "state": {index: {**step, **entry} for index, entry in enumerate(entries)},
+            "param_groups": [{"params": [index]} for index in range(len(self.masters(tree, file)))],
+        }
+
+    def check(
         self,
-        tree: Tree,
+        found: OptimizerTree,
+        masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
-        file: str,
-        tensor: Tensors,
-    ) -> Contents:
-        masters = listed(tree, "single_partition_of_fp32_groups", file)
-        first = [next(iter(named), "") for named in shapes]
-        _check_groups(masters, shapes, "groups", file)
-        _count(tree, [spread.partitions(name) for name in first], file)
-        base = _required(tree, "base_optimizer_state", file)
-        elastic = isinstance(base, list)
-        groups = [] if elastic else base.get("param_groups", [])
-        keeper = Keeper.ZERO_1_OR_2 if "zero_stage" in tree else Keeper.BF16
-        entries, gaps = _entries(base), _gaps(tree, shapes)
-        buffers: list[FlatBuffer] = []
-        for index, named in enumerate(shapes):
-            starts, at = _starts(named, gaps[index])
-            element, kept = split_states(entry_of(entries, index), file, tensor)
-            group = index if elastic else group_of(index, groups)
-            members = members_of(named, starts, group, {**_elastic_step(tree), **kept})
-            states = ((MASTER, masters[index].storage.dtype), *element)
-            uncut = uncut_states(_lists(index, groups), keeper, self._offloaded)
-            buffers.append(_equally_cut(members, at, spread, states, uncut))
-        return Contents(
-            keeper,
-            tuple(buffers),
-            param_groups([{}] * len(shapes) if elastic else groups, tensor),
-            LossScale.pickled(tree.get("loss_scaler")),
-            tuple(range(len(buffers))),
-        )
+    ) -> None:
+        _check_groups(masters, shapes, "groups", found.file)
+        _check_count(found.tree, _first_partitions(shapes, spread), found.file)
 
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        if state == MASTER:
-            return tree["single_partition_of_fp32_groups"][index]
-        return entry_of(_entries(tree["base_optimizer_state"]), index).get(state)
+    def buffers(
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+    ) -> list[FlatBuffer]:
+        """A group's buffer, filled up and cut into equal chunks."""
+        starts, used = _starts(one, found)
+        partitions, axes = spread.partitions(one.first), spread.axes(one.first)
+        length = formulas.whole_length(used, partitions)
+        group = {} if one.group is None else groups[one.group]
+        uncut = uncut_states(group, self.keeper_of(found.tree), self._offloaded)
+        members = one.members(starts)
+        return [
+            FlatBuffer(members, length, partitions, "whole", one.states, axes=axes, uncut=uncut)
+        ]
 
 
-def _cut_each(
-    named: Mapping[str, Ints],
-    partitions: int,
-    spread: Spread,
-    states: States,
-    group: int | None,
-    scalars: Mapping[str, float],
-) -> FlatBuffer:
-    """A sub-group's buffer, in which every stored tensor is cut for itself."""
-    tensors = stored_tensors(named)
-    sizes = [sum(math.prod(named[name]) for name in tensor) for tensor in tensors]
-    starts, used = flat.aligned_starts([-(-size // partitions) for size in sizes])
-    members: list[Member] = []
-    for tensor, start in zip(tensors, starts, strict=True):
-        shapes = {name: named[name] for name in tensor}
-        members += flat.slices(members_of(shapes, [start] * len(tensor), group, scalars))
-    axes = spread.axes(members[0].param if members else "")
-    return FlatBuffer(tuple(members), used, partitions, "each", states, axes=axes)
+def _starts(one: IndexStates, found: OptimizerTree) -> tuple[list[int], int]:
+    """Where members begin, with gaps behind the tensors that keep them, and the end of the last
+    one."""
+    tensors = stored_tensors(one.named)
+    said = at_key_or(found.tree, "param_alignment_paddings", [], found.file)
+    gaps = (0,) * len(tensors)
+    if said:
+        gaps = sizes(said[one.index] if one.index < len(said) else None, "gaps", found.file)
+    _check_groups(gaps, tensors, "tensors", found.file)
+    starts, at = list[int](), 0
+    for tensor, gap in zip(tensors, gaps, strict=True):
+        for name in tensor:
+            starts.append(at)
+            at += math.prod(one.named[name])
+        at += gap
+    return starts, at
 
 
-def _count_of_sub_groups(tree: Tree, partitions: Sequence[int], file: str) -> None:
-    """Raises ForeignFileError unless the file says of every sub-group, if it says anything, that
-    as many ranks share it."""
-    said: Any = tree.get("ds_zero_partition_groups")
-    if said is not None and [one["partition_count"] for one in said] != list(partitions):
-        raise ForeignFileError(
-            "a sub-group was shared by other ranks than the mesh says",
-            file=file,
-            expected=list(partitions),
-            found=str([one["partition_count"] for one in said])[:120],
-            fix="put the files of one save, and no others, into the folder",
-        )
-
-
-class Zero3File:
+class Zero3File(OptimizerFile):
     """ZeRO-3: one flat buffer per sub-group, every member cut for itself."""
 
-    def contents(
+    keeper = Keeper.ZERO_3
+    masters_key = "fp32_flat_groups"
+
+    def check(
         self,
-        tree: Tree,
+        found: OptimizerTree,
+        masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
-        file: str,
-        tensor: Tensors,
-    ) -> Contents:
-        masters = listed(tree, "fp32_flat_groups", file)
-        _count(tree, [spread.dense], file)
-        _check_groups(masters, shapes, "sub-groups", file)
-        partitions = [spread.partitions(next(iter(named), "")) for named in shapes]
-        _count_of_sub_groups(tree, partitions, file)
-        base = _required(tree, "optimizer_state_dict", file)
-        groups = base.get("param_groups", [])
-        buffers: list[FlatBuffer] = []
-        for index, named in enumerate(shapes):
-            element, kept = split_states(entry_of(base.get("state", {}), index), file, tensor)
-            states = ((MASTER, masters[index].storage.dtype), *element)
-            group = group_of(index, groups)
-            buffers.append(_cut_each(named, partitions[index], spread, states, group, kept))
-        return Contents(
-            Keeper.ZERO_3,
-            tuple(buffers),
-            param_groups(groups, tensor),
-            LossScale.pickled(tree.get("loss_scaler")),
-            tuple(range(len(buffers))),
-        )
+    ) -> None:
+        _check_count(found.tree, [spread.dense], found.file)
+        _check_groups(masters, shapes, "sub-groups", found.file)
+        said, partitions = sharing(found.tree, found.file), _first_partitions(shapes, spread)
+        counts = [at_key(one, "partition_count", int, found.file) for one in said or ()]
+        if said is not None and counts != partitions:
+            raise ForeignFileError(
+                "a sub-group was shared by other ranks than the mesh says",
+                file=found.file,
+                expected=partitions,
+                found=str(counts)[:120],
+                fix="put the files of one save, and no others, into the folder",
+            )
 
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        if state == MASTER:
-            return tree["fp32_flat_groups"][index]
-        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
+    def buffers(
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+    ) -> list[FlatBuffer]:
+        """A sub-group's buffer, in which every stored tensor is cut for itself."""
+        partitions, axes = spread.partitions(one.first), spread.axes(one.first)
+        tensors = stored_tensors(one.named)
+        elems = [sum(math.prod(one.named[name]) for name in tensor) for tensor in tensors]
+        starts, used = flat.aligned_starts([-(-size // partitions) for size in elems])
+        places = {name: at for names, at in zip(tensors, starts, strict=True) for name in names}
+        held = {member.param: member for member in one.members([places[n] for n in one.named])}
+        members = [m for names in tensors for m in flat.slices([held[name] for name in names])]
+        return [FlatBuffer(tuple(members), used, partitions, "each", one.states, axes=axes)]
+
+
+def sharing(tree: Tree, file: str) -> Sequence[Tree] | None:
+    """Which ranks share each sub-group, where a file of ZeRO-3 says it."""
+    said = tree.get(_SHARING)
+    return None if said is None else each(said, dict, _SHARING, file)

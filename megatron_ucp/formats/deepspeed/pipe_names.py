@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_ucp.core.flat import ContradictionError
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.errors import ModelMismatchError
 
@@ -26,7 +27,7 @@ class PipeNames:
     def __post_init__(self) -> None:
         for pipe in self.canonical:
             if not _PIPE.fullmatch(pipe):
-                raise ValueError(f"{pipe!r} is no name in a pipeline")
+                raise ContradictionError(f"{pipe!r} is no name in a pipeline")
 
     @cached_property
     def tied(self) -> frozenset[str]:
@@ -48,11 +49,6 @@ class PipeNames:
     def layers(self) -> list[int]:
         """Positions that hold parameters of their own, in order."""
         return sorted(int(head) for head in self._heads if head.isdigit())
-
-    @property
-    def tied_parts(self) -> list[dict[str, str]]:
-        """For each tied module: name in its layer file -> canonical name."""
-        return [names for head, names in self._heads.items() if head.startswith(f"{TIED}.")]
 
     def find(self, pipe: str, file: str | None = None) -> str:
         """The canonical name of a parameter, or of a buffer of a module that has parameters. Raises

@@ -1,7 +1,7 @@
 """The files of optimizers that ZeRO does not partition: stage 0."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ucp.core import flat
@@ -13,101 +13,75 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import ForeignFileError, StateMismatchError
 from megatron_ucp.formats.deepspeed.model_file import Tree
 from megatron_ucp.formats.deepspeed.optimizer_files import (
-    Contents,
+    IndexStates,
+    ListedTensor,
+    OptimizerFile,
+    OptimizerTree,
     entry_of,
-    group_of,
-    listed,
-    members_of,
-    split_states,
+    required,
 )
+from megatron_ucp.formats.foreign import each
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.plain_values import Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
-class Unpartitioned:
-    """Stage 0: one buffer per parameter. Files name no parameters: `shapes` must list them in the
-    optimizer's order."""
-
+class _Stage0File(OptimizerFile):
     keeper = Keeper.ZERO_0
 
-    def base(self, tree: Tree) -> Tree:
-        return tree["optimizer_state_dict"]
+    def scaler(self, tree: Tree) -> LossScale:
+        """Its fields stand in the state dict itself."""
+        if "cur_scale" not in tree:
+            return LossScale()
+        return LossScale.of_deepspeed({**tree, "dynamic": tree.get("dynamic_loss_scale")})
 
-    def masters(self, tree: Tree) -> list[TensorRef] | None:
-        """Masters in the optimizer's order; None where the training weights are the masters."""
-        return None
 
-    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
-        raise NotImplementedError
+class Unpartitioned(_Stage0File):
+    """One buffer per parameter. Files name no parameters: `shapes` must list them in the
+    optimizer's order."""
 
-    def contents(
+    def listed(
         self,
-        tree: Tree,
+        groups: Sequence[Tree],
+        states: Tree,
         shapes: Sequence[Mapping[str, Ints]],
-        spread: Spread,
         file: str,
-        tensor: Tensors,
-    ) -> Contents:
-        base, masters = self.base(tree), self.masters(tree)
-        groups = base["param_groups"]
+    ) -> Iterable[ListedTensor]:
+        """Every tensor of the optimizer: a parameter, or a stack of them."""
         tensors = [stored_tensors(named) for named in shapes]
-        counts = [len(listed) for listed in tensors]
-        indices = _stepped(groups, base["state"], counts, masters is not None, file)
-        buffers: list[FlatBuffer] = []
-        kept_under: list[int] = []
+        indices = _stepped(groups, states, [*map(len, tensors)], bool(self.masters_key), file)
         for number, named in enumerate(shapes):
             for names, index in zip(tensors[number], indices[number], strict=True):
-                entry = entry_of(base["state"], index)
-                element, kept = split_states(entry, file, tensor)
-                refs = [entry[key] for key, _ in element] + ([masters[index]] if masters else [])
-                _check_shapes(refs, names, named[names[0]], file)
-                for name in names:
-                    states = ((MASTER, self.master_dtype(tree, name, index)), *element)
-                    size, axes = math.prod(named[name]), spread.axes(name)
-                    buffers.append(flat.alone(name, size, states, number, kept, axes=axes))
-                    kept_under.append(index)
-        return Contents(
-            self.keeper,
-            tuple(buffers),
-            param_groups(groups, tensor),
-            _flat_scaler(tree),
-            tuple(kept_under),
-        )
+                yield {name: named[name] for name in names}, index, number
 
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        if state == MASTER:
-            masters = self.masters(tree)
-            return masters[index] if masters else None
-        return entry_of(self.base(tree)["state"], index).get(state)
-
-
-def _check_shapes(refs: Sequence[TensorRef], names: Sequence[str], one: Ints, file: str) -> None:
-    """Raises ForeignFileError where states at the position of a parameter, or of a stack of them,
-    are not of its shape. `one` is the shape of each."""
-    shape = (len(names), *one) if is_stacked(names[0]) else tuple(one)
-    for ref in refs:
-        if tuple(ref.shape) != shape:
-            raise ForeignFileError(
-                "the optimizer's parameters come in another order than the model's groups",
-                file=file,
-                parameter=names[0],
-                expected=shape,
-                found=ref.shape,
-                fix="build the optimizer's groups as the run that saved it did, or save with a "
-                "manifest (megatron_ucp.attach)",
-                id="groups-differ",
+    def buffers(
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+    ) -> list[FlatBuffer]:
+        _check_shapes(one, found.file)
+        return [
+            flat.alone(
+                member.param,
+                member.size,
+                self.states_of(one, member.param),
+                one.group,
+                one.scalars,
+                axes=spread.axes(member.param),
             )
+            for member in one.members([0] * len(one.named))
+        ]
+
+    def states_of(self, one: IndexStates, name: str) -> flat.States:
+        """The states of one parameter, masters first."""
+        return one.states
 
 
 class UnfusedFile(Unpartitioned):
     """FP16_UnfusedOptimizer (bf16 and fp16 at stage 0): shaped masters and moments."""
 
-    def masters(self, tree: Tree) -> list[TensorRef]:
-        return [ref for group in tree["fp32_groups"] for ref in group]
+    masters_key = "fp32_groups"
 
-    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
-        return self.masters(tree)[index].storage.dtype
+    def masters(self, tree: Tree, file: str) -> Sequence[TensorRef]:
+        groups = each(required(tree, self.masters_key, file), list, self.masters_key, file)
+        return [ref for group in groups for ref in each(group, TensorRef, "a master", file)]
 
 
 class PlainFile(Unpartitioned):
@@ -117,55 +91,65 @@ class PlainFile(Unpartitioned):
     def __init__(self, weight_dtype: Callable[[str], str]) -> None:
         self._weight_dtype = weight_dtype
 
-    def base(self, tree: Tree) -> Tree:
+    def base(self, tree: Tree, file: str) -> Tree:
         return tree
 
-    def master_dtype(self, tree: Tree, name: str, index: int) -> str:
-        return self._weight_dtype(name)
+    def masters(self, tree: Tree, file: str) -> Sequence[TensorRef]:
+        return ()
+
+    def states_of(self, one: IndexStates, name: str) -> flat.States:
+        return ((MASTER, self._weight_dtype(name)), *one.states)
 
 
-class FusedFlatFile:
+class FusedFlatFile(_Stage0File):
     """FP16_Optimizer (FusedAdam at stage 0): one flat, unpadded buffer per group, one partition."""
 
-    def contents(
+    masters_key = "fp32_groups_flat"
+
+    def check(
         self,
-        tree: Tree,
+        found: OptimizerTree,
+        masters: Sequence[TensorRef],
         shapes: Sequence[Mapping[str, Ints]],
         spread: Spread,
-        file: str,
-        tensor: Tensors,
-    ) -> Contents:
-        masters = listed(tree, "fp32_groups_flat", file)
-        base = tree["optimizer_state_dict"]
-        buffers: list[FlatBuffer] = []
+    ) -> None:
         for index, named in enumerate(shapes):
-            starts, used = flat.aligned_starts([math.prod(shape) for shape in named.values()])
+            _, used = flat.aligned_starts([math.prod(shape) for shape in named.values()])
             if index >= len(masters) or masters[index].numel != used:
                 raise ForeignFileError(
                     "the optimizer's groups differ from the model's",
-                    file=file,
+                    file=found.file,
                     expected=used,
                     found=[ref.numel for ref in masters],
                     id="groups-differ",
                 )
-            element, kept = split_states(entry_of(base["state"], index), file, tensor)
-            group = group_of(index, base["param_groups"])
-            states = ((MASTER, masters[index].storage.dtype), *element)
-            members = members_of(named, starts, group, kept)
-            axes = spread.axes(next(iter(named), ""))
-            buffers.append(FlatBuffer(members, used, 1, "whole", states, axes=axes))
-        return Contents(
-            Keeper.ZERO_0,
-            tuple(buffers),
-            param_groups(base["param_groups"], tensor),
-            _flat_scaler(tree),
-            tuple(range(len(buffers))),
-        )
 
-    def element(self, tree: Tree, index: int, state: str) -> TensorRef | None:
-        if state == MASTER:
-            return tree["fp32_groups_flat"][index]
-        return entry_of(tree["optimizer_state_dict"]["state"], index).get(state)
+    def buffers(
+        self, one: IndexStates, found: OptimizerTree, groups: Sequence[Tree], spread: Spread
+    ) -> list[FlatBuffer]:
+        starts, used = flat.aligned_starts([math.prod(shape) for shape in one.named.values()])
+        axes = spread.axes(one.first)
+        return [FlatBuffer(one.members(starts), used, 1, "whole", one.states, axes=axes)]
+
+
+def _check_shapes(one: IndexStates, file: str) -> None:
+    """Raises ForeignFileError where states at the position of a parameter, or of a stack of them,
+    are not of its shape."""
+    shape = tuple(one.named[one.first])
+    if is_stacked(one.first):
+        shape = (len(one.named), *shape)
+    for ref in one.refs.values():
+        if tuple(ref.shape) != shape:
+            raise ForeignFileError(
+                "the optimizer's parameters come in another order than the model's groups",
+                file=file,
+                parameter=one.first,
+                expected=shape,
+                found=ref.shape,
+                fix="build the optimizer's groups as the run that saved it did, or save with a "
+                "manifest (megatron_ucp.attach)",
+                id="groups-differ",
+            )
 
 
 def own_slice(ref: TensorRef | None, shape: Ints, name: str) -> TensorRef | None:
@@ -177,13 +161,6 @@ def own_slice(ref: TensorRef | None, shape: Ints, name: str) -> TensorRef | None
         return ref
     first = part.number % ref.shape[0] * math.prod(shape)  # a rank has a run of the experts
     return replace(ref, offset_elems=ref.offset_elems + first, shape=shape, stride=ref.stride[1:])
-
-
-def _flat_scaler(tree: Tree) -> LossScale:
-    """The loss scaler whose fields stand in the state dict itself (stage 0)."""
-    if "cur_scale" not in tree:
-        return LossScale()
-    return LossScale.of_deepspeed({**tree, "dynamic": tree.get("dynamic_loss_scale")})
 
 
 def is_empty(entry: Tree) -> bool:
@@ -203,7 +180,8 @@ def _stepped(
     """
     out: list[list[int]] = []
     for number, group in enumerate(groups):
-        every = [index for index in group["params"] if not is_empty(entry_of(state, index))]
+        listed = group.get("params", [])
+        every = [index for index in listed if not is_empty(entry_of(state, index, file))]
         stepped = [index for index in every if index in state]
         want = wanted[number] if number < len(wanted) else -1
         if not masters and not state and 0 <= want < len(every):
@@ -213,7 +191,7 @@ def _stepped(
                 "the optimizer's groups differ from the model's",
                 file=file,
                 expected=f"{list(wanted)} parameters in the groups of the engine",
-                found=f"{[len(g['params']) for g in groups]} in the checkpoint",
+                found=f"{[len(g.get('params', [])) for g in groups]} in the checkpoint",
                 fix="build the optimizer's groups as the run that saved it did, or save with a "
                 "manifest (megatron_ucp.attach)",
                 id="groups-differ",

@@ -7,64 +7,53 @@ A stage is a run of layers, so the counts of its groups leave one way to cut the
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ucp.core.manifest import Order
-from megatron_ucp.errors import DamagedFileError, StateMismatchError
-from megatron_ucp.formats.deepspeed.flattened import shape_of
+from megatron_ucp.errors import StateMismatchError
+from megatron_ucp.formats.deepspeed.flat_order import shape_of
+from megatron_ucp.formats.deepspeed.native_steps import NamedWeights
+from megatron_ucp.formats.deepspeed.optimizer_files import entry_of, groups_of
+from megatron_ucp.formats.deepspeed.optimizer_formats import reader_for
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
-from megatron_ucp.formats.deepspeed.stage_0_files import is_empty
-
-if TYPE_CHECKING:
-    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.deepspeed.stage_0_files import FusedFlatFile, is_empty
+from megatron_ucp.formats.foreign import at_key_or, of_kind
 
 
-def orders_of(checkpoint: "NativeCheckpoint", order: Order | None) -> list[Order | None]:
+def orders_of(step: NamedWeights, order: Order | None) -> list[Order | None]:
     """What `order` is for each stage, whose optimizer of stage 0 says only how many parameters
     it keeps."""
-    stages = range(checkpoint.counts.stages)
-    named = checkpoint.recorded is not None or checkpoint.names.optimizer
-    if order is None or named or not checkpoint.pipeline:
-        return [order] * len(stages)
-    trees = [checkpoint.optimizer_of(stage * checkpoint.counts.tp) for stage in stages]
-    if any(tree is None for tree, _ in trees):
-        return [order] * len(stages)
-    try:
-        sizes = [group_sizes(tree) for tree, _ in trees]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise wrong_structure(error, trees[0][1]) from error
+    same: list[Order | None] = [order] * step.mesh.pp
+    if order is None or step.recorded is not None or step.names.optimizer or not step.pipeline:
+        return same
+    found = [step.optimizer_of(stage * step.mesh.tp) for stage in range(step.mesh.pp)]
+    if any(tree is None for tree, _ in found):
+        return same
+    sizes = [group_sizes(of_kind(tree, dict, "optimizer", file), file) for tree, file in found]
     in_elements = sizes[0][1]
-    module = checkpoint.weights.module()
+    module = step.weights.module()
 
     def weigh(name: str) -> int:
-        return math.prod(shape_of(checkpoint, module, name)) if in_elements else 1
+        return math.prod(shape_of(step, module, name)) if in_elements else 1
 
     counts = [size for size, _ in sizes]
-    return [*of_stages(order, PipeNames(checkpoint.pipe_names), counts, weigh, trees[0][1])]
+    return [*of_stages(order, PipeNames(step.pipe_names), counts, weigh, found[0][1])]
 
 
-def wrong_structure(error: Exception, file: str) -> DamagedFileError:
-    """The error for an optimizer file that Python could not make sense of."""
-    return DamagedFileError(
-        "an optimizer file has another structure than its keys promise",
-        file=file,
-        found=f"{type(error).__name__}: {error}",
-    )
-
-
-def group_sizes(tree: Mapping[str, Any]) -> tuple[list[int], bool]:
+def group_sizes(tree: Mapping[str, Any], file: str) -> tuple[list[int], bool]:
     """How much each parameter group of a stage-0 optimizer file holds, and whether that is elements
-    (or parameters)."""
-    if "fp32_groups_flat" in tree:
-        return [ref.numel for ref in tree["fp32_groups_flat"]], True
-    base = tree.get("optimizer_state_dict", tree)
+    (or parameters). Raises DamagedFileError."""
+    row = reader_for(tree, file)
+    if isinstance(row, FusedFlatFile):
+        return [ref.numel for ref in row.masters(tree, file)], True
+    base = row.base(tree, file)
+    states, groups = at_key_or(base, "state", {}, file), groups_of(base, file)
+    listed = [group.get("params", []) for group in groups]
     stepped = [
-        len([i for i in group["params"] if i in base["state"] and not is_empty(base["state"][i])])
-        for group in base["param_groups"]
+        len([i for i in indices if i in states and not is_empty(entry_of(states, i, file))])
+        for indices in listed
     ]
-    return (
-        stepped if any(stepped) else [len(group["params"]) for group in base["param_groups"]]
-    ), False
+    return (stepped if any(stepped) else [*map(len, listed)]), False
 
 
 def of_stages(

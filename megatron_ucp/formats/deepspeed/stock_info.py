@@ -17,7 +17,8 @@ from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.core.rules import LONGEST_NAME
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import DamagedFileError, LayoutError, RuleError, UnsupportedError
-from megatron_ucp.formats.deepspeed.autotp import UNSUPPORTED, affine_layout, entry_of
+from megatron_ucp.formats.deepspeed.autotp import UNSUPPORTED, affine_layout, entry_of, version_of
+from megatron_ucp.formats.foreign import at_key, at_key_or, no_such, of_kind, sizes
 from megatron_ucp.formats.patterns import problem_of
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
@@ -33,32 +34,23 @@ def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str
     uneven sub-parameters and for what AutoTP can't describe, LayoutError for a dim that the
     parameter lacks, DamagedFileError for what is no dict of patterns.
     """
-    try:
-        _refuse_unsupported(name, info, file)
-        if (entry := entry_of(info, name)) is not None:
-            version = info["affine_map"].get("version")
-            shape, layout = affine_layout(entry, name, file, version)
-            kinds = [kind for kind, _ in _matches(name, info, file)]
-            return ParamSpec(name, shape, "", layout=layout, extent=_extent(kinds, shape, info))
-        return _spec(name, local, info, tp, file)
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-        raise DamagedFileError(
-            "universal_checkpoint_info has another structure than DeepSpeed's",
-            file=file,
-            parameter=name,
-            found=f"{type(error).__name__}: {error}",
-        ) from None
+    _refuse_unsupported(name, info, file)
+    if (entry := entry_of(info, name, file)) is not None:
+        shape, layout = affine_layout(entry, name, file, version_of(info))
+        kinds = [kind for kind, _ in _matches(name, info, file)]
+        return ParamSpec(name, shape, "", layout=layout, extent=_extent(kinds, shape, info))
+    return _spec(name, local, info, tp, file)
 
 
 def is_matched(info: Mapping[str, Any], name: str, file: str) -> bool:
     """Whether a map or a pattern says how it is cut; without one a parameter is cut on dim 0 by
     stock's convention alone. Raises RuleError, DamagedFileError."""
-    return entry_of(info, name) is not None or bool(_matches(name, info, file))
+    return entry_of(info, name, file) is not None or bool(_matches(name, info, file))
 
 
 def _refuse_unsupported(name: str, info: Mapping[str, Any], file: str) -> None:
     """Raises UnsupportedError for a parameter of which AutoTP says that nothing describes it."""
-    reasons = info.get(UNSUPPORTED) or {}
+    reasons = at_key_or(info, UNSUPPORTED, {}, file)
     for pattern in usable(list(reasons), UNSUPPORTED, file):
         if re.match(pattern, name):
             raise UnsupportedError(
@@ -215,7 +207,9 @@ def _spec(name: str, local: Ints, info: Mapping[str, Any], tp: int, file: str) -
 def _extent(kinds: Sequence[str], shape: Ints, info: Mapping[str, Any]) -> Extent | None:
     """The rows of a padded vocabulary that are data; None for other parameters."""
     original: Any = info.get("original_vocab_size")
-    padded = VOCABULARY in kinds and isinstance(original, int) and 0 < original <= shape[0]
+    padded = (
+        VOCABULARY in kinds and isinstance(original, int) and shape and 0 < original <= shape[0]
+    )
     return Extent(original, shape[0]) if padded else None
 
 
@@ -231,20 +225,25 @@ def _layout(
     if kind == HALVES:
         return ShardNC("tp", 0, (local[0] * tp // 2,) * 2)
     if kind == SUB_PARAMS:
-        dim = int(entry["partition_dim"])
-        sizes = entry["shape"][dim]
-        if (
-            not isinstance(sizes, list | tuple)
-            or sum(sizes) != local[dim] * tp
-            or any(size % tp for size in sizes)
-        ):
+        dim, parts = _sub_params(entry, local, file)
+        if sum(parts) != local[dim] * tp or any(size % tp for size in parts):
             raise UnsupportedError(
                 "sub-parameters that are not cut evenly are not supported",
                 file=file,
                 parameter=name,
                 expected=f"sizes that add up to {local[dim] * tp}, each a multiple of {tp}",
-                found=sizes,
+                found=parts,
                 fix="give --rules FILE (Python: rules=), or load with a family",
             )
-        return ShardNC("tp", dim, tuple(sizes))
+        return ShardNC("tp", dim, parts)
     return Shard("tp", 0)
+
+
+def _sub_params(entry: Any, local: Ints, file: str) -> tuple[int, Ints]:
+    """The dim that is cut of a fused parameter, and the sizes of its parts along it. Raises
+    DamagedFileError."""
+    said = of_kind(entry, dict, SUB_PARAMS, file)
+    dim, shape = at_key(said, "partition_dim", int, file), said.get("shape")
+    if not isinstance(shape, list | tuple) or not 0 <= dim < min(len(shape), len(local)):
+        raise no_such(f"shape: a tuple with dim {dim}", shape, file)
+    return dim, sizes(shape[dim], "shape", file)

@@ -8,7 +8,7 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from megatron_ucp.core.experts import (
 )
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.manifest import FILE_NAME, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
@@ -34,18 +34,25 @@ from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundErro
 from megatron_ucp.formats.base import Checkpoint, Extras, Told, Where
 from megatron_ucp.formats.deepspeed.autoep import autoep_of
 from megatron_ucp.formats.deepspeed.declared import LayoutSource, compared
-from megatron_ucp.formats.deepspeed.extras import from_meta
-from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE, TagFolder
-from megatron_ucp.formats.deepspeed.model_file import shapes_by_group, training_dtype
+from megatron_ucp.formats.deepspeed.file_manifest import run_of
+from megatron_ucp.formats.deepspeed.model_file import (
+    buffer_names,
+    shapes_by_group,
+    shared_params,
+    training_dtype,
+)
 from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.saved_extras import from_meta
 from megatron_ucp.formats.deepspeed.steppers import with_rules
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.universal_writer import ATOMS, GLOBAL, STEP
 from megatron_ucp.formats.deepspeed.weights import is_extra_state, no_extra_state
+from megatron_ucp.formats.foreign import as_float, at_key_or
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.optimizers import ELEMENT
-from megatron_ucp.formats.plain_values import number, param_groups
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.plain_values import param_groups
+from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
 
@@ -70,14 +77,7 @@ class UniversalCheckpoint(TagFolder):
         super().__init__(folder, classes)
         with ExitStack() as undo:
             undo.callback(self.close)
-            try:
-                self._read(specs, names, rules)
-            except WRONG_STRUCTURE as error:
-                raise DamagedFileError(
-                    "the checkpoint has another structure than its keys promise",
-                    file=self.folder,
-                    found=f"{type(error).__name__}: {str(error)[:200]}",
-                ) from error
+            self._read(specs, names, rules)
             undo.pop_all()
 
     def _read(
@@ -162,9 +162,10 @@ class UniversalCheckpoint(TagFolder):
         files say."""
         listed = self._param_groups()
         out: list[dict[str, Ints]] = [{} for _ in listed]
-        sizes = [len(group.get("params") or ()) for group in listed]
+        file = self.full_path(f"{ATOMS}/{GLOBAL}")
+        sizes = [len(at_key_or(group, "params", [], file)) for group in listed]
         for name in self._first_of_ranks():
-            shapes = shapes_by_group(self.tree(name))
+            shapes = shapes_by_group(self.tree(name), self.full_path(name))
             if shapes is None:
                 raise UnsupportedError(
                     "a model file of the universal folder does not say which parameters belong "
@@ -223,10 +224,7 @@ class UniversalCheckpoint(TagFolder):
         file = self.full_path(f"{ATOMS}/{GLOBAL}")
         told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
         said = with_rules(told, self.meta.get("ds_config"))
-        run = {
-            key: number(self.meta.get(key))
-            for key in ("global_steps", "skipped_steps", "ds_version")
-        }
+        run = run_of(self.meta)
         params, buffers = tuple(spec for spec, _ in found), tuple(buffer for _, buffer in found)
         if recorded is None:
             return Manifest(Keeper.UNIVERSAL, Mesh(), params, buffers, said, run=run)
@@ -262,14 +260,14 @@ class UniversalCheckpoint(TagFolder):
 
     def _values(self, flat: set[str]) -> Iterator[tuple[ParamSpec, FlatBuffer]]:
         """What no optimizer steps."""
-        buffer_names = {self._name(name) for name in self.meta.get("buffer_names") or []}
-        aliases = {self._name(name) for name in (self.meta.get("shared_params") or {})}
+        buffers = {self._name(name) for name in buffer_names(self.meta, self.main_file)}
+        aliases = {self._name(name) for name in shared_params(self.meta, self.main_file)}
         for name in [name for name in self._atoms if name not in flat and name not in aliases]:
             value = self._atom(name, MASTER)
             if no_extra_state(name, value):
                 continue
             dtype = value.storage.dtype
-            kind = "buffer" if name in buffer_names else "frozen"
+            kind = "buffer" if name in buffers else "frozen"
             spec = self._spec(name, value.shape, dtype, kind)
             yield spec, alone(name, value.numel, ((VALUE, dtype),), axes=())
 
@@ -329,19 +327,15 @@ class UniversalCheckpoint(TagFolder):
 
     def _step(self, name: str) -> Mapping[str, float]:
         file = f"{ATOMS}/{self._folder(name)}/{STEP}.pt"
-        value = self.file(file).tree
-        return {
-            STEP: self.scalar(self.full_path(file), value)
-            if isinstance(value, TensorRef)
-            else self._plain(value, file)
-        }
+        return {STEP: self._number(self.file(file).tree, file)}
 
-    def _plain(self, value: Any, file: str) -> float:
+    def _number(self, value: Any, file: str) -> float:
+        path = self.full_path(file)
+        if isinstance(value, TensorRef):
+            return self.scalar(path, value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DamagedFileError(
-                "a step is no number", file=self.full_path(file), found=type(value).__name__
-            )
-        return float(value)
+            raise DamagedFileError("a step is no number", file=path, found=type(value).__name__)
+        return as_float(value, STEP, path)
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
@@ -350,13 +344,7 @@ class UniversalCheckpoint(TagFolder):
         state = base.get("state") if isinstance(base, dict) else None
         entry = state.get(0) if isinstance(state, dict) else None
         value = entry.get(STEP) if isinstance(entry, dict) else None
-        if value is None:
-            return {}
-        return {
-            STEP: self.scalar(self.full_path(file), value)
-            if isinstance(value, TensorRef)
-            else self._plain(value, file)
-        }
+        return {} if value is None else {STEP: self._number(value, file)}
 
     def _folder(self, name: str) -> str:
         if name not in self._atoms:
@@ -459,12 +447,8 @@ class UniversalCheckpoint(TagFolder):
                 expected=f"{buffer.length} of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
-        file = self.file(
-            f"{ATOMS}/{self._folder(name)}/{MASTER if slot.state == VALUE else slot.state}.pt"
-        )
-        return Where(
-            file, file.record(ref.storage), ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype
-        )
+        state = MASTER if slot.state == VALUE else slot.state
+        return self.place(f"{ATOMS}/{self._folder(name)}/{state}.pt", ref)
 
     @property
     def file_names(self) -> list[str]:
@@ -476,18 +460,12 @@ class UniversalCheckpoint(TagFolder):
         ]
         return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        self.file(name)  # what its atoms say was compared when the folder was opened
-
     def read_extras(self) -> Extras:
-        whole, scheduler = self._global, self.meta.get("lr_scheduler")
-        scaler = LossScale.pickled(whole.get("loss_scaler"))
-        module: Any = self.meta.get("module") or {}
+        scaler = LossScale.pickled(self._global.get("loss_scaler"))
+        scheduler = self.meta.get("lr_scheduler")
+        module = at_key_or(self.meta, "module", {}, self.main_file)
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
-        return from_meta(self, self.meta, whole, scheduler, scaler, kept)
-
-    def layers(self) -> Layers | None:
-        return None
+        return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
 
 
 class UniversalFormat:

@@ -2,14 +2,15 @@
 layer of a pipeline."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
-from megatron_ucp.formats.deepspeed.folder import TagFolder
-from megatron_ucp.formats.deepspeed.model_file import find_ties
+from megatron_ucp.formats.deepspeed.model_file import buffer_names, find_ties
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
+from megatron_ucp.formats.foreign import texts
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
@@ -50,11 +51,12 @@ class WholeModel:
         self, folder: TagFolder, files: Mapping[int, str], renamed: Mapping[str, str]
     ) -> None:
         self._folder, self._files, self._renamed = folder, files, renamed
+        self._modules: dict[int, dict[str, Any]] = {}
 
     def name_of(self, name: str, file: str) -> str:
         return name
 
-    def module(self, tp: int = 0) -> Mapping[str, Any]:
+    def _read(self, tp: int) -> dict[str, Any]:
         module = self._folder.tree(self._files[tp]).get("module")
         if not isinstance(module, dict):
             raise DamagedFileError(
@@ -63,17 +65,24 @@ class WholeModel:
                 expected="module, or layer files beside it",
                 found=type(module).__name__,
             )
-        held = cast("dict[str, Any]", module)
-        return _under_own_names(held, self._renamed) if self._renamed else held
+        texts(list(module), "module", self._folder.full_path(self._files[tp]))
+        return _under_own_names(module, self._renamed) if self._renamed else module
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        if tp not in self._modules:
+            self._modules[tp] = self._read(tp)
+        return self._modules[tp]
 
     def file_of(self, name: str, tp: int = 0) -> str:
         return self._files[tp]
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        return find_ties(self._folder.tree(self._files[0]), self.module(), flat)
+        tree, file = self._folder.tree(self._files[0]), self._folder.full_path(self._files[0])
+        return find_ties(tree, self.module(), flat, file)
 
     def extra_states(self) -> dict[str, Any]:
-        named = {*(self._folder.tree(self._files[0]).get("buffer_names") or ())}
+        tree, file = self._folder.tree(self._files[0]), self._folder.full_path(self._files[0])
+        named = {*buffer_names(tree, file)}
         held = self.module().items()
         return {name: value for name, value in held if is_extra_state(name) and name not in named}
 

@@ -8,11 +8,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamSpec, Tie
-from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.shares import Share, weights_manifest
 from megatron_ucp.errors import (
@@ -25,19 +23,16 @@ from megatron_ucp.errors import (
     some_of,
 )
 from megatron_ucp.formats.base import (
-    NO_RANDOM_STATES,
     Checkpoint,
-    Extras,
     Record,
     Told,
     Where,
 )
 from megatron_ucp.formats.hugging_face.safetensors_file import SafetensorsFile, same_tensors
 from megatron_ucp.formats.hugging_face.stacked import stacks_of, unstacked
-from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.of_ranks import OwnValues, PerRank
+from megatron_ucp.formats.listed_files import open_regular
+from megatron_ucp.formats.opened_folder import OpenedFolder
 from megatron_ucp.formats.pt.values import TensorRef
-from megatron_ucp.formats.recorded import open_regular
 from megatron_ucp.formats.tags import AS_SAFETENSORS, weights_as_pickles
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -49,7 +44,7 @@ _HEAD = "lm_head.weight"  # of every model of transformers that gives logits
 _CONSTANT = re.compile(r"(.+\.)?attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 
 
-class HuggingFaceCheckpoint:
+class HuggingFaceCheckpoint(OpenedFolder):
     """One opened folder. `shares` and `specs` say what each tensor holds of which parameter of a
     family; without them every tensor is a parameter of its own name, or one expert's slice of one
     of the stacks of experts in the model that it is for (`like`), in which several names may be of
@@ -60,8 +55,6 @@ class HuggingFaceCheckpoint:
     shapes in one error. Tensor bytes are not read, but for a head that must be a copy.
     """
 
-    led_here: Sequence[str] = ()  # a path is that of the folder itself
-
     def __init__(
         self,
         folder: Path,
@@ -69,11 +62,10 @@ class HuggingFaceCheckpoint:
         specs: Mapping[str, ParamSpec] | None = None,
         like: Manifest | None = None,
     ) -> None:
-        self.folder = folder
-        self._closing = ExitStack()
-        self._open: dict[str, SafetensorsFile] = {}
+        super().__init__(folder)
+        self.main_file = self.full_path(CONFIG_FILE)
         with ExitStack() as undo:
-            undo.callback(self._closing.close)
+            undo.callback(self.close)
             self._files = self._tensor_files()
             if shares is not None:
                 self._files = self._without_constants()
@@ -88,13 +80,6 @@ class HuggingFaceCheckpoint:
                 found, specs = self._own_names({} if like is None else stacks_of(like.by_name))
             self.manifest = self._manifest(found, specs or {}, named=shares is not None)
             undo.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
-        self._open.clear()
 
     # ------------------------------------------------ structure
 
@@ -247,48 +232,23 @@ class HuggingFaceCheckpoint:
         return read_json(self.folder / CONFIG_FILE)
 
     @property
-    def recorded(self) -> Manifest | None:
-        return None
-
-    @property
-    def extras(self) -> Extras:
-        return Extras({}, None, LossScale(), None, {})
-
-    @property
     def notes(self) -> list[str]:
         return ["a Hugging Face folder: weights alone, and no checksums to compare them with"]
-
-    @property
-    def main_file(self) -> str:
-        return str(self.folder / CONFIG_FILE)
 
     @property
     def file_names(self) -> list[str]:
         return sorted({*self._files.values()})
 
-    def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
-        """Opens one file; its header was compared with the others when the folder was opened."""
-        self.file(name)
-
-    def check_beside(self) -> None:
-        """No manifest says anything of files beside the weights."""
-
     def where(self, slot: Slot) -> Where:
         """Place of a tensor."""
         name = self.tensors[slot.buffer]
-        file = self.file(self._files[name])
-        record, buffer = file.record(name), self.manifest.buffers[slot.buffer]
-        return Where(file, record, 0, buffer.length, file.tensors[name].dtype)
+        return self.file(self._files[name]).place(name)
 
     def file(self, name: str) -> SafetensorsFile:
         """A file of the folder, open."""
         if name not in self._open:
             self._open[name] = self._closing.enter_context(SafetensorsFile(self.folder / name))
         return self._open[name]
-
-    def opened(self, path: str) -> SafetensorsFile:
-        """The open file for a full path."""
-        return self.file(os.path.basename(path))
 
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every tensor of a file."""
@@ -303,30 +263,6 @@ class HuggingFaceCheckpoint:
             found=ref,
             fix="report this with the output of `megatron-ucp inspect` for the folder",
         )
-
-    def check_read(self) -> None:
-        """There are none to compare."""
-
-    def differs(self, name: str) -> PerRank:
-        """Nothing: it is nobody's but the model's."""
-        return PerRank()
-
-    def of_rank(self, rank: int) -> OwnValues:
-        return OwnValues()
-
-    def beside(self, name: str) -> bytes | None:
-        """No manifest lists any."""
-        return None
-
-    def random_states(self, here: Mesh, rank: int) -> str:
-        """A Hugging Face folder has none."""
-        return NO_RANDOM_STATES
-
-    def layers(self) -> Layers | None:
-        return None
-
-    def copies(self) -> None:
-        """There are no masters beside the weights."""
 
 
 def _as_written(shares: Mapping[str, Share], files: Collection[str]) -> Mapping[str, Share]:

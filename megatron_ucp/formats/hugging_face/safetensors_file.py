@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.formats.base import Record
-from megatron_ucp.formats.open_file import OpenFile, damaged
+from megatron_ucp.formats.base import Record, Where
+from megatron_ucp.formats.open_file import OpenFile, damaged, same_bytes
 from megatron_ucp.formats.pt.values import ITEMSIZE
 
 DTYPES = {
@@ -46,7 +46,6 @@ _ORDER = (
 )
 _SIZE = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_CHUNK_BYTES = 2**20
 _METADATA = "__metadata__"
 
 
@@ -79,6 +78,11 @@ class SafetensorsFile(OpenFile):
         entry = self.tensors[name]
         return Record(name, self.data_bytes + entry.offset_bytes, entry.size_bytes, 0)
 
+    def place(self, name: str) -> Where:
+        """Place of a tensor."""
+        entry = self.tensors[name]
+        return Where(self, self.record(name), 0, math.prod(entry.shape), entry.dtype)
+
     def check(self, record: Record) -> None:
         """There is nothing to compare with."""
 
@@ -110,14 +114,7 @@ def same_tensors(one: tuple[SafetensorsFile, str], other: tuple[SafetensorsFile,
     entries = [file.tensors[name] for file, name in (one, other)]
     if len({(entry.dtype, entry.shape) for entry in entries}) > 1:
         return False
-    size = entries[0].size_bytes
-    for at in range(0, size, _CHUNK_BYTES):
-        read = [bytearray(min(_CHUNK_BYTES, size - at)) for _ in entries]
-        for (file, name), chunk in zip((one, other), read, strict=True):
-            file.read_into(file.record(name), at, memoryview(chunk))
-        if read[0] != read[1]:
-            return False
-    return True
+    return same_bytes(*(file.place(name) for file, name in (one, other)))
 
 
 def parse_header(data: bytes, path: str) -> dict[str, Entry]:

@@ -7,6 +7,7 @@ from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import DeviceName, DtypeName, Stand, VersionName
 from megatron_ucp.errors import UsageError
+from megatron_ucp.formats.foreign import as_float
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.plain_values import number
 from megatron_ucp.formats.pt.values import ITEMSIZE
@@ -50,7 +51,8 @@ def size(arguments: Mapping[str, Any], name: str, default: int = 1) -> int:
 def rate(arguments: Mapping[str, Any], name: str) -> float | None:
     """A number; None where the arguments say none."""
     value = arguments.get(name)
-    return float(value) if isinstance(value, int | float) and value is not True else None
+    said = isinstance(value, int | float) and value is not True
+    return as_float(value, name, "the arguments") if said else None
 
 
 def mesh_of(arguments: Mapping[str, Any]) -> Mesh:

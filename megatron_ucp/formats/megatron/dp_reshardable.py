@@ -22,10 +22,11 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Told, Where
+from megatron_ucp.formats.foreign import of_kind
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
-from megatron_ucp.formats.megatron.extras import counters_of, loss_scale_of
+from megatron_ucp.formats.megatron.extras import loss_scale_of
 from megatron_ucp.formats.megatron.flat import (
     KNOWN_ORDERS,
     PlacedBuffer,
@@ -38,6 +39,7 @@ from megatron_ucp.formats.megatron.index import Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
 from megatron_ucp.formats.megatron.stages import parts_of
 from megatron_ucp.formats.megatron.torch_dist import TorchDistCheckpoint
+from megatron_ucp.formats.opened_folder import tensor_at
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _PREFIX = r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
@@ -73,12 +75,12 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         Raises StateMismatchError where they are not."""
         found: dict[int, list[SavedGroup]] = {}
         for key, number in self._objects("optimizer"):
-            tree = self.object(key)
+            tree = of_kind(self.object(key), dict, key, self.folder)
 
             def tensor(ref: TensorRef, key: str = key) -> Stand:
-                return self.tensor_at(self.place_in(key, ref), ref)
+                return tensor_at(self.place_in(key, ref), ref)
 
-            own = saved_groups(tree["param_groups"], None, tensor, self.main_file, number)
+            own = saved_groups(tree.get("param_groups"), None, tensor, self.main_file, number)
             first = found.setdefault(number, own)
             if _values(first) != _values(own):
                 raise StateMismatchError(
@@ -97,11 +99,11 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             if (found := _OBJECT.fullmatch(key)) and found["what"] == what:
                 yield key, int(found["optimizer"] or 0)
 
-    def _scaler(self) -> LossScale:
+    def scaler(self) -> LossScale:
         for key, _ in self._objects("grad_scaler"):
 
             def tensor(ref: TensorRef, key: str = key) -> Stand:
-                return self.tensor_at(self.place_in(key, ref), ref)
+                return tensor_at(self.place_in(key, ref), ref)
 
             return loss_scale_of(self.object(key), self.arguments, tensor, self.iteration)
         return LossScale()
@@ -143,7 +145,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
             chunked.append(spec)
             buffers += self.chunk_buffers(name, held, None)
-        counters = counters_of(self.iteration, self.arguments, self.groups)
+        counters = self.counters()
         return Manifest(
             Keeper.TORCH_DIST,
             self.saved_on,
@@ -159,8 +161,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         for param in one.layout.params:
             if param.bucket == number:
                 group = groups[param.name]
-                step = self.groups[group].step
-                scalars = {} if step is None else {"step": step}
+                scalars = self.groups[group].scalars
                 start = param.start - bucket.start
                 members.append(Member(param.name, start, param.elems, group, scalars))
         states = tuple((state, "float32") for state in _STATES.values())

@@ -5,12 +5,14 @@ iterations are those that the optimizer's step did not count.
 """
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
+from megatron_ucp.formats.foreign import as_float, no_such
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.megatron.arguments import rate
+from megatron_ucp.formats.megatron.arguments import rate, size
 from megatron_ucp.formats.megatron.groups import SavedGroup
 from megatron_ucp.formats.plain_values import Tensors, number
 from megatron_ucp.formats.pt.unpickler import TensorRef
@@ -83,22 +85,22 @@ def extras_of(
 def loss_scale_of(
     tree: Any, arguments: Mapping[str, Any], tensors: Tensors, iteration: int
 ) -> LossScale:
-    """The loss scale of a saved scaler, none of anything else."""
+    """The loss scale of a saved scaler, none of anything else. Raises DamagedFileError."""
     if not isinstance(tree, Mapping) or "scale" not in tree:
         return LossScale()
     scale, growth, left = (_number(tree.get(key), tensors) for key in _SCALER)
     if growth is None:
         return LossScale(False, scale)
-    window, allowed = arguments.get("loss_scale_window"), arguments.get("hysteresis") or 2
-    hysteresis = int(allowed), int(allowed if left is None else left)
-    least = arguments.get("min_loss_scale") or 1.0
-    return LossScale.of_megatron(
-        scale, int(growth), iteration, int(window or 1000), hysteresis, least
-    )
+    if not isfinite(growth) or not isfinite(left or 0):
+        raise no_such("whole numbers in the loss scale", growth, "")
+    window, allowed = size(arguments, "loss_scale_window", 1000), size(arguments, "hysteresis", 2)
+    hysteresis = allowed, allowed if left is None else int(left)
+    least = rate(arguments, "min_loss_scale") or 1.0
+    return LossScale.of_megatron(scale, int(growth), iteration, window, hysteresis, least)
 
 
 def _number(value: Any, tensors: Tensors) -> float | None:
     if isinstance(value, TensorRef):
         return number_in(tensors(value), "")
     found = number(value)
-    return float(found) if isinstance(found, int | float) else None
+    return as_float(found, "the loss scale", "") if isinstance(found, int | float) else None

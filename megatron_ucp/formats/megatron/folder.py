@@ -6,80 +6,50 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.layers import Layers
+from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT, Mesh
-from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
-    DamagedFileError,
     StateMismatchError,
     UnsupportedError,
     some_of,
 )
-from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import (
     NO_RANDOM_STATES,
-    ByteFile,
     Extras,
     Generators,
-    Record,
     Told,
-    Where,
 )
-from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
+from megatron_ucp.formats.foreign import no_such, of_kind
+from megatron_ucp.formats.listed_files import Recorded
+from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
-from megatron_ucp.formats.megatron.extras import iteration_of
+from megatron_ucp.formats.megatron.extras import counters_of, extras_of, iteration_of
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import layout_of
 from megatron_ucp.formats.megatron.random_states import WhereOf, generators
-from megatron_ucp.formats.of_ranks import OwnValues, PerRank
-from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.pt.values import MAX_ELEMS, number_in, storages_of, tensor_value
-from megatron_ucp.formats.recorded import Recorded
+from megatron_ucp.formats.opened_folder import OpenedFolder
 
 Read = TypeVar("Read")
 
 
-class MegatronFolder:
+class MegatronFolder(OpenedFolder):
     """An opened tag folder; a context manager that closes its files. Subclasses set `manifest`."""
 
-    manifest: Manifest
-    led_here: Sequence[str] = ()  # of the notes those about the way from the path that was given
-
     def __init__(self, folder: Path, told: Told) -> None:
-        self.folder, self.told = folder, told
-        self._closing = ExitStack()
-        self._open: dict[str, Any] = {}
-        self._read_apart: dict[tuple[str, str], Record] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._closing.close()
-        self._open.clear()
+        super().__init__(folder)
+        self.told = told
+        self.groups: Sequence[SavedGroup] = []
 
     def _guarded(self, read: Callable[[], Read]) -> Read:
-        """What `read` gives; closes the files where it fails. Raises DamagedFileError for trees of
-        another structure than their keys promise."""
+        """What `read` gives; closes the files where it fails."""
         with ExitStack() as undo:
             undo.callback(self.close)
-            try:
-                found = read()
-            except WRONG_STRUCTURE as error:
-                raise DamagedFileError(
-                    "the checkpoint has another structure than Megatron writes",
-                    file=self.folder,
-                    found=f"{type(error).__name__}: {str(error)[:200]}",
-                ) from error
+            found = read()
             undo.pop_all()
         return found
 
@@ -87,17 +57,8 @@ class MegatronFolder:
 
     @property
     @abstractmethod
-    def main_file(self) -> str:
-        """The file that says the arguments: a full path."""
-
-    @property
-    @abstractmethod
     def main_tree(self) -> Mapping[str, Any]:
         """What that file holds."""
-
-    @abstractmethod
-    def file(self, name: str) -> Any:
-        """A file of the folder, open. Raises DamagedFileError."""
 
     @property
     @abstractmethod
@@ -135,37 +96,38 @@ class MegatronFolder:
         return alone and bool(self.arguments.get("num_experts"))
 
     @cached_property
-    def _beside(self) -> Recorded:
+    def evidence(self) -> Recorded:
         found = Recorded(self.folder, ())
         self._closing.callback(found.close)
         return found
-
-    @property
-    def recorded(self) -> Manifest | None:
-        return self._beside.manifest
-
-    @property
-    def extras(self) -> Extras:
-        return self._extras
 
     @cached_property
     def _extras(self) -> Extras:
         found, kept = self._guarded(self.read_extras), self.recorded
         return found if kept is None else replace(found, data_position=kept.run.get("data"))
 
-    @abstractmethod
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of how the checkpoint was understood."""
+        if self.manifest.keeper == Keeper.WEIGHTS:
+            return [*self.led_here, "weights alone: no states of an optimizer"]
+        return [*self.led_here]
+
+    def counters(self) -> dict[str, int]:
+        """Iterations, samples and skipped iterations."""
+        return counters_of(self.iteration, self.arguments, self.groups)
+
     def read_extras(self) -> Extras:
-        """What `extras` gives."""
+        found = self.counters(), self.scaler(), False, self.stateless()
+        return extras_of(self.main_tree, self.arguments, *found, self.main_file)
 
-    def opened(self, path: str) -> ByteFile:
-        """The open file for a full path."""
-        return self.file(Path(path).relative_to(self.folder).as_posix())
+    @abstractmethod
+    def scaler(self) -> LossScale:
+        """The loss scale; none without one."""
 
-    def check_beside(self) -> None:
-        """No manifest says anything of files beside the states."""
-
-    def beside(self, name: str) -> bytes | None:
-        return self._beside.read(name)
+    @abstractmethod
+    def stateless(self) -> Mapping[str, None]:
+        """The layers' extra states that hold nothing."""
 
     def random_states(self, here: Mesh, rank: int) -> Generators | str:
         """Megatron-LM keeps those of each model-parallel rank: of its first copy alone, where the
@@ -189,9 +151,10 @@ class MegatronFolder:
         if isinstance(found, str):
             return found
         entry, place, file = found
-        if not isinstance(entry, list) or not entry:
-            raise TypeError("random states are no list of data-parallel ranks")
-        if len(entry) not in (1, here.dp):
+        ranks = of_kind(entry, list, "rng_state", file)
+        if not ranks:
+            raise no_such("rng_state of data-parallel ranks", None, file)
+        if len(ranks) not in (1, here.dp):
             return self.of_another_mesh
         return generators(entry, here.coord(rank).dp, place, file)
 
@@ -200,59 +163,9 @@ class MegatronFolder:
         """Why there are no random states for a rank."""
         return f"the checkpoint's are of the ranks of another mesh ({self.saved_on})"
 
-    def layers(self) -> Layers | None:
-        return None
-
-    def differs(self, name: str) -> PerRank:
-        """See `Checkpoint`: what the manifest says."""
-        return of_ranks.listed(self.recorded)
-
-    def of_rank(self, rank: int) -> OwnValues:
-        """See `Checkpoint`."""
-        found = of_ranks.listed(self.recorded)
-        return of_ranks.recorded_of(self.folder, rank, self.beside) if found else OwnValues()
-
-    def copies(self) -> None:
-        """The masters are what an export reads."""
-
-    def check_read(self) -> None:
-        """Compares the tensors of the extras that were read with their CRC-32."""
-        for (path, _), record in self._read_apart.items():
-            self.opened(path).check(record)
-
-    def scalar(self, file: str, ref: TensorRef) -> float:
-        """The value of a one-element tensor of a `.pt` file of the folder. Raises
-        DamagedFileError."""
-        return number_in(self.tensor(file, ref), file)
-
-    def tensor(self, file: str, ref: TensorRef) -> Stand:
-        """A small tensor of a `.pt` file of the folder, as a plain value. Raises
-        UnsupportedError."""
-        return self.tensor_at(self._where_of(file, ref), ref)
-
-    def tensor_at(self, where: Where, ref: TensorRef) -> Stand:
-        """A small tensor at a place, as a plain value. Raises UnsupportedError."""
-        data = bytearray(ref.span_bytes if ref.numel <= MAX_ELEMS else 0)
-        where.file.read_into(where.record, where.offset_bytes, memoryview(data))
-        return tensor_value(ref, data, where.file.path)
-
-    def place_of(self, ref: TensorRef) -> Where:
-        """Place of a tensor that the extras refer to."""
-        return self._where_of(Path(self.main_file).relative_to(self.folder).as_posix(), ref)
-
-    def _where_of(self, name: str, ref: TensorRef) -> Where:
-        file, dtype = self.file(name), ref.storage.dtype
-        record = file.record(ref.storage)
-        self.note_read(file, record)
-        return Where(file, record, ref.offset_elems * ITEMSIZE[dtype], ref.numel, dtype)
-
-    def note_read(self, file: ByteFile, record: Record) -> None:
-        """Remembers a record that is read outside of a plan, for `check_read`."""
-        self._read_apart[file.path, record.name] = record
-
     # ------------------------------------------------ parts of a manifest
 
-    def membership(self, groups: list[SavedGroup]) -> Membership:
+    def membership(self, groups: Sequence[SavedGroup]) -> Membership:
         """Which parameter is in which group."""
         said = self.arguments
         decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
@@ -372,13 +285,6 @@ _MODEL = (
         "true_vocab_size",
     ),  # of folders that were converted to Megatron's
 )
-
-
-def records_of(file: PtFile) -> list[tuple[Record, str]]:
-    """Every record of a `.pt` file, with the dtype of the tensors in it ("" where it holds
-    none)."""
-    places = {f"{file.root}/data/{one.key}": one.dtype for one in storages_of(file.tree)}
-    return [(file.records[record], places.get(record, "")) for record in file.records]
 
 
 def not_proved(wrong: list[str], arguments: Mapping[str, Any], file: str) -> StateMismatchError:

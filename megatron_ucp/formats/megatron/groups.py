@@ -6,10 +6,12 @@ Source: `_get_param_groups` and `get_standard_config_overrides` of megatron-core
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from megatron_ucp.core.manifest import ParamGroup, ParamSpec
 from megatron_ucp.errors import DamagedFileError, StateMismatchError
+from megatron_ucp.formats.foreign import as_float, each
 from megatron_ucp.formats.plain_values import MEGATRON, Tensors, param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 from megatron_ucp.formats.pt.values import number_in
@@ -17,7 +19,6 @@ from megatron_ucp.formats.pt.values import number_in
 # by these Megatron finds the group of a running optimizer that a saved one is for
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 MEGATRON_KEYS = (*IDENTIFIERS, "max_lr", "min_lr", "default_config")
-_WITHOUT_EFFECT = {"wd_mult": 1.0, "lr_mult": 1.0}
 _EMBEDDING_OR_OUTPUT = (
     "embedding.word_embeddings.weight",
     "output_layer.weight",
@@ -37,17 +38,22 @@ class SavedGroup:
     optimizer: int = 0
 
     @property
+    def scalars(self) -> dict[str, float]:
+        """What each of its parameters keeps of single numbers."""
+        return {} if self.step is None else {"step": self.step}
+
+    @property
     def own(self) -> Mapping[str, Any]:
         """What Megatron alone keeps of it."""
         return self.group.marks[MEGATRON]
 
 
 def saved_groups(
-    trees: Sequence[Any], common_step: float | None, tensors: Tensors, file: str, optimizer: int
+    trees: Any, common_step: float | None, tensors: Tensors, file: str, optimizer: int
 ) -> list[SavedGroup]:
     """The groups of one optimizer, of its `param_groups`. Raises DamagedFileError."""
     out: list[SavedGroup] = []
-    for tree in trees:
+    for tree in each(trees, dict, "param_groups", file):
         own = {key: _own(tree, key) for key in MEGATRON_KEYS if _own(tree, key) is not None}
         rest = {key: value for key, value in tree.items() if _plain_key(key) not in MEGATRON_KEYS}
         if _TORCH_ONLY in rest and rest.get(_TE_ONLY) is True:
@@ -75,13 +81,13 @@ def _own(tree: Mapping[str, Any], key: str) -> Any:
 
 def _step(value: Any, common: float | None, tensors: Tensors, file: str) -> float | None:
     """A step, which Megatron keeps as a number, as a tensor, or once for all groups."""
-    if isinstance(value, TensorRef):
-        return number_in(tensors(value), file)
     if value is None:
         return common
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, TensorRef):
+        value = number_in(tensors(value), file)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise DamagedFileError("a step is no number", file=file, found=type(value).__name__)
-    return float(value)
+    return as_float(value, "step", file)
 
 
 def _class_name(settings: Mapping[str, Any]) -> str:

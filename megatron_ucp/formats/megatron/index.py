@@ -21,10 +21,10 @@ from megatron_ucp.errors import (
     UnsupportedError,
     some_of,
 )
-from megatron_ucp.formats.deepspeed.folder import WRONG_STRUCTURE
+from megatron_ucp.formats.foreign import at_key, each, of_kind
+from megatron_ucp.formats.listed_files import open_regular
 from megatron_ucp.formats.megatron.closed_list import OF_METADATA
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, MAX_PICKLE_BYTES, loads
-from megatron_ucp.formats.recorded import open_regular
 
 INDEX_FILE = ".metadata"
 _MAX_CELLS = 4_000_000  # of the grid that the borders of a tensor's chunks make
@@ -108,14 +108,7 @@ def read_index(folder: Path) -> Index:
     with open_regular(path) as file:
         data = file.read(MAX_PICKLE_BYTES + 1)
     tree = loads(data, file=str(path), allow=OF_METADATA)
-    try:
-        index = _Reader(path).index(tree)
-    except WRONG_STRUCTURE as error:
-        raise DamagedFileError(
-            "the index has another structure than torch writes",
-            file=path,
-            found=f"{type(error).__name__}: {str(error)[:200]}",
-        ) from error
+    index = _Reader(path).index(tree)
     _check_files(folder, index)
     return index
 
@@ -127,16 +120,19 @@ class _Reader:
         self.path = path
 
     def index(self, tree: Any) -> Index:
-        entries: Any = tree.state["state_dict_metadata"]
-        places: dict[tuple[str, Ints | None], ArchivePlace] = {}
-        for index, info in tree.state["storage_data"].items():
-            places[index.args] = self._place(info)
+        said = of_kind(tree, Stand, "the index", self.path).state
+        entries = at_key(said, "state_dict_metadata", dict, self.path)
+        places: dict[Any, ArchivePlace] = {}
+        for index, info in at_key(said, "storage_data", dict, self.path).items():
+            key, *start = of_kind(index, Stand, "a place", self.path).args or (None,)
+            at = tuple(None if one is None else self._ints(str(key), one) for one in start[:1])
+            places[(key, *at)] = self._place(of_kind(info, Stand, "a place", self.path))
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, ArchivePlace] = {}
         for key, entry in entries.items():
             if not isinstance(key, str):
                 self._fail("a key is no text", None, type(key).__name__)
-            if entry.qualname.endswith(".TensorStorageMetadata"):
+            if of_kind(entry, Stand, key, self.path).qualname.endswith(".TensorStorageMetadata"):
                 tensors[key] = self._tensor(key, entry, places)
             else:
                 objects[key] = self._taken(places, key, None)
@@ -146,15 +142,16 @@ class _Reader:
         return Index(tensors, objects)
 
     def _tensor(self, key: str, entry: Stand, places: dict[Any, ArchivePlace]) -> StoredTensor:
-        said: Any = entry.state
-        properties: Any = said["properties"]
-        dtype = str(properties.state["__state__"][0]).removeprefix("torch.")
-        shape = self._ints(key, said["size"])
+        said = entry.state
+        properties = at_key(said, "properties", Stand, self.path).state
+        dtype, *_ = at_key(properties, "__state__", tuple, self.path) or ("",)
+        dtype = str(dtype).removeprefix("torch.")
+        shape = self._ints(key, said.get("size"))
         if dtype not in ITEMSIZE:
             self._fail("a tensor has a dtype that is not known", key, dtype)
         chunks: list[Chunk] = []
-        for one in said["chunks"]:
-            start, size = (self._ints(key, one.state[name]) for name in ("offsets", "sizes"))
+        for one in each(said.get("chunks"), Stand, key, self.path):
+            start, size = (self._ints(key, one.get(name)) for name in ("offsets", "sizes"))
             chunks.append(Chunk(start, size, self._taken(places, key, start)))
         if fault := tiling_fault(shape, chunks):
             self._fail(f"the chunks of a tensor are not the whole of it: {fault}", key, shape)
@@ -167,15 +164,14 @@ class _Reader:
             self._fail("an entry of the index lies nowhere", key, start)
         return found
 
-    def _place(self, info: Stand) -> ArchivePlace:
-        said: Any = info.state
-        name, offset, size = said["relative_path"], said["offset"], said["length"]
-        if said.get("transform_descriptors"):
+    def _place(self, info: Any) -> ArchivePlace:
+        name, offset, size = map(info.state.get, ("relative_path", "offset", "length"))
+        if info.get("transform_descriptors"):
             raise UnsupportedError(
                 "the checkpoint was written through a stream transformation (compressed or "
                 "encrypted)",
                 file=self.path,
-                found=f"{len(said['transform_descriptors'])} of them for {name!r}",
+                found=f"some for {str(name)[:80]}",
                 fix="load it with the program that wrote it, and save it again without "
                 "compression or encryption",
             )

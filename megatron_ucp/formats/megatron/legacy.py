@@ -35,11 +35,14 @@ from megatron_ucp.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from megatron_ucp.formats.base import Checkpoint, Extras, Record, Told, Where
+from megatron_ucp.formats.base import Checkpoint, Told, Where
+from megatron_ucp.formats.foreign import at_key, each, of_kind, texts
+from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
-from megatron_ucp.formats.megatron.extras import counters_of, extras_of, loss_scale_of
+from megatron_ucp.formats.megatron.extras import counters_of, loss_scale_of
 from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
-from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
+from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
     BUFFERS,
@@ -48,11 +51,11 @@ from megatron_ucp.formats.megatron.names import (
     second_matrix,
     whole_shape,
 )
-from megatron_ucp.formats.megatron.proof import Run, same_run
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stages import PipelinePart, parts_of
 from megatron_ucp.formats.pt.reader import PtFile
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.pt.unpickler import TensorRef
+from megatron_ucp.formats.rounding import Run, same_run
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # as a part numbers its own
 _MOST_MISSING = 10_000  # folders of ranks
@@ -86,7 +89,9 @@ class LegacyCheckpoint(MegatronFolder):
 
     def __init__(self, folder: Path, told: Told) -> None:
         super().__init__(folder, told)
-        self._first = min(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
+        first = min(path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name))
+        self._main = f"{first}/{_MODEL_FILE}"
+        self.main_file = self.full_path(self._main)
         self._guarded(self._read)
 
     def _read(self) -> None:
@@ -113,20 +118,23 @@ class LegacyCheckpoint(MegatronFolder):
     # ------------------------------------------------ files
 
     @property
-    def main_file(self) -> str:
-        return str(self.folder / self._first / _MODEL_FILE)
-
-    @property
     def main_tree(self) -> Mapping[str, Any]:
-        return self._tree(f"{self._first}/{_MODEL_FILE}")
+        return self._tree(self._main)
 
-    def _tree(self, name: str) -> Any:
-        return self.file(name).tree
+    def _tree(self, name: str) -> Mapping[Any, Any]:
+        """What a file holds; an older one of several optimizers lists them."""
+        tree, path = self.file(name).tree, self.folder / name
+        if isinstance(tree, list):
+            tree = dict(enumerate(tree))
+        return of_kind(tree, dict, "the file", path)
 
     def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
         """The weights of a chunk of a rank, by their local names."""
-        tree = self._tree(f"{self._folders[rank]}/{_MODEL_FILE}")
-        return tree["model"] if self.saved_on.vpp == 1 else tree[f"model{chunk}"]
+        name = f"{self._folders[rank]}/{_MODEL_FILE}"
+        key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
+        held = at_key(self._tree(name), key, dict, self.folder / name)
+        texts(list(held), key, self.folder / name)
+        return held
 
     def file(self, name: str) -> PtFile:
         if name not in self._open:
@@ -218,28 +226,37 @@ class LegacyCheckpoint(MegatronFolder):
     # ------------------------------------------------ structure
 
     def _read_groups(self) -> list[SavedGroup]:
-        trees: Any = self.main_tree.get("optimizer")
-        listed: list[Any] = trees if isinstance(trees, list) else [trees]
         out: list[SavedGroup] = []
-        for number, tree in enumerate(listed):
-            groups = tree["optimizer"]["param_groups"]
+        for number, tree in enumerate(self._optimizers):
+            groups = at_key(tree, "optimizer", dict, self.main_file).get("param_groups")
             out += saved_groups(groups, None, self._tensor, self.main_file, number)
         return out
 
+    @property
+    def _optimizers(self) -> list[Mapping[str, Any]]:
+        """The optimizer, or each one of a chain; none where there is none."""
+        found = self.main_tree.get("optimizer") or []
+        listed = found if isinstance(found, list) else [found]
+        return [*each(listed, dict, "optimizer", self.main_file)]
+
     def _tensor(self, ref: TensorRef) -> Stand:
         """A small tensor of the main file."""
-        return self.tensor(f"{self._first}/{_MODEL_FILE}", ref)
+        return self.tensor(self.main_file, ref)
 
     def _local(self, part: PipelinePart, tp: int, expert: int) -> Iterator[tuple[str, TensorRef]]:
         """The parameters of a part at a rank, by canonical name, in the order of the model."""
-        experts = self.arguments.get("num_experts") or 0
-        first_expert = expert * (experts // self.saved_on.ep)
+        first_expert = expert * (self._experts // self.saved_on.ep)
         for name, ref in self._model(RankFolder(tp, part.stage, expert), part.chunk).items():
             if not isinstance(ref, TensorRef):
                 continue
             found = global_name(name, part.first, first_expert)
             is_copy = found == HEAD and self._is_tied
             yield (EMBEDDING if is_copy else found), ref
+
+    @property
+    def _experts(self) -> int:
+        """Experts of a layer."""
+        return size(self.arguments, "num_experts", 0)
 
     @cached_property
     def _is_tied(self) -> bool:
@@ -265,13 +282,13 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _specs(self) -> Iterator[tuple[str, ParamSpec]]:
         """Every parameter, whole."""
-        mesh, experts = self.saved_on, self.arguments.get("num_experts")
+        mesh, experts = self.saved_on, self._experts
         for part in self._parts:
             for rank in range(mesh.ep):
                 held = dict(self._local(part, 0, rank))
                 for name, ref in held.items():
                     number = re.search(r"local_experts\.(\d+)\.", name)
-                    expert = (int(number[1]), int(experts)) if number and experts else None
+                    expert = (int(number[1]), experts) if number and experts else None
                     shape, second = whole_shape(name, ref.shape, mesh.tp), second_matrix(name)
                     other = held.get(second)
                     behind = other and whole_shape(second, other.shape, mesh.tp)
@@ -297,7 +314,7 @@ class LegacyCheckpoint(MegatronFolder):
         groups = {spec.name: membership.number(spec) for spec in trained}
         flat = [self._flat_buffer(one, groups) for one in self._buffers]
         buffers = (*flat, *self._alone({*self._params} - {*groups}))
-        counters = counters_of(self.iteration, self.arguments, self.groups)
+        counters = self.counters()
         found = tuple(one.group for one in self.groups)
         params = tuple(self._params.values())
         run = self.described(counters)
@@ -341,7 +358,7 @@ class LegacyCheckpoint(MegatronFolder):
         buffer, ref = self.manifest.buffers[slot.buffer], weights.get(one.name)
         if ref is None or not ref.is_contiguous or ref.numel != buffer.length:
             raise self._odd_weight(rank, one.name, buffer.length, ref)
-        return self._where_of(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
+        return self.place(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
 
     def _odd_weight(
         self, rank: RankFolder, name: str, elems: int, ref: TensorRef | None
@@ -358,8 +375,7 @@ class LegacyCheckpoint(MegatronFolder):
         members: list[Member] = []
         for param in one.layout.params:
             group = groups[param.name]
-            step = self.groups[group].step
-            scalars = {} if step is None else {"step": step}
+            scalars = self.groups[group].scalars
             start = one.layout.unpadded_start(param)
             members.append(Member(param.name, start, param.elems, group, scalars))
         states = tuple((state, "float32") for state in _STATES.values())
@@ -374,17 +390,21 @@ class LegacyCheckpoint(MegatronFolder):
     def _ref(self, number: int, cut: Coords, state: str) -> TensorRef:
         """A state of a buffer at a place."""
         one = self._buffers[number]
-        tree = self._tree(f"{self._folders[self._rank(one, cut)]}/{_OPTIMIZER_FILE}")
-        optimizer = tree[one.optimizer] if isinstance(tree, list) else tree
+        name = f"{self._folders[self._rank(one, cut)]}/{_OPTIMIZER_FILE}"
+        tree, file = self._tree(name), self.folder / name
+        optimizer = tree
+        if isinstance(self.file(name).tree, list):
+            optimizer = of_kind(tree.get(one.optimizer), dict, "optimizer", file)
         if not optimizer.get("buckets_coalesced"):
             raise UnsupportedError(
                 "the optimizer's file has a form of before February 2024",
                 file=self.main_file,
                 fix="load and save it again with a later Megatron-LM",
             )
-        (by_state,) = optimizer[one.number].values()
+        buffers = of_kind(optimizer.get(one.number), dict, "a buffer", file)
+        (by_state,) = each([*buffers.values()][:1] or [None], dict, "a buffer", file)
         theirs = next(theirs for theirs, ours in _STATES.items() if ours == state)
-        return by_state[theirs]
+        return of_kind(by_state.get(theirs), TensorRef, theirs, file)
 
     def _check_size(self, ref: Any, buffer: FlatBuffer, number: int, cut: Coords) -> None:
         good = isinstance(ref, TensorRef) and ref.is_contiguous
@@ -399,13 +419,6 @@ class LegacyCheckpoint(MegatronFolder):
             )
 
     # ------------------------------------------------ what the operations ask for
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader should know of how the checkpoint was understood."""
-        if self.manifest.keeper == Keeper.WEIGHTS:
-            return [*self.led_here, "weights alone: no states of an optimizer"]
-        return [*self.led_here]
 
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
@@ -434,7 +447,7 @@ class LegacyCheckpoint(MegatronFolder):
             ref = weights.get(member.param)
             if ref is None or not ref.is_contiguous or ref.numel != member.size:
                 raise self._odd_weight(rank, member.param, member.size, ref)
-            weight = Run(self._where_of(file, ref), 0)
+            weight = Run(self.place(file, ref), 0)
             if not same_run(Run(master, member.start), weight, member.size):
                 out.append(member.param)
         return out
@@ -445,14 +458,7 @@ class LegacyCheckpoint(MegatronFolder):
             return self._where_weight(slot)
         one = self._buffers[slot.buffer]
         ref = self._ref(slot.buffer, slot.cut, slot.state)
-        file = self.file(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}")
-        dtype = ref.storage.dtype
-        offset = ref.offset_elems * ITEMSIZE[dtype]
-        return Where(file, file.record(ref.storage), offset, ref.numel, dtype)
-
-    def records(self, name: str) -> list[tuple[Record, str]]:
-        """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
-        return records_of(self.file(name))
+        return self.place(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}", ref)
 
     @property
     def has_random_states(self) -> bool:
@@ -462,22 +468,19 @@ class LegacyCheckpoint(MegatronFolder):
         """Each model-parallel rank has its own file, written by the first of its copies."""
         at, (expert, _) = here.coord(rank), here.expert_place(rank)
         name = f"{self._folders[RankFolder(at.tp, at.pp, expert)]}/{_MODEL_FILE}"
-        entry = self._tree(name)[_RANDOM]
-        return entry, lambda ref: self._where_of(name, ref), str(self.folder / name)
+        entry = self._tree(name).get(_RANDOM)
+        path = self.full_path(name)
+        return entry, lambda ref: self.place_apart(path, ref), path
 
-    def read_extras(self) -> Extras:
-        counters = counters_of(self.iteration, self.arguments, self.groups)
-        trees: Any = self.main_tree.get("optimizer")
-        first: Any = trees[0] if isinstance(trees, list) else trees
-        saved = (first or {}).get("grad_scaler")
-        scaler = loss_scale_of(saved, self.arguments, self._tensor, self.iteration)
-        tree, said = self.main_tree, self.arguments
-        stateless = dict.fromkeys(self._stateless())
-        return extras_of(tree, said, counters, scaler, False, stateless, self.main_file)
+    def scaler(self) -> LossScale:
+        saved = next((tree.get("grad_scaler") for tree in self._optimizers), None)
+        return loss_scale_of(saved, self.arguments, self._tensor, self.iteration)
+
+    def stateless(self) -> dict[str, None]:
+        return dict.fromkeys(self._stateless())
 
     def _stateless(self) -> Iterator[str]:
-        """The layers' extra states that hold nothing."""
-        experts = (self.arguments.get("num_experts") or 0) // self.saved_on.ep
+        experts = self._experts // self.saved_on.ep
         for part in self._parts:
             for rank in range(self.saved_on.ep):
                 tree = self._model(RankFolder(0, part.stage, rank), part.chunk)

@@ -2,29 +2,17 @@
 weight, bit for bit. What is read in a wrong order, or was saved under wrong names, shows itself."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from megatron_ucp.core.box import Ints, whole
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.formats.base import Where
-from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.formats.rounded import is_rounded
+from megatron_ucp.formats.rounding import Run, dtype_of, is_rounded, read_run, same_run
 
 if TYPE_CHECKING:
     import torch
 
 Bounds = tuple[Ints, Ints]
-_WINDOW_ELEMS = 256 * 1024  # masters and weights of a window fit a core's cache together
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Elements that lie in one piece, from `offset_elems` of a place on."""
-
-    where: Where
-    offset_elems: int
 
 
 Runs = Mapping[Bounds, Run]  # the boxes of a parameter, and where each lies
@@ -60,49 +48,17 @@ def _elems(box: Bounds) -> int:
     return count
 
 
-def same_run(master: Run, weight: Run, elems: int) -> bool:
-    """Whether a run of masters, rounded, is a run of weights. Raises as `is_same`."""
-    import torch  # inspecting a checkpoint must not need it
-
-    most = min(elems, _WINDOW_ELEMS)
-    masters, weights = (torch.empty(most, dtype=_dtype(run)) for run in (master, weight))
-    for low in range(0, elems, _WINDOW_ELEMS):
-        count = min(_WINDOW_ELEMS, elems - low)
-        _read(master, low, masters[:count])
-        _read(weight, low, weights[:count])
-        if not is_rounded(masters[:count], weights[:count]):
-            return False
-    return True
-
-
-def _read(run: Run, low: int, into: "torch.Tensor") -> None:
-    """Fills `into` with the elements of a run from `low` on."""
-    import torch
-
-    where = run.where
-    first = where.offset_bytes + (run.offset_elems + low) * ITEMSIZE[where.dtype]
-    where.file.read_into(
-        where.record, first, memoryview(cast("Any", into.view(torch.uint8).numpy()))
-    )
-
-
-def _dtype(run: Run) -> "torch.dtype":
-    import torch
-
-    return getattr(torch, run.where.dtype)
-
-
 def _assembled(runs: Runs, shape: Ints) -> "torch.Tensor":
     """A whole parameter, for the rare one of which masters and weights are cut differently."""
     import torch
 
     first = next(iter(runs.values()))
-    out = torch.empty(whole(shape).shape, dtype=_dtype(first))
+    out = torch.empty(whole(shape).shape, dtype=dtype_of(first))
     for (start, stop), run in runs.items():
         at = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
         elems = _elems((start, stop))
         if elems:
-            part = torch.empty(elems, dtype=_dtype(run))
-            _read(run, 0, part)
+            part = torch.empty(elems, dtype=dtype_of(run))
+            read_run(run, 0, part)
             out[at] = part.view(out[at].shape)
     return out.reshape(-1)

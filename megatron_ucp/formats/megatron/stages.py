@@ -62,6 +62,8 @@ def _sizes(arguments: Mapping[str, Any], stages: int, chunks: int, file: str) ->
     first, last = (
         arguments.get(f"decoder_{which}_pipeline_num_layers") for which in ("first", "last")
     )
+    if not isinstance(first, int | None) or not isinstance(last, int | None):
+        raise _unknown(file, "numbers of layers", f"{first} and {last}")
     before = bool(arguments.get("account_for_embedding_in_pipeline_split"))
     behind = bool(arguments.get("account_for_loss_in_pipeline_split"))
     left = stages - (first is not None) - (last is not None)

@@ -15,14 +15,15 @@ from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, UnsupportedError
-from megatron_ucp.formats.base import Extras, Record, Told, Where
+from megatron_ucp.formats.base import Record, Told, Where
+from megatron_ucp.formats.foreign import at_key, at_key_or, each, of_kind
 from megatron_ucp.formats.hugging_face.checkpoint import read_json
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import LOCAL_MODULES
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.distcp import DistcpFile
-from megatron_ucp.formats.megatron.extras import counters_of, extras_of, loss_scale_of
-from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved, records_of
+from megatron_ucp.formats.megatron.extras import loss_scale_of
+from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.index import INDEX_FILE, Index, StoredTensor
 from megatron_ucp.formats.megatron.named_states import HeldStates, NamedStates
@@ -32,11 +33,12 @@ from megatron_ucp.formats.megatron.names import (
     extra_state_name,
     second_matrix,
 )
-from megatron_ucp.formats.megatron.proof import Run, boxes_of, is_same, same_run
+from megatron_ucp.formats.megatron.proof import boxes_of, is_same
 from megatron_ucp.formats.megatron.random_states import WhereOf
 from megatron_ucp.formats.megatron.stored import StoredBlock, StoredParam
 from megatron_ucp.formats.pt.reader import PtFile
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
+from megatron_ucp.formats.rounding import Run, same_run
 
 COMMON_FILE, METADATA_FILE = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
@@ -54,6 +56,7 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def __init__(self, folder: Path, told: Told, index: Index, states: NamedStates) -> None:
         super().__init__(folder, told)
+        self.main_file = self.full_path(COMMON_FILE)
         self.index, self.states = index, states
         self._chunks: list[dict[str, StoredBlock]] = []  # of each buffer of a chunk, by state
         self._guarded(self._read)
@@ -67,10 +70,6 @@ class TorchDistCheckpoint(MegatronFolder):
 
     # ------------------------------------------------ common.pt
 
-    @property
-    def main_file(self) -> str:
-        return str(self.folder / COMMON_FILE)
-
     @cached_property
     def main_tree(self) -> Mapping[str, Any]:
         tree = self.file(COMMON_FILE).tree
@@ -81,11 +80,11 @@ class TorchDistCheckpoint(MegatronFolder):
         return tree
 
     @cached_property
-    def _optimizers(self) -> list[Mapping[str, Any]]:
+    def _optimizers(self) -> Sequence[Mapping[str, Any]]:
         """The tree of each optimizer: one, or with expert parallelism one for what is no expert's
         and one for experts. Raises ForeignFileError where the arguments say the other kind; they
         leave it open where experts are cut otherwise than the rest, and not spread."""
-        tree: Any = self.main_tree.get("optimizer") or {}
+        tree = at_key_or(self.main_tree, "optimizer", {}, self.main_file)
         chained = set(tree) == {0, 1}
         spread: Any = self.arguments.get("expert_model_parallel_size")
         is_open = type(spread) is not int or self.has_experts_cut_alone
@@ -96,17 +95,21 @@ class TorchDistCheckpoint(MegatronFolder):
                 expected="two optimizers" if spread > 1 else "one optimizer",
                 found="two" if chained else "one",
             )
-        return [tree[0], tree[1]] if chained else [tree]
+        trees: Any = [tree[0], tree[1]] if chained else [tree]
+        return each(trees, dict, "optimizer", self.main_file)
 
     def _read_groups(self) -> list[SavedGroup]:
         out: list[SavedGroup] = []
         for number, tree in enumerate(self._optimizers):
-            inner = tree.get("optimizer", tree)
-            common = inner.get("state", {}).get("common_step")
-            step = None if common is None else self.scalar(COMMON_FILE, common)
-            listed = inner.get("param_groups") or []
+            file = self.main_file
+            inner = at_key(tree, "optimizer", dict, file) if "optimizer" in tree else tree
+            common = at_key_or(inner, "state", {}, file).get("common_step")
+            step = None
+            if common is not None:
+                step = self.scalar(file, of_kind(common, TensorRef, "common_step", file))
+            listed = at_key_or(inner, "param_groups", [], file)
             out += saved_groups(
-                listed, step, lambda ref: self.tensor(COMMON_FILE, ref), self.main_file, number
+                listed, step, lambda ref: self.tensor(self.main_file, ref), self.main_file, number
             )
         return out
 
@@ -123,7 +126,7 @@ class TorchDistCheckpoint(MegatronFolder):
             params.append(spec)
             group = membership.number(spec) if held.stepped else None
             buffers += self.chunk_buffers(name, held, group)
-        counters = counters_of(self.iteration, self.arguments, self.groups)
+        counters = self.counters()
         found = Manifest(
             Keeper.TORCH_DIST if self.groups else Keeper.WEIGHTS,
             Mesh(),
@@ -151,8 +154,7 @@ class TorchDistCheckpoint(MegatronFolder):
 
     def chunk_buffers(self, name: str, held: HeldStates, group: int | None) -> Iterator[FlatBuffer]:
         """A buffer for each chunk of a parameter."""
-        step = self.groups[group].step if group is not None else None
-        scalars = {} if step is None else {"step": step}
+        scalars = {} if group is None else self.groups[group].scalars
         states = tuple((state, param.dtype) for state, param in held.by_state.items())
         for number, (start, stop) in enumerate(held.boxes):
             size = math.prod(b - a for a, b in zip(start, stop, strict=True))
@@ -160,13 +162,6 @@ class TorchDistCheckpoint(MegatronFolder):
             yield alone(name, size, states, group, scalars, axes=(), chunk=number)
 
     # ------------------------------------------------ what the operations ask for
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader should know of how the checkpoint was understood."""
-        if self.manifest.keeper == Keeper.WEIGHTS:
-            return [*self.led_here, "weights alone: no states of an optimizer"]
-        return [*self.led_here]
 
     @property
     def file_names(self) -> list[str]:
@@ -250,26 +245,19 @@ class TorchDistCheckpoint(MegatronFolder):
     def records(self, name: str) -> list[tuple[Record, str]]:
         """Every record of a file, with the dtype of the tensors in it ("" where it holds none)."""
         file = self.file(name)
-        return file.all_records() if isinstance(file, DistcpFile) else records_of(file)
+        return file.all_records() if isinstance(file, DistcpFile) else super().records(name)
 
-    def read_extras(self) -> Extras:
-        scaler = self._scaler()
-        counters = counters_of(self.iteration, self.arguments, self.groups)
-        tree, said, file = self.main_tree, self.arguments, self.main_file
-        return extras_of(tree, said, counters, scaler, False, self._stateless, file)
-
-    def _scaler(self) -> LossScale:
+    def scaler(self) -> LossScale:
         """The loss scale; the optimizers of a chain have the same."""
         saved = [tree["grad_scaler"] for tree in self._optimizers if "grad_scaler" in tree]
         return loss_scale_of(
             saved[0] if saved else None,
             self.arguments,
-            lambda ref: self.tensor(COMMON_FILE, ref),
+            lambda ref: self.tensor(self.main_file, ref),
             self.iteration,
         )
 
-    @cached_property
-    def _stateless(self) -> dict[str, None]:
+    def stateless(self) -> dict[str, None]:
         """The layers' extra states that hold nothing. One of each size is looked at: an empty one
         has the same bytes everywhere. Those of Transformer Engine's modules are written for every
         model (see `stacked_extra_states`): other modules don't have them."""

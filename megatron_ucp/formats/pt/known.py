@@ -11,7 +11,6 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING
 
 from megatron_ucp.core.values import (
     ARRAY,
@@ -28,10 +27,8 @@ from megatron_ucp.core.values import (
     shown,
 )
 from megatron_ucp.errors import UnsafePickleError, UnsupportedError
+from megatron_ucp.formats.pt.machine import Machine
 from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef
-
-if TYPE_CHECKING:  # the machine takes its rows from here
-    from megatron_ucp.formats.pt.unpickler import Machine
 
 _MAX_DIMS = 64
 _STORAGES = {
@@ -52,20 +49,20 @@ _STORAGES = {
 
 
 # What calling a known global means: a function of (machine, name, args).
-_Build = Callable[["Machine", str, tuple[object, ...]], object]
+_Build = Callable[[Machine, str, tuple[object, ...]], object]
 
 
-def stand(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def stand(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     return Stand(name, args)
 
 
-def _fragment(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _fragment(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) not in (0, 2):
         machine.fail(f"{name} is malformed", expected="numel and start", found=args)
     return Stand(name, (), dict(zip(("numel", "start"), args, strict=False)))
 
 
-def _counts(machine: "Machine", value: object, what: str) -> tuple[int, ...]:
+def _counts(machine: Machine, value: object, what: str) -> tuple[int, ...]:
     """`value` as a tuple of sizes or strides."""
     if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS:
         sizes = tuple([item for item in value if type(item) is int and 0 <= item < 2**63])
@@ -76,13 +73,13 @@ def _counts(machine: "Machine", value: object, what: str) -> tuple[int, ...]:
     )
 
 
-def _size(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _size(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     sizes = _counts(machine, args[0] if len(args) == 1 else args, "torch.Size")
     return Size(sizes)
 
 
 def _view(
-    machine: "Machine", storage: object, offset: object, size: object, stride: object
+    machine: Machine, storage: object, offset: object, size: object, stride: object
 ) -> TensorRef:
     shape, steps = (
         _counts(machine, size, "tensor's shape"),
@@ -113,7 +110,7 @@ def _view(
     return TensorRef(storage, offset, shape, steps)
 
 
-def _tensor(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _tensor(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """_rebuild_tensor(storage, offset, size, stride) and v2 (.., requires_grad, hooks[,
     metadata])."""
     if len(args) not in ((4,) if name.endswith("_tensor") else (6, 7)):
@@ -122,7 +119,7 @@ def _tensor(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     return _view(machine, *args[:4])
 
 
-def _tensor_v3(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _tensor_v3(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """v3: (untyped storage, offset, size, stride, requires_grad, hooks, dtype[, metadata]), for
     unsigned and 8-bit."""
     if (
@@ -144,7 +141,7 @@ def _tensor_v3(machine: "Machine", name: str, args: tuple[object, ...]) -> objec
     )
 
 
-def _check_metadata(machine: "Machine", rest: tuple[object, ...]) -> None:
+def _check_metadata(machine: Machine, rest: tuple[object, ...]) -> None:
     if rest and rest[0] and (not isinstance(rest[0], dict) or any(rest[0].values())):
         raise UnsupportedError(
             "a tensor is a lazy conjugate or negative: its stored bytes are not its values",
@@ -153,13 +150,13 @@ def _check_metadata(machine: "Machine", rest: tuple[object, ...]) -> None:
         )
 
 
-def _parameter(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _parameter(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) not in (3, 4) or not isinstance(args[0], TensorRef):
         machine.fail("a parameter is malformed", found=args)
     return args[0]
 
 
-def _from_type(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _from_type(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """A tensor that carries Python attributes (ZeRO-3 flats): (function, class, its arguments,
     attributes)."""
     if len(args) != 4 or not all(isinstance(item, Global) for item in args[:2]):
@@ -173,13 +170,13 @@ def _from_type(machine: "Machine", name: str, args: tuple[object, ...]) -> objec
     return tensor
 
 
-def _zero_stage(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _zero_stage(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] <= 3:
         machine.fail("a ZeRO stage is malformed", expected="0 to 3", found=args)
     return args[0]
 
 
-def _enum_member(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _enum_member(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """`getattr(class, "member")`: how Python 3.11 pickles the members of an Enum. No attribute is
     looked up."""
     if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
@@ -201,13 +198,13 @@ def _enum_member(machine: "Machine", name: str, args: tuple[object, ...]) -> obj
     return Stand(kind, (member,), made="member")
 
 
-def _ordered_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _ordered_dict(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if args:
         machine.fail(f"{name} is malformed", expected="no arguments", found=args)
     return OrderedDict()
 
 
-def _counter(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _counter(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """A real Counter of the dict that it is pickled with (the milestones of torch's
     MultiStepLR)."""
     items = args[0] if args else {}
@@ -217,7 +214,7 @@ def _counter(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     return Counter(items)
 
 
-def _deque(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _deque(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """A real deque: (items, longest length), its items mostly appended afterwards."""
     items, most = args[0] if args else (), args[1] if len(args) > 1 else None
     if len(args) <= 2 and isinstance(items, tuple | list):
@@ -227,7 +224,7 @@ def _deque(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     machine.fail("a deque is malformed", expected="items and a longest length", found=args)
 
 
-def _default_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _default_dict(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     factory = args[0] if args else None
     if len(args) > 1 or not (
         factory is None or isinstance(factory, Global) and factory.qualname in FACTORIES
@@ -240,7 +237,7 @@ def _default_dict(machine: "Machine", name: str, args: tuple[object, ...]) -> ob
     return defaultdict(FACTORIES[factory.qualname] if isinstance(factory, Global) else None)
 
 
-def _builtin(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _builtin(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """Plain values that have no opcode of their own in some protocol."""
     if (
         name in ("builtins.set", "builtins.frozenset")
@@ -260,7 +257,7 @@ def _builtin(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     machine.fail(f"{name} is malformed", found=args)
 
 
-def _raw(machine: "Machine", args: tuple[object, ...]) -> bytes:
+def _raw(machine: Machine, args: tuple[object, ...]) -> bytes:
     """Bytes, or the text that Python 2's protocol writes for them with the name of its encoding."""
     if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
         machine.spend(len(args[0]))
@@ -273,11 +270,11 @@ def _raw(machine: "Machine", args: tuple[object, ...]) -> bytes:
     return b""
 
 
-def _encode(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _encode(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     return _raw(machine, args)
 
 
-def _parts(machine: "Machine", name: str, args: tuple[object, ...]) -> list[str]:
+def _parts(machine: Machine, name: str, args: tuple[object, ...]) -> list[str]:
     """Arguments that are texts."""
     parts = [part for part in args if isinstance(part, str)]
     machine.spend(sum(map(len, parts)))
@@ -286,13 +283,13 @@ def _parts(machine: "Machine", name: str, args: tuple[object, ...]) -> list[str]
     return parts
 
 
-def _path(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _path(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """The real class, which looks at no disk; of Windows the one that never does."""
     kinds = {"pathlib.PosixPath": pathlib.PosixPath, "pathlib.PurePosixPath": pathlib.PurePosixPath}
     return kinds.get(name, pathlib.PureWindowsPath)(*_parts(machine, name, args))
 
 
-def _device(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _device(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) == 2 and type(args[1]) is int:
         args = (args[0], str(args[1]))
     text = ":".join(_parts(machine, name, args))
@@ -301,11 +298,11 @@ def _device(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     return DeviceName(text)
 
 
-def _version(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _version(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     return VersionName("".join(_parts(machine, name, args)))
 
 
-def _time(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _time(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """The real class: its constructors do nothing but check numbers."""
     if not all(
         type(item) in (int, bytes, str, datetime.timedelta, datetime.timezone) for item in args
@@ -317,7 +314,7 @@ def _time(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
 # ---- numpy, without numpy: dtype text, shape and bytes ----
 
 
-def _dtype(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _dtype(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     text = args[0] if args else None
     if isinstance(text, str) and text.lstrip("|<>=").startswith("O"):
         raise UnsafePickleError(
@@ -333,7 +330,7 @@ def _dtype(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     return Stand(DTYPE, (), {"dtype": "|" + text})
 
 
-def _dtype_state(machine: "Machine", target: Stand, state: object) -> None:
+def _dtype_state(machine: Machine, target: Stand, state: object) -> None:
     if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "="):
         machine.fail("a numpy dtype is malformed", found=state)
     if any(item is not None for item in state[2:5]):
@@ -345,13 +342,13 @@ def _dtype_state(machine: "Machine", target: Stand, state: object) -> None:
     target.state["dtype"] = f"{state[1]}{str(target.state['dtype'])[1:]}"
 
 
-def _empty_array(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _empty_array(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if not args or not isinstance(args[0], Global) or args[0].qualname != "numpy.ndarray":
         machine.fail("a numpy array is malformed", found=args)
     return Stand(ARRAY)
 
 
-def _array_state(machine: "Machine", target: Stand, state: object) -> None:
+def _array_state(machine: Machine, target: Stand, state: object) -> None:
     if not isinstance(state, tuple) or len(state) != 5:
         machine.fail("a numpy array is malformed", found=state)
     _, shape, dtype, fortran_order, data = state
@@ -359,7 +356,7 @@ def _array_state(machine: "Machine", target: Stand, state: object) -> None:
 
 
 def _array(
-    machine: "Machine", dtype: object, shape: object, fortran_order: bool, data: object
+    machine: Machine, dtype: object, shape: object, fortran_order: bool, data: object
 ) -> dict[str, object]:
     sizes = _counts(machine, shape, "numpy array's shape")
     if (
@@ -377,7 +374,7 @@ def _array(
     return {"dtype": kind, "shape": sizes, "fortran_order": fortran_order, "data": bytes(data)}
 
 
-def _scalar(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _scalar(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 2:
         machine.fail("a numpy scalar is malformed", found=args)
     state = _array(machine, args[0], (), False, args[1])
@@ -391,13 +388,13 @@ def _scalar(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
     return numpy_scalar(str(state["dtype"]), bytes(args[1]))  # type: ignore[arg-type]
 
 
-def _from_buffer(machine: "Machine", name: str, args: tuple[object, ...]) -> object:
+def _from_buffer(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     if len(args) != 4 or args[3] not in ("C", "F"):
         machine.fail("a numpy array is malformed", found=args)
     return Stand(ARRAY, (), _array(machine, args[1], args[2], args[3] == "F", args[0]))
 
 
-def _index_state(machine: "Machine", target: Stand, state: object) -> None:
+def _index_state(machine: Machine, target: Stand, state: object) -> None:
     """The index of a stored chunk: name of the tensor, where the chunk begins in it (None: no
     tensor). In the arguments, as it is a dict key, which no longer changes then."""
     fields = state if isinstance(state, dict) else {}

@@ -6,19 +6,17 @@ protocol 2 (INST, OBJ) are left out on purpose. Source of the codes: `pickletool
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the machine takes its opcodes from here
-    from megatron_ucp.formats.pt.unpickler import Machine
+from megatron_ucp.formats.pt.machine import Machine
 
 MAX_INT_BYTES = 1024  # an int of more than 4300 digits can't even be shown in an error message
-_Handler = Callable[["Machine"], None]
+_Handler = Callable[[Machine], None]
 
 
 def _number(layout: str) -> _Handler:
     unpack_from, size_bytes = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def handler(machine: "Machine") -> None:
+    def handler(machine: Machine) -> None:
         machine.stack.append(unpack_from(machine.data, machine.pos)[0])
         machine.pos += size_bytes
 
@@ -28,7 +26,7 @@ def _number(layout: str) -> _Handler:
 def _sized(layout: str, convert: Callable[[bytes], object]) -> _Handler:
     unpack_from, prefix_bytes = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def handler(machine: "Machine") -> None:
+    def handler(machine: Machine) -> None:
         size_bytes = unpack_from(machine.data, machine.pos)[0]
         machine.pos += prefix_bytes
         machine.stack.append(convert(machine.take(size_bytes)))
@@ -39,7 +37,7 @@ def _sized(layout: str, convert: Callable[[bytes], object]) -> _Handler:
 def _put(layout: str) -> _Handler:
     unpack_from, size_bytes = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def handler(machine: "Machine") -> None:
+    def handler(machine: Machine) -> None:
         machine.memo[unpack_from(machine.data, machine.pos)[0]] = machine.stack[-1]
         machine.pos += size_bytes
 
@@ -49,7 +47,7 @@ def _put(layout: str) -> _Handler:
 def _get(layout: str) -> _Handler:
     unpack_from, size_bytes = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def handler(machine: "Machine") -> None:
+    def handler(machine: Machine) -> None:
         machine.stack.append(machine.memo[unpack_from(machine.data, machine.pos)[0]])
         machine.pos += size_bytes
 
@@ -74,73 +72,73 @@ def _skip(size_bytes: int) -> _Handler:
     return lambda machine: (machine.take(size_bytes), None)[1]
 
 
-def _protocol(machine: "Machine") -> None:
+def _protocol(machine: Machine) -> None:
     if not 2 <= machine.take(1)[0] <= 5:
         machine.fail("the pickle has an unknown protocol", expected="2 to 5")
 
 
-def _mark(machine: "Machine") -> None:
+def _mark(machine: Machine) -> None:
     machine.below.append(machine.stack)
     machine.stack = []
 
 
-def _tuple(machine: "Machine", size: int) -> None:
+def _tuple(machine: Machine, size: int) -> None:
     if len(machine.stack) < size:
         machine.fail("the pickle takes more values than there are")
     machine.stack[-size:] = [tuple(machine.stack[-size:])]
 
 
-def _marked_frozenset(machine: "Machine") -> None:
+def _marked_frozenset(machine: Machine) -> None:
     items = machine.unmark()
     machine.check_keys(items)
     machine.stack.append(frozenset(items))
 
 
-def _marked_dict(machine: "Machine") -> None:
+def _marked_dict(machine: Machine) -> None:
     flat = machine.unmark()
     machine.stack.append({})
     machine.set_items(flat)
 
 
-def _reduce(machine: "Machine") -> None:
+def _reduce(machine: Machine) -> None:
     args = machine.stack.pop()
     machine.stack[-1] = machine.call(machine.stack[-1], args)
 
 
-def _new_object(machine: "Machine") -> None:
+def _new_object(machine: Machine) -> None:
     args = machine.stack.pop()
     machine.stack[-1] = machine.new(machine.stack[-1], args)
 
 
-def _new_object_ex(machine: "Machine") -> None:
+def _new_object_ex(machine: Machine) -> None:
     keywords = machine.stack.pop()
     if type(keywords) is not dict or keywords:
         machine.fail("the pickle makes an object with keyword arguments")
     _new_object(machine)
 
 
-def _stack_global(machine: "Machine") -> None:
+def _stack_global(machine: Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         machine.fail("the name of a global is no text", found=(module, name))
     machine.find(module, name)
 
 
-def _marked(machine: "Machine", kind: type[tuple[object, ...]] | type[list[object]]) -> None:
+def _marked(machine: Machine, kind: type[tuple[object, ...]] | type[list[object]]) -> None:
     items = machine.unmark()
     machine.stack.append(kind(items))
 
 
-def _set_item(machine: "Machine") -> None:
+def _set_item(machine: Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     machine.set_items([key, value])
 
 
-def _memoize(machine: "Machine") -> None:
+def _memoize(machine: Machine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _pop(machine: "Machine") -> None:
+def _pop(machine: Machine) -> None:
     if machine.stack:
         machine.stack.pop()
     else:

@@ -18,7 +18,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.deepspeed.folder import CLASSES, MEMBERS
+from megatron_ucp.formats.deepspeed.tag_folder import CLASSES, MEMBERS
 from megatron_ucp.reshard.folder_sink import require_free
 
 

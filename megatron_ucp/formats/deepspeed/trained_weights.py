@@ -4,7 +4,7 @@ bytes in bf16."""
 import math
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from megatron_ucp.core.flat import alone
 from megatron_ucp.core.keepers import Keeper
@@ -14,12 +14,11 @@ from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.formats.base import ByteFile, Where
-from megatron_ucp.formats.deepspeed.derived import Derived
-from megatron_ucp.formats.deepspeed.whole import COMPARED, check_weights
-from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-
-if TYPE_CHECKING:
-    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.deepspeed.file_checks import COMPARED, check_weights
+from megatron_ucp.formats.deepspeed.file_manifest import shares
+from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
+from megatron_ucp.formats.pt.unpickler import TensorRef
 
 # What is compared with the masters of each part of a parameter. One element of some parameters, as
 # `check` compares them, says of which run all files are; but one file among many (of a layer, or of
@@ -29,56 +28,48 @@ if TYPE_CHECKING:
 RUNS, RUN_ELEMS = 3, 512
 
 
-class Copies:
-    """The parameters of a checkpoint as its model files hold them. See `Checkpoint.copies`.
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The parameters of a checkpoint as its model files hold them: `held` are the weights of each
+    buffer of the manifest at each place along the axes that cut it, with the names of their
+    files."""
 
-    `held` are the weights of each buffer of the manifest at each place along the axes that cut it,
-    with the names of their files.
-    """
-
-    def __init__(
-        self,
-        of: "NativeCheckpoint",
-        manifest: Manifest,
-        held: Mapping[tuple[int, Coords], tuple[TensorRef, str]],
-    ) -> None:
-        self._of, self.manifest, self._held = of, manifest, held
+    manifest: Manifest
+    files: TagFolder
+    held: Mapping[tuple[int, Coords], tuple[TensorRef, str]]
 
     def where(self, slot: Slot) -> Where:
         """Place of a slot of the manifest."""
-        ref, name = self._held[slot.buffer, slot.cut]
-        file, dtype = self._of.file(name), ref.storage.dtype
-        start = ref.offset_elems * ITEMSIZE[dtype]
-        return Where(file, file.record(ref.storage), start, ref.numel, dtype)
+        ref, name = self.held[slot.buffer, slot.cut]
+        return self.files.place(name, ref)
 
     def opened(self, path: str) -> ByteFile:
-        return self._of.opened(path)
+        return self.files.opened(path)
 
     def check_read(self) -> None:
-        self._of.check_read()
+        self.files.check_read()
 
 
-def copies_of(checkpoint: "NativeCheckpoint") -> Copies | None:
-    """The copies in the files of a checkpoint; None where they have not all of them, where there
+def trained_weights(step: SlotPlaces) -> TrainedWeights | None:
+    """The weights in the files of a checkpoint; None where they have not all of them, where there
     are no masters beside them, and where several are averaged: the mean of masters is rounded once.
     Raises ForeignFileError for one that is not its master, rounded."""
-    if checkpoint.contents.keeper not in COMPARED or _averaged(checkpoint.manifest):
+    if step.contents.keeper not in COMPARED or _averaged(step.manifest):
         return None
-    manifest = _manifest(checkpoint)
+    manifest = _manifest(step)
     held: dict[tuple[int, Coords], tuple[TensorRef, str]] = {}
     for number, buffer in enumerate(manifest.buffers):
         want = buffer.length, dict(buffer.states)[VALUE]
         for cut in manifest.cuts_of(buffer):
-            ref, name = checkpoint.weight(buffer.members[0].param, cut)
+            ref, name = step.weight(buffer.members[0].param, cut)
             if not isinstance(ref, TensorRef) or not ref.is_contiguous:
                 return None
             if (ref.numel, ref.storage.dtype) != want:
                 return None
             held[number, cut] = ref, name
-    for part, mp in checkpoint.names.optimizer:
-        rank = checkpoint.rank_of_file(part, mp)
-        check_weights(checkpoint, rank, sys.maxsize, RUNS, RUN_ELEMS)
-    return Copies(checkpoint, manifest, held)
+    for part, mp in step.names.optimizer:
+        check_weights(step, step.rank_of_file(part, mp), sys.maxsize, RUNS, RUN_ELEMS)
+    return TrainedWeights(manifest, step.files, held)
 
 
 def _averaged(manifest: Manifest) -> bool:
@@ -89,14 +80,15 @@ def _averaged(manifest: Manifest) -> bool:
     )
 
 
-def _manifest(checkpoint: "NativeCheckpoint") -> Manifest:
+def _manifest(step: SlotPlaces) -> Manifest:
     """Every parameter in a buffer of its own, in the dtype of training."""
-    whole, derived = checkpoint.manifest, Derived(checkpoint)
+    whole = step.manifest
     buffers = [buffer for buffer in whole.buffers if not buffer.stepped]
     for spec in whole.params:
         if spec.name not in whole.holders or not whole.first_holder(spec.name)[0].stepped:
             continue
-        local = spec.layout.local_shape(spec.name, spec.shape, checkpoint.mesh.shares())
-        axes, states = checkpoint.spread.axes(spec.name), ((VALUE, spec.dtype),)
-        buffers += derived.shares(spec, alone(spec.name, math.prod(local), states, axes=axes))
+        local = spec.layout.local_shape(spec.name, spec.shape, step.mesh.shares())
+        axes, states = step.spread.axes(spec.name), ((VALUE, spec.dtype),)
+        own = alone(spec.name, math.prod(local), states, axes=axes)
+        buffers += shares(step, spec, own)
     return Manifest(Keeper.WEIGHTS, whole.mesh, whole.params, tuple(buffers), ties=whole.ties)

@@ -2,46 +2,28 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError, UnsupportedError
 from megatron_ucp.formats.deepspeed.expert_files import ExpertFiles
-from megatron_ucp.formats.deepspeed.folder import TagFolder
+from megatron_ucp.formats.deepspeed.native_steps import OpenedFiles
 from megatron_ucp.formats.deepspeed.paths import TagFiles, optimizer_name
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.plain_values import number
 
 
-@dataclass(frozen=True)
-class RankCounts:
-    """Ranks of the run. `dp` is the model file's word, `partitions` the optimizer files of one
-    model-parallel rank (1 without any)."""
-
-    dp: int
-    partitions: int
-    stages: int
-    tp: int
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh without its ZeRO stage."""
-        return Mesh(tp=self.tp, pp=self.stages, dp=self.dp, ep=self.ep, etp=self.etp)
-
-
-def count_ranks(
-    folder: TagFolder, model_name: str, pipeline: bool, experts: ExpertFiles
-) -> RankCounts:
-    """As the model file says, and as many files must be there. Raises NotFoundError for one that is
-    missing, ForeignFileError for one too many, DamagedFileError for what is no number of ranks."""
-    meta: Mapping[str, Any] = folder.tree(model_name)
-    file = folder.full_path(model_name)
+def count_ranks(opened: OpenedFiles, experts: ExpertFiles) -> tuple[Mesh, int]:
+    """The mesh without its ZeRO stage, as the model file says it, and the optimizer files of one
+    model-parallel rank (1 without any). As many files must be there: raises NotFoundError for one
+    that is missing, ForeignFileError for one too many, DamagedFileError for what is no number of
+    ranks."""
+    folder, meta, file = opened.files, opened.meta, opened.main_file
     dp, ranks = (_count(meta, key, file) for key in ("dp_world_size", "mp_world_size"))
     partitions = _partitions(folder, dp, ranks)
-    stages, tp = _degrees(folder, meta, ranks, file, pipeline)
-    return RankCounts(dp, partitions, stages, tp, *_of_experts(folder, meta, file, tp, experts))
+    stages, tp = _degrees(opened, ranks)
+    ep, etp = _of_experts(folder, meta, file, tp, experts)
+    return Mesh(tp=tp, pp=stages, dp=dp, ep=ep, etp=etp), partitions
 
 
 def _of_experts(
@@ -86,15 +68,6 @@ _OTHER_ORDER = "use_data_before_expert_parallelism"
 def _is_in_shards(folder: TagFolder, meta: Mapping[str, Any], experts: ExpertFiles) -> bool:
     """Whether the experts lie in the optimizer files alone, as AutoEP's do at ZeRO-3."""
     return bool(experts.autoep) and any(part is not None for part, _ in folder.names.model)
-
-
-def is_pipeline(names: TagFiles, meta: Mapping[str, Any]) -> bool:
-    """Whether the files are of a pipeline's stages: there are files of its layers, or the model
-    file says so (one with experts has no layer files)."""
-    degrees = meta.get("checkpoint_parallel_dimensions")
-    stages: Any = degrees.get("pp_degree") if isinstance(degrees, dict) else 1
-    staged = type(stages) is int and stages > 1
-    return bool(names.layers) or meta.get("module", {}) is None or staged
 
 
 def _count(meta: Mapping[str, Any], key: str, file: str) -> int:
@@ -143,10 +116,9 @@ def _partitions(folder: TagFolder, dp: int, ranks: int) -> int:
     return dp
 
 
-def _degrees(
-    folder: TagFolder, meta: Mapping[str, Any], ranks: int, file: str, pipeline: bool
-) -> tuple[int, int]:
+def _degrees(opened: OpenedFiles, ranks: int) -> tuple[int, int]:
     """Pipeline stages and tensor-parallel ranks."""
+    folder = opened.files
     have = {mp for _, mp in folder.names.model}
     if len(have) != ranks or max(have) >= ranks:
         raise NotFoundError(
@@ -156,9 +128,9 @@ def _degrees(
             found=", ".join(map(str, sorted(have))),
             fix="restore the files of one save, or load another tag",
         )
-    if not pipeline:
+    if not opened.pipeline:
         return 1, ranks
-    degrees = meta.get("checkpoint_parallel_dimensions")
+    degrees = opened.meta.get("checkpoint_parallel_dimensions")
     tp: Any = degrees.get("tp_degree") if isinstance(degrees, dict) else None
     if tp is None:  # older files: there is a layer file for every tensor-parallel rank
         tp = 1 + max((rank for _, rank in folder.names.layers), default=0)
@@ -166,7 +138,7 @@ def _degrees(
         raise DamagedFileError(
             "the model file does not say how its ranks divide into stages and tensor-parallel "
             "ranks",
-            file=file,
+            file=opened.main_file,
             expected=f"a divisor of {ranks}",
             found=repr(number(tp))[:80],
         )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import in_order
@@ -20,13 +20,11 @@ from megatron_ucp.errors import StateMismatchError
 from megatron_ucp.formats.base import ByteFile, Record
 from megatron_ucp.formats.deepspeed.paths import at_tp
 from megatron_ucp.formats.deepspeed.pipe_names import PipeNames
+from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
 from megatron_ucp.formats.deepspeed.stage_0_files import PlainFile
 from megatron_ucp.formats.deepspeed.stage_order import folds, positions_of
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.rounded import is_rounded
-
-if TYPE_CHECKING:
-    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.rounding import Run, same_run
 
 MATCHED = (
     "optimizer states were matched by position, in the order of the engine's groups: files of "
@@ -39,14 +37,12 @@ _FIX = (
 )
 
 
-def by_position(checkpoint: "NativeCheckpoint") -> bool:
+def by_position(step: SlotPlaces) -> bool:
     """Whether nothing but their position says whose the optimizer's states are."""
-    return checkpoint.recorded is None and checkpoint.contents.keeper == Keeper.ZERO_0
+    return step.recorded is None and step.contents.keeper == Keeper.ZERO_0
 
 
-def check_positions(
-    checkpoint: "NativeCheckpoint", mp: int, allow: Collection[str], optimizer: bool
-) -> None:
+def check_positions(step: SlotPlaces, mp: int, allow: Collection[str], optimizer: bool) -> None:
     """Compares the order of the caller's groups with what the file of a model-parallel rank shows.
 
     Masters are casts of the weights, which have names: all of them are compared. What they can't
@@ -55,7 +51,7 @@ def check_positions(
     "positions" takes it anyway, with "stale" it lets masters differ from the weights. Without the
     `optimizer` masters alone count. Raises StateMismatchError.
     """
-    found = _Positions(checkpoint, *divmod(mp, checkpoint.counts.tp))
+    found = _Positions(step, *divmod(mp, step.mesh.tp))
     shown = found.has_masters and "stale" not in allow
     if shown:
         found.compare_masters()
@@ -67,7 +63,7 @@ def check_positions(
 class _Positions:
     """The parameters of one stage and tensor-parallel rank that an optimizer steps."""
 
-    checkpoint: "NativeCheckpoint"
+    step: SlotPlaces
     stage: int
     tp: int
 
@@ -77,13 +73,13 @@ class _Positions:
         own = (), at_tp(self.tp)  # a rank's own buffers, where shares are of different sizes
         return [
             (number, buffer)
-            for number, buffer in enumerate(self.checkpoint.manifest.buffers)
+            for number, buffer in enumerate(self.step.manifest.buffers)
             if buffer.stepped and buffer.stage == self.stage and buffer.share in own
         ]
 
     @cached_property
     def module(self) -> Mapping[str, Any]:
-        return self.checkpoint.weights.module(self.tp)
+        return self.step.weights.module(self.tp)
 
     @cached_property
     def _shapes(self) -> Counter[Ints]:
@@ -91,7 +87,7 @@ class _Positions:
 
     @property
     def has_masters(self) -> bool:
-        return not isinstance(self.checkpoint.format_of(self.stage), PlainFile)
+        return not isinstance(self.step.format_of(self.stage), PlainFile)
 
     @property
     def has_states(self) -> bool:
@@ -100,8 +96,8 @@ class _Positions:
 
     @property
     def file(self) -> str:
-        mp = self.stage * self.checkpoint.counts.tp + self.tp
-        return self.checkpoint.full_path(self.checkpoint.model_of(mp))
+        mp = self.stage * self.step.mesh.tp + self.tp
+        return self.step.files.full_path(self.step.model_of(mp))
 
     def compare_masters(self) -> None:
         """Raises StateMismatchError for masters that are not those of the weights under their
@@ -109,7 +105,7 @@ class _Positions:
         for number, buffer in self.stepped:
             for member in buffer.members:
                 # of a tied parameter the first stage's copy is in a layer file, and no other
-                first = self.checkpoint.manifest.is_read(member.param, number)
+                first = self.step.manifest.is_read(member.param, number)
                 if first and self._differs(number, member):
                     raise StateMismatchError(
                         "masters in the optimizer's states are not those of the weights that the "
@@ -123,28 +119,14 @@ class _Positions:
                     )
 
     def _differs(self, number: int, member: Member) -> bool:
-        import torch  # inspecting a checkpoint must not need it
-
         weight = self.module[member.param]
         if not isinstance(weight, TensorRef) or not weight.is_contiguous:
             return False
-        axes = self.checkpoint.manifest.buffers[number].axes
-        cut = tuple((axis, self.tp % self.checkpoint.mesh.size(axis)) for axis in axes)
-        where = self.checkpoint.where(Slot(number, cut, 0, MASTER))
-        first = where.offset_bytes // ITEMSIZE[where.dtype] + member.start
-        record, dtype = where.record, where.dtype
-        masters = _windows(where.file, record, dtype, first, member.size)
-        beside = self.checkpoint.file(self.checkpoint.weights.file_of(member.param, self.tp))
-        stored = weight.storage
-        weights = _windows(
-            beside, beside.record(stored), stored.dtype, weight.offset_elems, member.size
-        )
-        for ours, theirs in zip(masters, weights, strict=True):
-            low = torch.frombuffer(theirs, dtype=getattr(torch, stored.dtype))
-            high = torch.frombuffer(ours, dtype=getattr(torch, dtype))
-            if not is_rounded(high, low):
-                return True
-        return False
+        axes = self.step.manifest.buffers[number].axes
+        cut = tuple((axis, self.tp % self.step.mesh.size(axis)) for axis in axes)
+        masters = self.step.where(Slot(number, cut, 0, MASTER))
+        beside = self.step.files.place(self.step.weights.file_of(member.param, self.tp), weight)
+        return not same_run(Run(masters, member.start), Run(beside, 0), member.size)
 
     def check_order(self, shown: bool) -> None:
         """Raises StateMismatchError where the order of the groups could be another one than that of
@@ -152,7 +134,7 @@ class _Positions:
         names = self._trained()
         looks = {name: self._look(name, shown) for group in names for name in group}
         counts = Counter(looks.values())
-        known = {one.name: one for one in self.checkpoint.manifest.params}
+        known = {one.name: one for one in self.step.manifest.params}
         for name in self.module:
             alike = name in known and known[name].kind == "frozen" and self._look(name, shown)
             if alike and counts[alike]:
@@ -167,21 +149,21 @@ class _Positions:
                 if place[one] > place[other]:
                     text = f"the groups have {one} before {other}, the model file has it behind"
                     self._refuse(doubtful[0], text, shown)
-        if not shown and self.checkpoint.counts.stages > 1:
+        if not shown and self.step.mesh.pp > 1:
             self._check_runs()
 
     def _check_runs(self) -> None:
         """Raises StateMismatchError where the stages may be those of DualPipeV, each of which has
         two runs of layers: how many parameters they keep is all that the files say of them."""
-        layer, held = positions_of(PipeNames(self.checkpoint.pipe_names)), Counter[int]()
+        layer, held = positions_of(PipeNames(self.step.pipe_names)), Counter[int]()
         counts = Counter[int]()
-        for buffer in self.checkpoint.manifest.buffers:
+        for buffer in self.step.manifest.buffers:
             for member in buffer.members if buffer.stepped else ():
                 if member.param in layer:
                     held[buffer.stage] += 1
                     counts[layer[member.param]] += 1
         of_layers = [counts[number] for number in range(max(counts, default=0) + 1)]
-        of_stages = [held[stage] for stage in range(self.checkpoint.counts.stages)]
+        of_stages = [held[stage] for stage in range(self.step.mesh.pp)]
         if folds(of_layers, of_stages):
             text = "stages that DualPipeV could have made too, with two runs of layers each"
             self._refuse(self._trained()[0][0], text, False)
@@ -203,7 +185,7 @@ class _Positions:
             return None
         if not shown or not ref.is_contiguous or self._shapes[ref.shape] == 1:
             return ref.shape
-        file = self.checkpoint.file(self.checkpoint.weights.file_of(name, self.tp))
+        file = self.step.files.file(self.step.weights.file_of(name, self.tp))
         dtype, found = ref.storage.dtype, hashlib.sha256()
         for part in _windows(file, file.record(ref.storage), dtype, ref.offset_elems, ref.numel):
             found.update(part)

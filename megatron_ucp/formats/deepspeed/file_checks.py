@@ -1,7 +1,7 @@
 """Whether the files of a tag folder belong together: one run, one step, one mesh."""
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ucp.core.experts import expert_place, file_rank
 from megatron_ucp.core.flat import Fragment
@@ -14,14 +14,13 @@ from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.base import ByteFile, Record, Where
 from megatron_ucp.formats.deepspeed.evidence import difference
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
-from megatron_ucp.formats.deepspeed.optimizer_files import Contents
-from megatron_ucp.formats.deepspeed.positions import by_position, check_positions
+from megatron_ucp.formats.deepspeed.optimizer_files import Contents, sharing
+from megatron_ucp.formats.deepspeed.position_proof import by_position, check_positions
+from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
+from megatron_ucp.formats.deepspeed.stage_contents import read_contents
 from megatron_ucp.formats.plain_values import number
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
-from megatron_ucp.formats.rounded import is_rounded
-
-if TYPE_CHECKING:
-    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
+from megatron_ucp.formats.rounding import is_rounded
 
 SAMPLES = 16  # parameters of one partition whose masters are compared with the weights
 COMPARED = (Keeper.ZERO_1_OR_2, Keeper.BF16)  # the optimizers that keep masters beside weights
@@ -30,7 +29,7 @@ _Sample = tuple[Slot, Fragment, str, TensorRef, str]
 
 
 def check_file(
-    checkpoint: "NativeCheckpoint",
+    step: SlotPlaces,
     name: str,
     allow: Collection[str] = (),
     optimizer: bool = True,
@@ -38,55 +37,55 @@ def check_file(
     """Compares one file with the structure; see `Checkpoint.check`. Raises ForeignFileError for a
     file of another run, step or mesh, StateMismatchError where nothing says whose states are in
     it."""
-    if name in checkpoint.names.optimizer.values():
-        part, mp = next(key for key, n in checkpoint.names.optimizer.items() if n == name)
-        rank = checkpoint.rank_of_file(part, mp)
-        _check_optimizer_file(checkpoint, name, checkpoint.optimizer_tree(part, mp), rank)
-        if "stale" not in allow and checkpoint.contents.keeper in COMPARED:
-            check_weights(checkpoint, rank)
-    elif name in checkpoint.names.expert_optimizer.values():
-        _check_expert_optimizer(checkpoint, name)
-    elif name in checkpoint.names.model.values():
-        mp = _check_model_file(checkpoint, name)
-        if by_position(checkpoint):
-            check_positions(checkpoint, mp, allow, optimizer)
+    if name in step.names.optimizer.values():
+        part, mp = next(key for key, n in step.names.optimizer.items() if n == name)
+        rank = step.rank_of_file(part, mp)
+        _check_optimizer_file(step, name, step.optimizer_tree(part, mp), rank)
+        if "stale" not in allow and step.contents.keeper in COMPARED:
+            check_weights(step, rank)
+    elif name in step.names.expert_optimizer.values():
+        _check_expert_optimizer(step, name)
+    elif name in step.names.model.values():
+        mp = _check_model_file(step, name)
+        if by_position(step):
+            check_positions(step, mp, allow, optimizer)
     else:
-        checkpoint.file(name)
-        if name in {*checkpoint.names.layers.values(), *checkpoint.names.experts.values()}:
-            checkpoint.weights.check(name)
+        step.files.file(name)
+        if name in {*step.names.layers.values(), *step.names.experts.values()}:
+            step.weights.check(name)
 
 
-def _check_expert_optimizer(checkpoint: "NativeCheckpoint", name: str) -> None:
+def _check_expert_optimizer(step: SlotPlaces, name: str) -> None:
     """One of stage 0 against the first one of its expert-parallel rank."""
-    mesh, tree = checkpoint.mesh, checkpoint.tree(name).get("optimizer")
-    if checkpoint.contents.keeper == Keeper.NOBODY:  # nobody said whose the states in it are
+    mesh, tree = step.mesh, step.files.tree(name).get("optimizer")
+    if step.contents.keeper == Keeper.NOBODY:  # nobody said whose the states in it are
         return
-    (ep, mp), *_ = (at for at, n in checkpoint.names.expert_optimizer.items() if n == name)
+    (ep, mp), *_ = (at for at, n in step.names.expert_optimizer.items() if n == name)
     places = ((mp // mesh.tp, ep, etp) for etp in range(mesh.etp))
     place = next((place for place in places if file_rank(mesh, *place) == mp), None)
     if place is None or ep >= mesh.ep:
         raise ForeignFileError(
             "there is an optimizer file of more expert-parallel ranks than the run had",
-            file=checkpoint.full_path(name),
+            file=step.files.full_path(name),
             expected=f"{mesh.ep} expert-parallel ranks",
             found=f"rank {ep}, model-parallel rank {mp}",
         )
     rank = mesh.rank_of(expert_place(*place), 0)
-    at = checkpoint.place_of_rank(rank)
+    at = step.place_of_rank(rank)
     order = [
-        [m.param for b in checkpoint.stages[at].buffers for m in b.members if m.group == group]
-        for group in range(len(checkpoint.stages[at].groups))
+        [m.param for b in step.stages[at].buffers for m in b.members if m.group == group]
+        for group in range(len(step.stages[at].groups))
     ]
-    _check_optimizer_file(checkpoint, name, tree, rank, order)
+    _check_optimizer_file(step, name, tree, rank, order)
 
 
 def _check_optimizer_file(
-    checkpoint: "NativeCheckpoint", name: str, tree: Any, rank: int, order: Order | None = None
+    step: SlotPlaces, name: str, tree: Any, rank: int, order: Order | None = None
 ) -> None:
-    file = checkpoint.full_path(name)
-    found = checkpoint.read_contents(tree, file, order, rank)
-    first = checkpoint.stages[checkpoint.place_of_rank(rank)]
-    _check_sharing(checkpoint, tree, found, rank, file)
+    file, place = step.files.full_path(name), step.place_of_rank(rank)
+    first = step.stages[place]
+    found = read_contents(step, step.readers[place], (tree, file), order, rank)
+    _check_sharing(step, tree, found, rank, file)
     for what in ("keeper", "groups", "scalars", "buffers", "scaler"):
         ours, theirs = getattr(first, what), getattr(found, what)
         if what == "scaler":
@@ -101,47 +100,45 @@ def _check_optimizer_file(
             )
 
 
-def _check_sharing(
-    checkpoint: "NativeCheckpoint", tree: Any, found: Contents, rank: int, file: str
-) -> None:
+def _check_sharing(step: SlotPlaces, tree: Any, found: Contents, rank: int, file: str) -> None:
     """Where a file of ZeRO-3 says which ranks share each sub-group: they must be those of the
     mesh, as nothing else shows whose experts lie in it."""
-    said: Any = tree.get("ds_zero_partition_groups") or []
-    for one, buffer in zip(said, found.buffers, strict=False):
-        want = list(checkpoint.mesh.sharers(rank, buffer.spread))
-        if one["partition_ranks"] != want:
+    for one, buffer in zip(sharing(tree, file) or (), found.buffers, strict=False):
+        said, want = one.get("partition_ranks"), list(step.mesh.sharers(rank, buffer.spread))
+        if said != want:
             raise ForeignFileError(
                 "a sub-group was shared by other ranks than the mesh says",
                 file=file,
                 parameter=buffer.members[0].param if buffer.members else None,
                 expected=f"ranks {want}",
-                found=str(one["partition_ranks"])[:120],
+                found=str(said)[:120],
             )
 
 
-def _check_model_file(checkpoint: "NativeCheckpoint", name: str) -> int:
+def _check_model_file(step: SlotPlaces, name: str) -> int:
     """Against the first one of the run, and what is flattened against the first one that holds as
     much; returns its model-parallel rank."""
-    tree = checkpoint.tree(name)
-    mp = next(mp for (_, mp), n in checkpoint.names.model.items() if n == name)
+    tree = step.files.tree(name)
+    mp = next(mp for (_, mp), n in step.names.model.items() if n == name)
     # shares of different sizes were compared with their layout
-    alike = mp if checkpoint.uneven else mp - mp % checkpoint.counts.tp
-    first = checkpoint.tree(checkpoint.model_of(alike))
+    alike = mp if step.uneven else mp - mp % step.mesh.tp
+    one, file = step.model_of(alike), step.files.full_path(name)
+    first, at = step.files.tree(one), step.files.full_path(one)
     keys = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
-    pairs = {key: (number(checkpoint.meta.get(key)), number(tree.get(key))) for key in keys}
-    pairs["param_shapes"] = shapes_by_group(first), shapes_by_group(tree)
+    pairs = {key: (number(step.meta.get(key)), number(tree.get(key))) for key in keys}
+    pairs["param_shapes"] = shapes_by_group(first, at), shapes_by_group(tree, file)
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise ForeignFileError(
                 f"a model file differs from the first one in {key}",
-                file=checkpoint.full_path(name),
+                file=file,
                 **difference(ours, theirs),
             )
     return mp
 
 
 def check_weights(
-    checkpoint: "NativeCheckpoint",
+    step: SlotPlaces,
     rank: int,
     most: int = SAMPLES,
     runs: int = 1,
@@ -150,9 +147,9 @@ def check_weights(
     """Samples a partition: its masters, rounded, are the weights beside them, or it is of another
     run. Of at most that many parameters, evenly chosen, as many runs are compared as `spread`
     gives."""
-    for sample in _sampled(checkpoint, rank, most):
+    for sample in _sampled(step, rank, most):
         fragment = sample[1]
-        _check_runs(checkpoint, sample, *spread(fragment.high - fragment.low, runs, run_elems))
+        _check_runs(step, sample, *spread(fragment.high - fragment.low, runs, run_elems))
 
 
 def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
@@ -168,27 +165,25 @@ def spread(elems: int, runs: int, run_elems: int) -> tuple[range, int]:
     return range(0, elems - run_elems + 1, step), run_elems
 
 
-def _check_runs(
-    checkpoint: "NativeCheckpoint", sample: _Sample, starts: range, run_elems: int
-) -> None:
+def _check_runs(step: SlotPlaces, sample: _Sample, starts: range, run_elems: int) -> None:
     """Raises ForeignFileError where a master, rounded, is not the weight."""
     import torch  # inspecting a checkpoint must not need it
 
     slot, fragment, name, weight, beside = sample
-    where = checkpoint.where(slot)
-    size = checkpoint.manifest.buffers[slot.buffer].members[fragment.member].size
+    where = step.where(slot)
+    size = step.manifest.buffers[slot.buffer].members[fragment.member].size
     if weight.numel != size:
         raise ForeignFileError(
             "a weight has another size than its master",
-            file=checkpoint.full_path(beside),
+            file=step.files.full_path(beside),
             parameter=name,
             expected=f"{size} elements",
             found=f"shape {weight.shape}",
             fix="put the files of one save into the folder",
         )
-    ours, theirs = _runs(checkpoint, sample, where, starts, run_elems)
+    ours, theirs = _runs(step, sample, where, starts, run_elems)
     if not is_rounded(ours, theirs):
-        model = checkpoint.file(beside)
+        model = step.files.file(beside)
         for file, record in ((where.file, where.record), (model, model.record(weight.storage))):
             file.check(record)  # damage is the cause of a difference, where there is some
         bits = [one.view(torch.uint8) for one in (ours.to(theirs.dtype), theirs)]
@@ -205,12 +200,12 @@ def _check_runs(
 
 
 def _runs(
-    checkpoint: "NativeCheckpoint", sample: _Sample, where: Where, starts: range, run_elems: int
+    step: SlotPlaces, sample: _Sample, where: Where, starts: range, run_elems: int
 ) -> tuple[Any, Any]:
     """Masters and weights of runs of a fragment."""
     _, fragment, _, weight, beside = sample
     first = where.offset_bytes // ITEMSIZE[where.dtype] + fragment.offset
-    model, at = checkpoint.file(beside), weight.offset_elems + fragment.low
+    model, at = step.files.file(beside), weight.offset_elems + fragment.low
     record, dtype = model.record(weight.storage), weight.storage.dtype
     return (
         _elements(where.file, where.record, where.dtype, first, starts, run_elems),
@@ -218,9 +213,9 @@ def _runs(
     )
 
 
-def _sampled(checkpoint: "NativeCheckpoint", rank: int, most: int) -> Iterator[_Sample]:
+def _sampled(step: SlotPlaces, rank: int, most: int) -> Iterator[_Sample]:
     """Some fragments of a rank's partitions whose weights are in a file beside them."""
-    manifest = checkpoint.manifest
+    manifest = step.manifest
     for index, cut, part in manifest.parts_of(rank):
         buffer = manifest.buffers[index]
         if not buffer.stepped:
@@ -228,7 +223,7 @@ def _sampled(checkpoint: "NativeCheckpoint", rank: int, most: int) -> Iterator[_
         fragments = list(buffer.fragments(part))
         for fragment in fragments[:: max(1, len(fragments) // most)]:
             name = buffer.members[fragment.member].param
-            weight, beside = checkpoint.weight(name, cut)
+            weight, beside = step.weight(name, cut)
             # Of a tied parameter only the first stage's copy is in a layer file, and the others
             # need not be equal: what a stage has of a tied module without using it stays as it was
             # initialised.

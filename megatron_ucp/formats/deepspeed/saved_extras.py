@@ -1,30 +1,28 @@
 """What DeepSpeed saves besides element-wise states, from a tag folder's model files."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ucp.core.layers import TIED, Layers
 from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.deepspeed.keys import COUNTERS, HELPERS, OWN_KEYS
+from megatron_ucp.formats.deepspeed.slot_places import SlotPlaces
+from megatron_ucp.formats.deepspeed.tag_folder import TagFolder
 from megatron_ucp.formats.deepspeed.weights import is_nothing
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.values import TensorRef
 from megatron_ucp.formats.schedules import regrouped
 
-if TYPE_CHECKING:
-    from megatron_ucp.formats.deepspeed.folder import TagFolder
-    from megatron_ucp.formats.deepspeed.native import NativeCheckpoint
 
-
-def extras_of(source: "NativeCheckpoint") -> Extras:
+def extras_of(source: SlotPlaces) -> Extras:
     """Of native files."""
     tree = source.optimizer_of(0)[0]
     optimizer = tree if isinstance(tree, dict) else {}
     scheduler = _joined_scheduler(source)
     return from_meta(
-        source,
+        source.files,
         source.meta,
         optimizer,
         scheduler,
@@ -39,7 +37,7 @@ def _whole(value: Any) -> Any:
 
 
 def from_meta(
-    folder: "TagFolder",
+    folder: TagFolder,
     meta: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     scheduler: Any,
@@ -76,7 +74,7 @@ def from_meta(
     )
 
 
-def _check_counters(folder: "TagFolder", meta: Mapping[str, Any]) -> None:
+def _check_counters(folder: TagFolder, meta: Mapping[str, Any]) -> None:
     """Raises DamagedFileError for counters that are no numbers."""
     for key in COUNTERS:
         value = _whole(meta.get(key))
@@ -99,17 +97,17 @@ def _int_steps(optimizer: Mapping[str, Any]) -> bool:
     return any(isinstance(entry, dict) and type(entry.get("step")) is int for entry in values)
 
 
-def _joined_scheduler(source: "NativeCheckpoint") -> Any:
+def _joined_scheduler(source: SlotPlaces) -> Any:
     """The scheduler's state with what it keeps per group for the groups of all stages, one stage
     after the other, also in schedulers that it holds: each stage of a pipeline wrote its own."""
     found = source.meta.get("lr_scheduler")
-    if source.counts.stages == 1 or not isinstance(found, dict):
+    if source.mesh.pp == 1 or not isinstance(found, dict):
         return found
     files = source.first_of_stages
     groups: dict[int, int] = {}  # how many each stage has; its places with experts have the same
     for at, contents in zip(source.places, source.stages, strict=True):
         groups.setdefault(stage_of(at), len(contents.groups))
-    saved = [source.tree(file).get("lr_scheduler") or {} for file in files]
+    saved = [source.files.tree(file).get("lr_scheduler") or {} for file in files]
 
     def of(lists: list[Any]) -> Any:
         counts = [len(values) if isinstance(values, list) else -1 for values in lists[1:]]
@@ -124,15 +122,17 @@ def _joined_scheduler(source: "NativeCheckpoint") -> Any:
     return regrouped([found, *saved], of)
 
 
-def _as_number(source: "NativeCheckpoint", file: str, value: Any) -> Any:
+def _as_number(source: SlotPlaces, file: str, value: Any) -> Any:
     """A rate that is a tensor as a number: only the first stage's file is read later."""
-    return source.scalar(source.full_path(file), value) if isinstance(value, TensorRef) else value
+    if not isinstance(value, TensorRef):
+        return value
+    return source.files.scalar(source.files.full_path(file), value)
 
 
 # ------------------------------------------------ a pipeline's layers
 
 
-def layers_of(source: "NativeCheckpoint") -> Layers:
+def layers_of(source: SlotPlaces) -> Layers:
     """A pipeline's layers as its files show them. What later stages hold of a tied module without a
     file of its own stands at a position behind the last one."""
     names = source.manifest.names
@@ -141,7 +141,7 @@ def layers_of(source: "NativeCheckpoint") -> Layers:
     count = 1 + max({*own, *filed}, default=-1)
     at: list[dict[str, str]] = [dict(own.get(position, {})) for position in range(count)]
     for position in sorted(filed - own.keys()):
-        keys = set(source.tree(source.names.layers[position, 0]))
+        keys = set(source.files.tree(source.names.layers[position, 0]))
         at[position] = next((module for module in tied.values() if module.keys() <= keys), {})
     held = source.manifest.holders
     shared = {pipe for pipe, name in names.items() if len(held.get(name, ())) > 1}
