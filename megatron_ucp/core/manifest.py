@@ -24,6 +24,7 @@ RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of th
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family
 SAVED_ON = "saved_on"  # of a manifest's run: its mesh, where the files don't depend on it
 KINDS = ("trainable", "frozen", "buffer")
+BufferPart = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
 Order = Sequence[Sequence[str]]  # of each group's trainable parameters, as its optimizer has them
 
 
@@ -274,10 +275,10 @@ class Manifest:
         spec = self.by_name[param]
         return spec.layout.local_shape(param, spec.shape, self.mesh.shares())
 
-    def parts_of(self, rank: int) -> list[tuple[int, Coords, int]]:
+    def parts_of(self, rank: int) -> list[BufferPart]:
         """What a rank holds: number of the buffer, the rank's place along the axes that cut it, the
         partition that the rank has of it."""
-        mesh, out = self.mesh, list[tuple[int, Coords, int]]()
+        mesh, out = self.mesh, list[BufferPart]()
         axes = {axis for buffer in self.buffers for axis in buffer.spread}
         here = {axis: mesh.index(rank, axis) for axis in axes}
         part = {kind: mesh.share_of(rank, kind) for kind in {b.spread for b in self.buffers}}

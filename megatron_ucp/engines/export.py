@@ -21,7 +21,7 @@ from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.model_config import config_for
 from megatron_ucp.reshard.hugging_face.model_folder import Outgoing, beside_weights, training_dtype
 from megatron_ucp.reshard.hugging_face.twin import twin_of
-from megatron_ucp.reshard.transfer import Run
+from megatron_ucp.reshard.transfer import TransferRun
 
 
 def export(
@@ -59,7 +59,7 @@ def export(
         out = Outgoing(manifest, twin, chosen, parse_size(max_shard_size))
         beside = beside_weights(twin, tokenizer, found and found.folder)
     with say.progress("export-hf") as advance:
-        done = export_live(live, out, folder, beside, Run(progress=advance))
+        done = export_live(live, out, folder, beside, TransferRun(progress=advance))
     say.ended(str(done), done.notes)
     return done
 

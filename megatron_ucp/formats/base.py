@@ -108,7 +108,7 @@ class Extras:
     modules: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class Source(Protocol):
+class Readable(Protocol):
     """Where tensors can be read from."""
 
     @property
@@ -130,7 +130,7 @@ class Source(Protocol):
         ...
 
 
-class Checkpoint(Source, Protocol):
+class Checkpoint(Readable, Protocol):
     """An opened checkpoint; a context manager. Nothing of it is executed: only directories and
     pickles were read."""
 
@@ -221,7 +221,7 @@ class Checkpoint(Source, Protocol):
         """The layers of the pipeline that wrote it, as its files show them; None without one."""
         ...
 
-    def copies(self) -> Source | None:
+    def copies(self) -> Readable | None:
         """The weights that the model computed with, in the dtype of training: the masters, rounded.
         Some elements of each one were compared. None where the files do not have all of them beside
         the masters. Raises ForeignFileError for one that is not its master."""

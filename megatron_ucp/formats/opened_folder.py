@@ -17,8 +17,8 @@ from megatron_ucp.formats.base import (
     ByteFile,
     Extras,
     Generators,
+    Readable,
     Record,
-    Source,
     Where,
 )
 from megatron_ucp.formats.listed_files import Recorded
@@ -113,7 +113,7 @@ class OpenedFolder:
     def layers(self) -> Layers | None:
         return None
 
-    def copies(self) -> Source | None:
+    def copies(self) -> Readable | None:
         return None
 
     @property

@@ -27,12 +27,18 @@ from megatron_ucp.reshard.arguments import (
 )
 from megatron_ucp.reshard.file_source import FileSource
 from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.folder_sink import FolderSink, require_outside, require_plain
+from megatron_ucp.reshard.folder_sink import (
+    FolderOutput,
+    FolderSink,
+    require_outside,
+    require_plain,
+)
 from megatron_ucp.reshard.outputs.deepspeed import NARROW
 from megatron_ucp.reshard.outputs.table import Writable, default_target, refuse_unused, writable
 from megatron_ucp.reshard.pointing import check_name, point_at
 from megatron_ucp.reshard.source_settings import Origin
-from megatron_ucp.reshard.transfer import Run, transfer
+from megatron_ucp.reshard.target import Wanted
+from megatron_ucp.reshard.transfer import TransferRun, transfer
 
 ALLOWED = NARROW | {"mean", "stale", "per_rank"}
 
@@ -118,19 +124,37 @@ def convert(
         require_outside(folder, source.folder)
         _check_files(source, allow)
         origin = Origin(source, rules is not None)
-        asked = (asked or default_target(origin, row)).with_zero_of(origin.manifest.mesh)
-        refuse_unused(asked, row)
-        wanted = origin.wanted(asked, config)
+        wanted = _wanted(origin, asked, row, config)
         origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
         output = row.plan(origin, wanted, config, folder)
-        values, run = FileSource(source, str(source.folder)), Run(progress=progress)
-        transfer(values, FolderSink(folder, output), frozenset(allow), run=run, alone=True)
+        moved = moved_into(folder, output, source, allow, progress)
         steps = int(source.extras.counters.get("global_steps", 0))
         pointer, proved = point_at(folder, row, latest, steps), checked(source)
     meshes = str(source.manifest.written_on), str(wanted.target.mesh) if row.for_ranks else row.name
-    moved = len(output.files), values.read_bytes, run.done, time.perf_counter() - started
-    notes = (*source.notes, *origin.notes)
-    return Converted(str(folder), *meshes, *moved, pointer, notes, proved)
+    notes, seconds = (*source.notes, *origin.notes), time.perf_counter() - started
+    return Converted(str(folder), *meshes, *moved, seconds, pointer, notes, proved)
+
+
+def _wanted(
+    origin: Origin, asked: Target | None, to: Writable, config: Mapping[str, Any] | None
+) -> Wanted:
+    """What is written, with all that nobody said. Raises UsageError for what the format lacks."""
+    asked = (asked or default_target(origin, to)).with_zero_of(origin.manifest.mesh)
+    refuse_unused(asked, to)
+    return origin.wanted(asked, config)
+
+
+def moved_into(
+    folder: Path,
+    output: FolderOutput,
+    source: Checkpoint,
+    allow: Collection[str],
+    progress: Progress | None,
+) -> tuple[int, int, int]:
+    """Writes a folder from the files of a checkpoint. Files, bytes read, bytes written."""
+    values, run = FileSource(source, str(source.folder)), TransferRun(progress=progress)
+    transfer(values, FolderSink(folder, output), frozenset(allow), run=run, alone=True)
+    return len(output.files), values.read_bytes, run.done
 
 
 def _check_files(source: Checkpoint, allow: Collection[str]) -> None:

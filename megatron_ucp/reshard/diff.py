@@ -28,7 +28,7 @@ from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
 from megatron_ucp.reshard.hugging_face.twin import told_by
 from megatron_ucp.reshard.one_parameter import one_parameter, slots_of
-from megatron_ucp.reshard.transfer import Part, Source, Windows, proved
+from megatron_ucp.reshard.transfer import SinkPart, Source, WindowReader, proved
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
 
@@ -304,10 +304,10 @@ class _Job:
     ) -> None:
         """Starts the comparison of a parameter in the states of a target; `states` say which state
         each side has for them. Raises a UcpError."""
-        sides: list[Windows] = []
+        sides: list[WindowReader] = []
         for source, named in zip(self.sources, states, strict=True):
             wants = tuple((s, own) for state, own in named.items() for s in slots_of(target, state))
-            sides.append(source.windows(proved(source, Part(target, wants), allow)))
+            sides.append(source.windows(proved(source, SinkPart(target, wants), allow)))
         for state in states[0]:
             size_bytes = _bytes_of(target, state)
             compared = self.threads.submit(self._compare, name, target, state, sides)
@@ -333,7 +333,7 @@ class _Job:
             one.cancel()
 
     def _compare(
-        self, name: str, target: Manifest, state: str, sides: Sequence[Windows]
+        self, name: str, target: Manifest, state: str, sides: Sequence[WindowReader]
     ) -> list[Difference]:
         elems, wrong, first = target.buffers[0].length, 0, None
         for slot in slots_of(target, state):
@@ -351,7 +351,7 @@ def _bytes_of(target: Manifest, state: str) -> int:
 
 
 def unequal(
-    target: Manifest, slot: Slot, sides: Sequence[Windows], memory: Memory
+    target: Manifest, slot: Slot, sides: Sequence[WindowReader], memory: Memory
 ) -> tuple[int, tuple[int, str, str] | None]:
     """How many elements of a slot differ between two sides, and the first one: its position, and
     both values."""

@@ -14,7 +14,7 @@ from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
 from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow
 from megatron_ucp.reshard.own_values import set_buffers
-from megatron_ucp.reshard.transfer import Part, Readers, Run, Source
+from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun
 
 _NAMED = 5  # parameters that a note lists by name
 
@@ -40,7 +40,7 @@ class EngineSink:
         engine: Engine,
         held: Manifest,
         how: How,
-        parts: tuple[Part, ...],
+        parts: tuple[SinkPart, ...],
         filled: Filled,
         extras: TakenExtras,
         notes: list[str],
@@ -58,7 +58,7 @@ class EngineSink:
     def __exit__(self, *_: object) -> None:
         """What was filled in part stays unusable."""
 
-    def move(self, source: Source, readers: Readers, run: Run) -> None:
+    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
         """All bytes that this rank needs, straight into its memory."""
         if not isinstance(source, SharedFiles):
             raise TypeError(f"an engine is filled from files, not from {type(source).__name__}")

@@ -14,8 +14,7 @@ from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Mean, Op, Plan, Slot, Windows
 from megatron_ucp.core.states import MASTER
-from megatron_ucp.formats.base import Record, Where
-from megatron_ucp.formats.base import Source as Held
+from megatron_ucp.formats.base import Readable, Record, Where
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import (
@@ -23,13 +22,14 @@ from megatron_ucp.reshard.execute import (
     Counts,
     Staging,
     SummedRun,
+    TensorOf,
     bytes_of,
     check_runs,
     execute,
     read_run,
 )
 from megatron_ucp.reshard.findings import Progress
-from megatron_ucp.reshard.transfer import Part, Proved, TensorOf, proved
+from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
 # The next window of a transposed tensor reads the bytes between the rows of this one: reading them
@@ -70,7 +70,9 @@ class FileSource:
     """A checkpoint. `checkpoint` gives manifest and places; `read_bytes` counts what was read.
     `masters` are what it is a copy of, rounded: values are compared with those."""
 
-    def __init__(self, checkpoint: Held, file: str = "", masters: Held | None = None) -> None:
+    def __init__(
+        self, checkpoint: Readable, file: str = "", masters: Readable | None = None
+    ) -> None:
         self.checkpoint, self.file, self.manifest = checkpoint, file, checkpoint.manifest
         self.masters = self if masters is None else FileSource(masters, file)
         self.all_looked_at = masters is not None
@@ -115,7 +117,7 @@ class SharedFiles(FileSource):
     """The files of a checkpoint that all ranks read, each what it needs. `sums` are bytes: read by
     this rank, checked and not checked by all of them; `read_by_all` those of all ranks."""
 
-    def __init__(self, checkpoint: Held, file: str, checksums: bool) -> None:
+    def __init__(self, checkpoint: Readable, file: str, checksums: bool) -> None:
         super().__init__(checkpoint, file)
         self.sums, self.read_by_all = (0, 0, 0), 0
         self._checksums, self._counts = checksums, Counts()
@@ -283,7 +285,7 @@ class FileWindows:
         buffers = list(self._target.buffers)
         buffers[slot.buffer] = replace(buffer, states=states)
         target = replace(self._target, buffers=tuple(buffers))
-        return FileWindows(source, proved(source, Part(target, ((slot, state),)), self._allow))
+        return FileWindows(source, proved(source, SinkPart(target, ((slot, state),)), self._allow))
 
     def _buffer(self, slot: Slot) -> FlatBuffer:
         return self._target.buffers[slot.buffer].of(slot.state)

@@ -29,7 +29,7 @@ from megatron_ucp.reshard.file_source import (
     pool,
 )
 from megatron_ucp.reshard.overflows import Lost
-from megatron_ucp.reshard.transfer import Part, Readers, Run, Source
+from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
@@ -43,7 +43,7 @@ class FolderOutput:
     name. `each` writes what a rank has for itself, and says which files. `verb` says what for: to
     train, to export."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SinkPart, ...]
     files: tuple[FileLayout, ...]
     close: Callable[[Path], None]
     publish: Callable[[Path], object]
@@ -134,7 +134,7 @@ class FolderSink:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def move(self, source: Source, readers: Readers, run: Run) -> None:
+    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
         """Several pieces at a time, each window by window: read, summed, written."""
         run.total = self.output.size_bytes
         places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
@@ -224,7 +224,7 @@ def write_around(out: OutFile, layout: FileLayout, crcs: Mapping[int, int]) -> N
 class _Threads:
     """Writes the pieces of files."""
 
-    def __init__(self, aside: Path, readers: Readers, run: Run) -> None:
+    def __init__(self, aside: Path, readers: Readers, run: TransferRun) -> None:
         self._aside, self._readers, self._run = aside, readers, run
         self._memory, self._tiles = ThreadMemory(), [Memory() for _ in range(THREADS)]
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ucp.core.box import span
-from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
@@ -27,7 +26,6 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.transfer import Proved
 
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
-Held = tuple[int, Coords, int]  # number of a buffer, place along the axes that cut it, partition
 
 
 class Holder(Protocol):
@@ -38,7 +36,7 @@ class Holder(Protocol):
         """Of all ranks."""
         ...
 
-    def parts(self) -> list[Held]:
+    def parts(self) -> list[BufferPart]:
         """What this rank holds."""
         ...
 
@@ -65,7 +63,7 @@ class Holdings:
     """What holds the values of some parts on this rank, and which ranks hold what of them."""
 
     engine: Holder
-    ranks: dict[Held, set[int]]
+    ranks: dict[BufferPart, set[int]]
 
     def dtype(self, op: Op) -> str:
         """That of the values of an operation."""
@@ -86,7 +84,7 @@ class Holdings:
 
 def _holdings(engine: Holder) -> Holdings:
     """Collective."""
-    ranks: dict[Held, set[int]] = {}
+    ranks: dict[BufferPart, set[int]] = {}
     for number, parts in enumerate(agree.gather(engine.parts())):
         for part in parts:
             ranks.setdefault(part, set()).add(number)
@@ -276,7 +274,7 @@ def _put(op: Op, values: torch.Tensor, window: torch.Tensor) -> None:
     torch.as_strided(window, op.shape, op.target.strides, op.target.offset).copy_(values)
 
 
-def _held(slot: Slot) -> Held:
+def _held(slot: Slot) -> BufferPart:
     return slot.buffer, slot.cut, slot.part
 
 

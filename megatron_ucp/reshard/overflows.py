@@ -13,7 +13,7 @@ from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import LOSSLESS, Cast, Copy, Op, Plan, Side
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import InexactError, some_of
-from megatron_ucp.formats.base import Source
+from megatron_ucp.formats.base import Readable
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
 
@@ -95,13 +95,13 @@ def may_overflow(source: Manifest, target: Manifest) -> bool:
     )
 
 
-def lost_in(engine: Engine, source: Source, plan: Plan) -> dict[tuple[str, str], int]:
+def lost_in(engine: Engine, source: Readable, plan: Plan) -> dict[tuple[str, str], int]:
     """What this rank's memory, which was filled, lost of the checkpoint's values, and what weights
     will lose of the masters. Raises DamagedFileError where the source can't be read again."""
     return {**_in_masters(engine, plan), **_in_casts(engine, source, plan)}
 
 
-def _in_casts(engine: Engine, source: Source, plan: Plan) -> dict[tuple[str, str], int]:
+def _in_casts(engine: Engine, source: Readable, plan: Plan) -> dict[tuple[str, str], int]:
     """Of what was rounded as it was read."""
     out: dict[tuple[str, str], int] = {}
     for op in plan.ops:
@@ -119,7 +119,7 @@ def _in_casts(engine: Engine, source: Source, plan: Plan) -> dict[tuple[str, str
     return out
 
 
-def _read_again(source: Source, op: Copy) -> torch.Tensor:
+def _read_again(source: Readable, op: Copy) -> torch.Tensor:
     """The values of a copy as they are saved, in its shape."""
     dtype = TORCH_DTYPES[source.where(op.source.slot).dtype]
     flat = torch.empty(math.prod(op.shape), dtype=dtype)

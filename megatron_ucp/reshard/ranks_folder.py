@@ -21,7 +21,7 @@ from megatron_ucp.reshard.folder_sink import (
     write_around,
 )
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
-from megatron_ucp.reshard.transfer import Readers, Run, Source
+from megatron_ucp.reshard.transfer import Readers, Source, TransferRun
 
 _BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
 
@@ -61,7 +61,7 @@ class RanksFolderSink(FolderSink):
         self._files.clear()
         super().__exit__()
 
-    def move(self, source: Source, readers: Readers, run: Run) -> None:
+    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
         """Every rank writes what it has itself; what others have comes in rounds."""
         if not isinstance(source, Memories):
             raise TypeError(f"ranks write what is in memory, not {type(source).__name__}")

@@ -48,7 +48,7 @@ from megatron_ucp.reshard.match import (
 )
 from megatron_ucp.reshard.own_values import values_for
 from megatron_ucp.reshard.report import Report
-from megatron_ucp.reshard.transfer import Part, Run, transfer
+from megatron_ucp.reshard.transfer import SinkPart, TransferRun, transfer
 
 
 def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Report:
@@ -67,7 +67,7 @@ def resume(engine: Engine, path: str | Path, tag: str | None, how: How) -> Repor
             sink = _prepared(engine, source, how)
         values = SharedFiles(source, str(source.folder), how.checksums)
         with say.progress("load") as advance:
-            transfer(values, sink, run=Run(progress=advance))
+            transfer(values, sink, run=TransferRun(progress=advance))
     steps = source.extras.counters.get("global_steps", 0)
     said = source.recorded.run if source.recorded is not None else {}
     return Report(
@@ -108,15 +108,23 @@ def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
     own, apart = values_for(source, bare, how.apart, how.per_rank, how.allow)
     how = replace(how, optimizer=optimizer, own=own)
     extras = _extras(engine, source, how)
-    stepped = [number for number, _, _ in engine.parts() if bare.buffers[number].stepped]
-    filled = Filled(
-        {number: states[number] for number in stepped},
-        {number: _scalars(bare.buffers[number], source.manifest) for number in stepped},
-        groups,
-    )
+    filled = _filled(engine, source.manifest, states, groups)
     parts = _parts(engine, target, fit, how.allow)
     notes = [*source.notes, *_described(fit, source.manifest), *settings, *apart, *extras.notes]
     return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
+
+
+def _filled(
+    engine: Engine,
+    source: Manifest,
+    states: list[tuple[str, ...]],
+    groups: list[Mapping[str, Any]],
+) -> Filled:
+    """What this rank's buffers get besides elements."""
+    buffers = engine.manifest.buffers
+    own = [number for number, _, _ in engine.parts() if buffers[number].stepped]
+    scalars = {number: _scalars(buffers[number], source) for number in own}
+    return Filled({number: states[number] for number in own}, scalars, groups)
 
 
 def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:
@@ -241,16 +249,18 @@ def _first_of(target: Manifest, buffer: int) -> str:
     return members[0].param if members else ""
 
 
-def _parts(engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]) -> tuple[Part, ...]:
+def _parts(
+    engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
+) -> tuple[SinkPart, ...]:
     """What this rank fills. What is frozen from here on is rounded to its training copy, as the run
     did, and so are the weights of an engine without an optimizer; nothing else without `allow`."""
     allow = allow if engine.has_optimizer else allow | {"narrow"}
     wants = _wants(engine, target, fit)
     frozen = [want for want in wants if _first_of(target, want[0].buffer) in fit.frozen]
     others = [want for want in wants if want not in frozen]
-    parts = [Part(target, tuple(others), allow, as_trained=True)]
+    parts = [SinkPart(target, tuple(others), allow, as_trained=True)]
     if frozen:
-        parts.append(Part(target, tuple(frozen), allow | {"narrow"}, as_trained=True))
+        parts.append(SinkPart(target, tuple(frozen), allow | {"narrow"}, as_trained=True))
     return tuple(parts)
 
 

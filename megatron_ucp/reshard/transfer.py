@@ -8,7 +8,7 @@ checksums; nothing counts before all ranks are done, and after a failure of any 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,11 +25,9 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.overflows import Lost, Overflows, is_finite, is_looked_at, refuse_lost
 
-TensorOf = Callable[[Slot], torch.Tensor]
-
 
 @dataclass(frozen=True)
-class Part:
+class SinkPart:
     """A manifest that is filled, and the slots of it that are wanted, each with the state of the
     source that it gets. `allow` is what may happen to these beside what is allowed for all.
     `as_trained`: weights that are the masters in the dtype of the training, as the run itself
@@ -49,12 +47,12 @@ class Proved:
     happen to it."""
 
     number: int
-    part: Part
+    part: SinkPart
     plan: Plan
     allow: frozenset[str]
 
 
-class Windows(Protocol):
+class WindowReader(Protocol):
     """Reads what one proved part wants, window by window."""
 
     def fill(self, slot: Slot, low: int, memory: torch.Tensor) -> None:
@@ -91,7 +89,7 @@ class Source(Protocol):
         """Looks every slot up that a plan reads. Raises a UcpError before a byte moves."""
         ...
 
-    def windows(self, one: Proved) -> Windows:
+    def windows(self, one: Proved) -> WindowReader:
         """What reads a part."""
         ...
 
@@ -106,11 +104,11 @@ class Sink(AbstractContextManager[Any], Protocol):
     behind that counts. `verb` says what for, in messages: to train, to export. `thorough`: every
     record that was read is compared with its checksum, whatever has to be read for that."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SinkPart, ...]
     verb: str
     thorough: bool
 
-    def move(self, source: Source, readers: "Readers", run: "Run") -> None:
+    def move(self, source: Source, readers: "Readers", run: "TransferRun") -> None:
         """Moves everything: the inner loop that fits. See `in_threads`, `in_one_order`."""
         ...
 
@@ -130,7 +128,7 @@ class Sink(AbstractContextManager[Any], Protocol):
 
 
 @dataclass
-class Run:
+class TransferRun:
     """How far a transfer is. Several threads use one. After a failure of one of them, and after
     Ctrl-C, it is `stopped`, and the others raise at their next window."""
 
@@ -158,7 +156,7 @@ class Readers:
         self._parts = [one.part for one in proved]
 
     @cached_property
-    def _of(self) -> list[Windows]:
+    def _of(self) -> list[WindowReader]:
         return [self.source.windows(one) for one in self.proved]
 
     @cached_property
@@ -217,7 +215,7 @@ def _looked_at(source: Source, one: Proved) -> frozenset[Slot]:
 
 
 def proved(
-    source: Source, part: Part, allow: frozenset[str] = frozenset(), number: int = 0
+    source: Source, part: SinkPart, allow: frozenset[str] = frozenset(), number: int = 0
 ) -> Proved:
     """Plans all of a part, proves the plan and looks every source up. Raises a UcpError."""
     held, allow = source.manifest_of(number), allow | part.allow
@@ -233,16 +231,16 @@ def transfer(
     sink: Sink,
     allow: frozenset[str] = frozenset(),
     *,
-    run: Run | None = None,
+    run: TransferRun | None = None,
     alone: bool = False,
-) -> Run:
+) -> TransferRun:
     """Moves all that a sink wants from a source. Collective, unless this process is `alone`.
 
     Raises a UcpError on every rank. What lay there before is then as it was; of a live engine that
     was written into nothing may be used.
     """
     together = agree.alone if alone else agree.together
-    run = run or Run()
+    run = run or TransferRun()
     with ExitStack() as left:
         with together():
             parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]

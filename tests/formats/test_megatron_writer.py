@@ -61,6 +61,12 @@ def boxes(shape: tuple[int, ...], cuts: int) -> tuple[Box, ...]:
     )
 
 
+def put(path: Path, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
 def fill(folder: Path, plan: TorchDistPlan, chunk: PlannedChunk, pieces: int) -> None:
     """As several writers do: each writes a flat run of the chunk, one of them what is around."""
     start, stop = chunk.box
@@ -75,14 +81,10 @@ def fill(folder: Path, plan: TorchDistPlan, chunk: PlannedChunk, pieces: int) ->
     edges = [len(raw) * at // pieces for at in range(pieces + 1)]
     crc = 0
     for low, high in pairwise(edges):
-        with open(folder / chunk.file, "r+b") as file:
-            file.seek(chunk.data_offset + low)
-            file.write(raw[low:high])
+        put(folder / chunk.file, chunk.data_offset + low, raw[low:high])
         crc = crc32_combine(crc, crc32(raw[low:high]), high - low)
-    with open(folder / chunk.file, "r+b") as file:
-        for at, around in chunk.around({chunk.data_offset: crc}):
-            file.seek(at)
-            file.write(around)
+    for at, around in chunk.around({chunk.data_offset: crc}):
+        put(folder / chunk.file, at, around)
 
 
 def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> TorchDistPlan:
@@ -98,9 +100,7 @@ def write(folder: Path, alike: bool, cuts: int, files: int, pieces: int) -> Torc
         with open(folder / name, "wb") as file:
             file.truncate(size)
     for name, at, data in plan.objects.values():
-        with open(folder / name, "r+b") as file:
-            file.seek(at)
-            file.write(data)
+        put(folder / name, at, data)
     for chunk in plan.chunks:
         fill(folder, plan, chunk, pieces)
     finish_files(folder, plan, Output("common.pt", {"iteration": 1}))

@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ucp as ucp
 from megatron_ucp import say
-from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.file_source import FileSource
-from megatron_ucp.reshard.memories import MESSAGE_BYTES, Held, Memories, Window
+from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window
 from megatron_ucp.reshard.overflows import Lost
 from megatron_ucp.reshard.target import Wanted, target_manifest
-from megatron_ucp.reshard.transfer import Part, Readers, Run, Source, proved, transfer
+from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun, proved, transfer
 from tests.reshard import paper, twins
 from tests.reshard.test_export_edges import with_values
 
@@ -203,7 +203,7 @@ class Toy:
                 held[slot] = torch.full((elems,), float("nan"), dtype=getattr(torch, dtype))
         return cls(manifest, held)
 
-    def parts(self) -> list[Held]:
+    def parts(self) -> list[BufferPart]:
         return self.manifest.parts_of(agree.world()[0])
 
     def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
@@ -219,7 +219,7 @@ class ToySink:
         self.toy = toy
         self.slots = agree.gather([*toy.held])
         wants = dict.fromkeys((slot, slot.state) for slots in self.slots for slot in slots)
-        self.parts = (Part(toy.manifest, tuple(wants), frozenset({"narrow"})),)
+        self.parts = (SinkPart(toy.manifest, tuple(wants), frozenset({"narrow"})),)
 
     def __enter__(self) -> "ToySink":
         self.toy.entered = True
@@ -228,7 +228,7 @@ class ToySink:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def move(self, source: Source, readers: Readers, run: Run) -> None:
+    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
         assert isinstance(source, Memories)
         readers.prepare()
         queues = [[*self._windows(slots)] for slots in self.slots]
@@ -289,7 +289,7 @@ def filled(checkpoint: Any, toy: Toy) -> Toy:
     """A toy with the values of a checkpoint, read by the way of files."""
     source = FileSource(checkpoint)
     wants = tuple((slot, slot.state) for slot in toy.held)
-    windows = source.windows(proved(source, Part(toy.manifest, wants, frozenset({"narrow"}))))
+    windows = source.windows(proved(source, SinkPart(toy.manifest, wants, frozenset({"narrow"}))))
     for slot, memory in toy.held.items():
         windows.fill(slot, 0, memory)
     return toy

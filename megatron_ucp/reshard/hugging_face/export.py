@@ -18,8 +18,7 @@ from megatron_ucp.core.dtypes import dtype_name
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import SaveError, UsageError
 from megatron_ucp.families.arguments import unknown_padding
-from megatron_ucp.formats.base import Checkpoint, Told
-from megatron_ucp.formats.base import Source as Held
+from megatron_ucp.formats.base import Checkpoint, Readable, Told
 from megatron_ucp.formats.hugging_face.checkpoint import CONFIG_FILE, read_json
 from megatron_ucp.formats.hugging_face.shards import parse_size
 from megatron_ucp.formats.registry import open_checkpoint
@@ -47,7 +46,7 @@ from megatron_ucp.reshard.hugging_face.model_folder import (
 )
 from megatron_ucp.reshard.hugging_face.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.transfer import Run, Source, proved, transfer
+from megatron_ucp.reshard.transfer import Source, TransferRun, proved, transfer
 
 _ALLOWED = frozenset({"mean", "stale", "weights"})
 _OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
@@ -155,7 +154,7 @@ def _of_files(
         _check_source(source, folder, asked.allow)
         mesh = str(source.manifest.written_on)
         prepared = _prepared(source, asked, opened)
-        values, run = _values(prepared), Run(progress=progress)
+        values, run = _values(prepared), TransferRun(progress=progress)
         tiles = THREADS if prepared.merged is None else 0
         written = _Written(prepared, folder, values, asked)
         output = prepared.out.output(
@@ -173,7 +172,7 @@ class _Prepared:
     `readable` are the source's masters, or the weights that the model computed with."""
 
     source: Checkpoint
-    readable: Held
+    readable: Readable
     out: Outgoing
     beside: Beside
     notes: Sequence[str]
@@ -252,7 +251,7 @@ def _notes(source: Checkpoint, alone: bool) -> list[str]:
     return [*source.notes, *replica_notes(source.manifest), *padding]
 
 
-def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Held:
+def _readable(source: Checkpoint, out: Outgoing, allow: Collection[str]) -> Readable:
     """What an export reads: the masters, or where these would be rounded to the dtype of training
     the weights that the model computed with, which were rounded so already."""
     trained = [one for one in out.tensors if one.state == MASTER and one.is_rounded]

@@ -10,10 +10,12 @@ from megatron_ucp.reshard.hugging_face.model_folder import Beside, Outgoing, pub
 from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.memories import Memories
 from megatron_ucp.reshard.ranks_folder import RanksFolderSink
-from megatron_ucp.reshard.transfer import Run, transfer
+from megatron_ucp.reshard.transfer import TransferRun, transfer
 
 
-def export_live(engine: Engine, out: Outgoing, folder: Path, beside: Beside, run: Run) -> Exported:
+def export_live(
+    engine: Engine, out: Outgoing, folder: Path, beside: Beside, run: TransferRun
+) -> Exported:
     """Writes the folder, whole or not at all. Collective; every rank sees the same disk. Raises a
     UcpError on every rank."""
     started, manifest = time.perf_counter(), engine.manifest

@@ -30,10 +30,9 @@ from megatron_ucp.reshard.arguments import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.convert import Converted
-from megatron_ucp.reshard.file_source import FileSource
+from megatron_ucp.reshard.convert import Converted, moved_into
 from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.folder_sink import FolderSink, require_outside, require_plain
+from megatron_ucp.reshard.folder_sink import require_outside, require_plain
 from megatron_ucp.reshard.hugging_face.twin import read_twin
 from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.outputs.deepspeed import NARROW, native_output
@@ -42,7 +41,6 @@ from megatron_ucp.reshard.pointing import point_at
 from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest
-from megatron_ucp.reshard.transfer import Run, transfer
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 
@@ -98,16 +96,15 @@ def import_hf(
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
         _check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
-        manifest, settings = target_manifest(wanted), _settings(wanted.target, config)
-        output = native_output(source, manifest, settings, wanted, folder)
-        values, run = FileSource(source, str(source.folder)), Run(progress=progress)
-        transfer(values, FolderSink(folder, output), frozenset(allow), run=run, alone=True)
+        settings = _settings(wanted.target, config)
+        output = native_output(source, target_manifest(wanted), settings, wanted, folder)
+        moved = moved_into(folder, output, source, allow, progress)
         notes = (*source.notes, *replica_notes(source.manifest), *staged)
         proved = checked(source)
     pointer, notes = point_at(folder, NATIVE, latest, 0), (*notes, *_notes(sizes, padded_vocab))
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
-    moved = len(output.files), values.read_bytes, run.done, time.perf_counter() - started
-    return Converted(str(folder), *meshes, *moved, pointer, notes, proved)
+    seconds = time.perf_counter() - started
+    return Converted(str(folder), *meshes, *moved, seconds, pointer, notes, proved)
 
 
 def _check_source(source: HuggingFaceCheckpoint, folder: Path, allow: Collection[str]) -> None:

@@ -39,7 +39,7 @@ from megatron_ucp.reshard.hugging_face.adapter import (
     scale_of,
     tensor_of,
 )
-from megatron_ucp.reshard.transfer import Part, Proved, proved
+from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
 
 # Models whose matrices lie transposed (Conv1D) but for their head: peft says which way a layer's
 # lie for the last one alone.
@@ -296,7 +296,7 @@ class _Tensors:
         wants = tuple(
             (Slot(number, (), 0, VALUE), state) for number, (state, _) in enumerate(states)
         )
-        part = Part(weights_manifest(self._specs, rows), wants)
+        part = SinkPart(weights_manifest(self._specs, rows), wants)
         self._windows = self.source.windows(proved(self.source, part, frozenset()))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from megatron_ucp.reshard.file_source import WIDE_WINDOW_BYTES
 from megatron_ucp.reshard.folder_sink import FolderOutput, require_free
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.twin import Twin
-from megatron_ucp.reshard.transfer import Part, Source
+from megatron_ucp.reshard.transfer import SinkPart, Source
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.
@@ -200,10 +200,10 @@ class _Slots:
         self._names.append(one.name)
         return FilePiece(0, slot, elems, one.dtype, one.place)
 
-    def part(self) -> Part:
+    def part(self) -> SinkPart:
         """What the pieces are read into."""
         target = weights_manifest(self._twin.specs, self._rows)
-        return Part(target, tuple(self._wants), _NARROW, names=tuple(self._names))
+        return SinkPart(target, tuple(self._wants), _NARROW, names=tuple(self._names))
 
 
 def training_dtype(manifest: Manifest) -> str:

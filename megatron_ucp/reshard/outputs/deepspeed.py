@@ -34,7 +34,7 @@ from megatron_ucp.reshard.outputs.signature import name_folder, signed
 from megatron_ucp.reshard.source_settings import Origin
 from megatron_ucp.reshard.stage_division import no_layers, with_stages
 from megatron_ucp.reshard.target import Wanted, target_manifest, universal_manifest
-from megatron_ucp.reshard.transfer import Part
+from megatron_ucp.reshard.transfer import SinkPart
 
 NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 _STATES, _WEIGHTS = 0, 1  # the parts of an output
@@ -146,37 +146,41 @@ def _output(
 ) -> FolderOutput:
     """The states, which the manifest describes, and the weights of training, which follow from the
     masters."""
-    slots = _slots(outputs, Slot)
-    copies = _slots(outputs, Weight)
+    slots, copies = _slots(outputs, Slot), _slots(outputs, Weight)
     numbers = {name: at for at, name in enumerate(dict.fromkeys(one.param for one in copies))}
-    weights = [Slot(numbers[one.param], one.cut, 0, MASTER) for one in copies]
+    weights = {one: Slot(numbers[one.param], one.cut, 0, MASTER) for one in copies}
     master = state_in(source.manifest, MASTER)
+    wants = tuple((slot, state_in(source.manifest, slot.state)) for slot in slots)
+    wanted_weights = tuple((slot, master) for slot in weights.values())
     parts = (
-        Part(manifest, tuple((slot, state_in(source.manifest, slot.state)) for slot in slots)),
-        Part(
-            _training_copies(manifest, numbers),
-            tuple((slot, master) for slot in weights),
-            NARROW,
-            as_trained=True,
-        ),
+        SinkPart(manifest, wants),
+        SinkPart(_training_copies(manifest, numbers), wanted_weights, NARROW, as_trained=True),
     )
-    slot_of = {
-        **{slot: (_STATES, slot) for slot in slots},
-        **{copy: (_WEIGHTS, slot) for copy, slot in zip(copies, weights, strict=True)},
-    }
+    slot_of: dict[Any, tuple[int, Slot]] = {slot: (_STATES, slot) for slot in slots}
+    slot_of |= {copy: (_WEIGHTS, slot) for copy, slot in weights.items()}
     files = tuple(_layout(output, slot_of, source) for output in outputs)
-    names = [*(file.name for file in files), *map(file_name, range(len(apart.ranks)))]
+    names = [file.name for file in files]
+    publish = partial(_publish, folder, manifest, source, names, apart)
+    return FolderOutput(parts, files, partial(_close, apart=apart), publish)
 
-    def close(aside: Path) -> None:
-        for number, own in enumerate(apart.ranks):
-            (aside / file_name(number)).write_text(text_of(own), encoding="utf-8")
 
-    def publish(aside: Path) -> None:
-        entries = tuple(durable.entry_of(aside / name, name) for name in names)
-        said = {PER_RANK: apart.what.as_value() if apart.what else {}}
-        name_folder(folder, signed(manifest, source, entries, said), aside)
+def _close(aside: Path, apart: Apart) -> None:
+    for number, own in enumerate(apart.ranks):
+        (aside / file_name(number)).write_text(text_of(own), encoding="utf-8")
 
-    return FolderOutput(parts, files, close, publish)
+
+def _publish(
+    folder: Path,
+    manifest: Manifest,
+    source: Checkpoint,
+    names: Sequence[str],
+    apart: Apart,
+    aside: Path,
+) -> None:
+    listed = [*names, *map(file_name, range(len(apart.ranks)))]
+    entries = tuple(durable.entry_of(aside / name, name) for name in listed)
+    said = {PER_RANK: apart.what.as_value() if apart.what else {}}
+    name_folder(folder, signed(manifest, source, entries, said), aside)
 
 
 def _slots(outputs: Sequence[Output], kind: Any) -> list[Any]:

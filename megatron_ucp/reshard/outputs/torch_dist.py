@@ -38,7 +38,7 @@ from megatron_ucp.reshard.outputs.deepspeed import NARROW, refuse_muon
 from megatron_ucp.reshard.outputs.signature import name_folder, signed
 from megatron_ucp.reshard.source_settings import Origin
 from megatron_ucp.reshard.target import Wanted
-from megatron_ucp.reshard.transfer import Part
+from megatron_ucp.reshard.transfer import SinkPart
 
 _FILES = 8  # not as many as there are cores: every machine writes the same folder
 _STATES, _WEIGHTS = 0, 1  # the parts of an output
@@ -50,39 +50,53 @@ def torch_dist(
     """Everything about the folder but its tensors, for the target's mesh: with expert parallelism
     Megatron keeps the groups of experts apart. Raises UnsupportedError, StateMismatchError, and as
     `check_experts`."""
-    source, mesh = origin.source, wanted.target.mesh
     refuse_muon(wanted, "folder for Megatron")
-    check_experts(wanted.source, mesh, wanted.file)
-    match_ties(source.manifest, wanted.file)
-    _check_states(source.manifest, wanted.file)
-    _refuse_classes(source.manifest, wanted.file)
-    params = {name: _chunked(spec) for name, spec in wanted.params.items()}
-    states, weights = _states(params, wanted.source), _weights(params)
-    extras = source.extras
-    said = extras.client_state.get(ARGUMENTS_KEY)
-    apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
-    plan = plan_torch_dist(wanted.params, list(_wishes(params, states)), _FILES, apart=apart)
-    common = CommonFile(states, extras, mesh, wanted.file)
-    beside = common.output()
-    origin.notes += [*common.notes, *_left_out(extras)]
-    numbers = [_numbers(manifest) for manifest in (states, weights)]
+    check_experts(wanted.source, wanted.target.mesh, wanted.file)
+    held = origin.source.manifest
+    match_ties(held, wanted.file)
+    _check_states(held, wanted.file)
+    _refuse_classes(held, wanted.file)
+    found = _TorchDist(origin, wanted)
+    origin.notes += [*found.common.notes, *_left_out(origin.extras)]
+    return found.output(folder)
 
-    def slot_of(chunk: PlannedChunk) -> tuple[int, Slot]:
+
+class _TorchDist:
+    """A folder for Megatron: its states and its weights, where they lie, and `common.pt`."""
+
+    def __init__(self, origin: Origin, wanted: Wanted) -> None:
+        self.source, self.mesh, extras = origin.source, wanted.target.mesh, origin.extras
+        params = {name: _chunked(spec) for name, spec in wanted.params.items()}
+        self.states, self.weights = _states(params, wanted.source), _weights(params)
+        self._numbers = [_numbers(manifest) for manifest in (self.states, self.weights)]
+        said = extras.client_state.get(ARGUMENTS_KEY)
+        apart = isinstance(said, Mapping) and isinstance(said.get("moe_layer_freq"), list | tuple)
+        wishes = list(_wishes(params, self.states))
+        self.plan = plan_torch_dist(wanted.params, wishes, _FILES, apart=apart)
+        self.common = CommonFile(self.states, extras, self.mesh, wanted.file)
+        self._beside = self.common.output()
+
+    def output(self, folder: Path) -> FolderOutput:
+        """The folder on paper."""
+        weights = SinkPart(self.weights, _wants(self.weights), NARROW, as_trained=True)
+        parts = SinkPart(self.states, _wants(self.states)), weights
+        files = tuple(self.plan.layouts(self._slot_of))
+        close = partial(finish_files, plan=self.plan, common=self._beside)
+        return FolderOutput(parts, files, close, partial(self._publish, folder))
+
+    def _slot_of(self, chunk: PlannedChunk) -> tuple[int, Slot]:
         wish = chunk.wish
         part = _WEIGHTS if wish.state == WEIGHT else _STATES
-        number, state = numbers[part][wish.param]
+        number, state = self._numbers[part][wish.param]
         return part, Slot(number, (), 0, state if part == _WEIGHTS else wish.state)
 
-    def publish(aside: Path) -> None:
-        manifest = _recorded(states, weights)
-        arguments = plain_arguments(beside.tree.get("args"))
-        on = {SAVED_ON: str(mesh_of(arguments) if arguments else mesh)}
-        name_folder(folder, signed(manifest, source, tuple(entries_of(aside)), on), aside)
-
-    parts = Part(states, _wants(states)), Part(weights, _wants(weights), NARROW, as_trained=True)
-    files = tuple(plan.layouts(slot_of))
-    close = partial(finish_files, plan=plan, common=beside)
-    return FolderOutput(parts, files, close, publish)
+    def _publish(self, folder: Path, aside: Path) -> None:
+        """Where an element lies is said by the files' own index; the manifest says the rest."""
+        values = [one for one in self.weights.buffers if one.states[0][0] == VALUE]
+        manifest = replace(self.states, buffers=(*self.states.buffers, *values))
+        arguments = plain_arguments(self._beside.tree.get("args"))
+        on = {SAVED_ON: str(mesh_of(arguments) if arguments else self.mesh)}
+        name_folder(folder, signed(manifest, self.source, tuple(entries_of(aside)), on), aside)
 
 
 def _wants(target: Manifest) -> tuple[Want, ...]:
@@ -101,13 +115,6 @@ def _numbers(target: Manifest) -> dict[str, tuple[int, str]]:
         buffer.members[0].param: (number, buffer.states[0][0])
         for number, buffer in enumerate(target.buffers)
     }
-
-
-def _recorded(states: Manifest, weights: Manifest) -> Manifest:
-    """What lies beside the files as a manifest, without what identifies them. Where an element lies
-    is said by the files' own index."""
-    values = [one for one in weights.buffers if one.states[0][0] == VALUE]
-    return replace(states, buffers=(*states.buffers, *values))
 
 
 def _left_out(extras: Extras) -> list[str]:

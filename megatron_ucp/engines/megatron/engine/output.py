@@ -13,13 +13,13 @@ import torch
 from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import BufferPart, Manifest, ParamSpec
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.engines.live_tensors import flat_view
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron
-from megatron_ucp.engines.megatron.engine.runs import BufferPart, OwnedBox, runs_of
+from megatron_ucp.engines.megatron.engine.runs import OwnedBox, runs_of
 from megatron_ucp.formats.file_layout import FileLayout
 from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.writer import (
@@ -29,7 +29,7 @@ from megatron_ucp.formats.megatron.writer import (
     Wish,
     plan_torch_dist,
 )
-from megatron_ucp.reshard.transfer import Part
+from megatron_ucp.reshard.transfer import SinkPart
 
 _STATES, _WEIGHTS = 0, 1  # the parts of an output
 
@@ -111,7 +111,7 @@ class StackOutput:
         number, cut, part = run.place
         return self.states.mesh.rank_of((*self.states.buffers[number].at, *cut), part)
 
-    def _part(self, part: int) -> Part:
+    def _part(self, part: int) -> SinkPart:
         """Each box in a buffer of its own."""
         specs: list[ParamSpec] = []
         buffers: list[FlatBuffer] = []
@@ -130,7 +130,7 @@ class StackOutput:
             slots = (Slot(number, (), 0, state) for number in numbers for state, _ in held)
             wants += [(slot, slot.state) for slot in slots]
         target = Manifest(Keeper.PAPER, Mesh(), tuple(specs), tuple(buffers))
-        return Part(target, tuple(wants))
+        return SinkPart(target, tuple(wants))
 
     def _slot(self, chunk: PlannedChunk) -> tuple[int, Slot]:
         """What a chunk is read into: the part, and its slot."""

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes
 from megatron_ucp.core.layout import Piece
-from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.errors import PlanError
-
-BufferPart = tuple[int, Coords, int]  # buffer, place along the axes that cut it, partition
 
 
 @dataclass(frozen=True, slots=True)

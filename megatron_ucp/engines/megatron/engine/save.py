@@ -8,7 +8,7 @@ of them are on disk.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,13 @@ from megatron_ucp.formats.megatron.writer import (
     entries_of,
     finish_files,
 )
-from megatron_ucp.formats.of_ranks import PER_RANK
+from megatron_ucp.formats.of_ranks import PER_RANK, PerRank
 from megatron_ucp.formats.pointers import MEGATRON_LATEST, iteration_name
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.memories import Memories
-from megatron_ucp.reshard.transfer import Run, transfer
+from megatron_ucp.reshard.transfer import TransferRun, transfer
 
 _WINDOW_BYTES = 8 << 20
 _BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the next one is summed
@@ -137,29 +137,45 @@ def _save(
         block.value = where_to(folder, tag), how.asked()
     require_one_save(block.values)
     apart = job.own.differing(agree.collect(job.own.digest))
-    written_bytes = [0]
-
-    def each(aside: Path, rank: int) -> list[Path]:
-        beside = [random_states.write(aside, rank)] if how.rng else []
-        return beside + ([job.own.write(aside, rank, apart)] if apart else [])
-
-    def publish_tag(aside: Path) -> None:
-        said = {TAG: tag, RUN: run_of(job.stack).id}
-        said |= {PER_RANK: apart.as_value()} if apart else {}
-        whole = _recorded(job.manifest, entries_of(aside), how.loader, said)
-        job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, sync)
-        job.notes += prune(folder, how.keep_latest, job.stack)
-        written_bytes[0] = whole.size_bytes
-
+    written = _Tag(job, folder, tag, how, sync, apart)
     close = partial(job.close, arguments=arguments)
     files, parts = job.output.files(), job.output.parts
-    output = FolderOutput(parts, files, close, publish_tag, "save", each)
+    output = FolderOutput(parts, files, close, written.publish, "save", written.each)
     with agree.together():
         sink = SaveSink(folder, tag, output, sync)
     source = Memories(str(folder / tag), job.states, SavedWeights(job.states))
     with say.progress("save") as advance:
-        transfer(source, sink, run=Run(progress=advance))
-    return agree.gather((job.notes, written_bytes[0]))[0]
+        transfer(source, sink, run=TransferRun(progress=advance))
+    return agree.gather((job.notes, written.size_bytes))[0]
+
+
+@dataclass
+class _Tag:
+    """What a save adds to its tensors: `apart` is what differs from rank to rank. `size_bytes` are
+    those of all files, once they have their names."""
+
+    job: "_Job"
+    folder: Path
+    tag: str
+    how: Saving
+    sync: Syncs
+    apart: PerRank
+    size_bytes: int = 0
+
+    def each(self, aside: Path, rank: int) -> list[Path]:
+        """Writes what a rank has for itself."""
+        beside = [random_states.write(aside, rank)] if self.how.rng else []
+        return beside + ([self.job.own.write(aside, rank, self.apart)] if self.apart else [])
+
+    def publish(self, aside: Path) -> None:
+        """The manifest, the name, the pointers; then older tags go."""
+        job, folder = self.job, self.folder
+        said = {TAG: self.tag, RUN: run_of(job.stack).id}
+        said |= {PER_RANK: self.apart.as_value()} if self.apart else {}
+        whole = _recorded(job.manifest, entries_of(aside), self.how.loader, said)
+        job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
+        job.notes += prune(folder, self.how.keep_latest, job.stack)
+        self.size_bytes = whole.size_bytes
 
 
 def _refuse_other(stack: Any) -> None:
