@@ -275,7 +275,8 @@ def written(folder: Path, sizes: str, family: str = "gpt") -> Path:
     from megatron_ucp.formats.loss_scale import LossScale
     from megatron_ucp.formats.pt.writer import write_pt
     from megatron_ucp.reshard.preview import paper_manifest, paper_sizes
-    from megatron_ucp.reshard.target import Wanted, target_manifest
+    from megatron_ucp.reshard.target import target_manifest
+    from megatron_ucp.reshard.wanted import Wanted
 
     target = Target(Mesh(dp=2, zero=1), "bfloat16").completed({})
     known = paper_sizes(family, sizes)

@@ -5,6 +5,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,29 @@ def faults(root: Path) -> list[str]:
 def test_layers_and_style() -> None:
     assert len(list((ROOT / PACKAGE).rglob("*.py"))) > 5, "the package was not found"
     assert not faults(ROOT), "\n" + "\n".join(faults(ROOT))
+
+
+def needed(tree: ast.AST) -> Iterator[str]:
+    """What a module imports outside of functions, for types too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (
+                name for a in node.names for name in (node.module, f"{node.module}.{a.name}")
+            )
+        elif not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield from needed(node)
+
+
+def test_no_module_needs_itself_back() -> None:
+    """At run time and for types alike."""
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+    graph = {
+        name: {*needed(ast.parse(file.read_text()))} & {*names} for name, file in names.items()
+    }
+    with pytest.raises(CycleError):
+        TopologicalSorter({**graph, f"{PACKAGE}.errors": {f"{PACKAGE}.core.plan"}}).prepare()
+    TopologicalSorter(graph).prepare()
 
 
 def test_no_name_has_two_meanings() -> None:

@@ -51,7 +51,7 @@ def export(
         dtype = None if dtype is None else dtype_name(dtype)
         manifest = live.manifest
         if model is not None:
-            manifest = replace(manifest, run={RECORDED: recorded(model, module)})
+            manifest = replace(manifest, run={RECORDED: recorded(model.sizes, module)})
         chosen = dtype or training_dtype(manifest)
         found = None if config is None else config_for(manifest, config, None)
         given = _config(module, model) if found is None else found.tree

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from megatron_ucp.core.manifest import RECORDED
-from megatron_ucp.families.base import Model, Sizes
+from megatron_ucp.families.sizes import Sizes
 
 _LONG = 8192.0  # positions that megatron-core's scaled rotary base was trained with
 
@@ -98,11 +98,11 @@ class Architecture:
     odd: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def recorded(model: Model, module: Any) -> dict[str, Any]:
+def recorded(sizes: Sizes, module: Any) -> dict[str, Any]:
     """What a manifest says of a live model of a family: its sizes, and its architecture where the
     module shows it."""
     found = architecture_of(module)
-    said: dict[str, Any] = {"sizes": asdict(model.sizes)}
+    said: dict[str, Any] = {"sizes": asdict(sizes)}
     return said if found is None else {**said, "architecture": asdict(found)}
 
 

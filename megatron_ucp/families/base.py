@@ -5,46 +5,15 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Extent, Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.manifest import ParamSpec
 from megatron_ucp.errors import LayoutError, RuleError, UsageError
-
-if TYPE_CHECKING:
-    from megatron_ucp.families.hugging_face import HuggingFace
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model. `vocab` is the padded vocabulary, `true_vocab` the tokenizer's; `ffn`
-    the width of one half of a gated MLP; `groups` the key-value groups; `positions` is 0 where none
-    are learned. `qkv_biases`: only queries, keys and values have biases; `qk_norms`: queries and
-    keys are normalised, head by head. A family with sizes of its own gives a subclass."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    true_vocab: int
-    positions: int = 0
-    tied: bool = False
-    gated: bool = False
-    biases: bool = True
-    norm_biases: bool = True
-    qkv_biases: bool = False
-    qk_norms: bool = False
-
-    @property
-    def qkv(self) -> int:
-        """Rows of linear_qkv: megatron-core interleaves (heads/groups queries, one key, one value)
-        per group."""
-        return (self.heads + 2 * self.groups) * self.head_dim
+from megatron_ucp.families.hugging_face import HuggingFace
+from megatron_ucp.families.sizes import Sizes as Sizes  # by this name for families of others
 
 
 @dataclass(frozen=True)
@@ -241,7 +210,7 @@ class Family:
     paper: Mapping[str, int] = field(default_factory=dict[str, int])
     sizes: type[Sizes] = Sizes
     measure: Callable[[Any], Sizes] | None = None
-    hugging_face: "HuggingFace | None" = None
+    hugging_face: HuggingFace | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.shares import Share
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.architecture import Architecture
-from megatron_ucp.families.base import Sizes
+from megatron_ucp.families.sizes import Sizes
 
 Config = Mapping[str, Any]
 TRANSPOSED = (1, 0)  # Conv1D of GPT-2 stores [in, out]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.layers import Layers
@@ -13,10 +13,8 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.rules import RuleSet
 from megatron_ucp.core.shares import Share
 from megatron_ucp.formats.loss_scale import LossScale
+from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 from megatron_ucp.formats.pt.values import TensorRef
-
-if TYPE_CHECKING:
-    from megatron_ucp.formats.of_ranks import OwnValues, PerRank
 
 # A rank's random generators by name (see `Checkpoint.random_states`).
 Generators = Mapping[str, bytes | Sequence[int] | Sequence[float]]
@@ -173,12 +171,12 @@ class Checkpoint(Readable, Protocol):
         in it says whose its states are, DamagedFileError."""
         ...
 
-    def differs(self, name: str) -> "PerRank":
+    def differs(self, name: str) -> PerRank:
         """What of a file's plain values and buffers differs from the first one's of its kind, as
         ranks keep them. Raises DamagedFileError."""
         ...
 
-    def of_rank(self, rank: int) -> "OwnValues":
+    def of_rank(self, rank: int) -> OwnValues:
         """What a rank has of all that `differs`. Raises DamagedFileError."""
         ...
 

@@ -5,17 +5,15 @@ values that all ranks share stand where they always do.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.manifest_json import check_extent
-from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.values import NOT_CODED, coded, decoded, shown
 from megatron_ucp.errors import DamagedFileError, StateMismatchError, some_of
-from megatron_ucp.formats.base import Checkpoint
 
 PER_RANK = "per_rank"  # of a manifest's run
 BUFFERS, CLIENT_STATE, SCHEDULER = "buffers", "client_state", "lr_scheduler"
@@ -86,18 +84,6 @@ class Apart:
     ranks: Sequence[OwnValues] = ()
 
 
-def ranks_of(checkpoint: Checkpoint) -> Mesh:
-    """The mesh whose ranks saved, which files without ranks do not say."""
-    return (checkpoint.recorded or checkpoint.manifest).mesh
-
-
-def apart_in(checkpoint: Checkpoint) -> Apart:
-    """All of it, of all ranks of a checkpoint. Raises DamagedFileError."""
-    what = differing(checkpoint, checkpoint.file_names)
-    count = ranks_of(checkpoint).world if what else 0
-    return Apart(what, [checkpoint.of_rank(rank).only(what) for rank in range(count)])
-
-
 def file_name(rank: int) -> str:
     return f"{FILES}{rank:05d}.json"
 
@@ -153,14 +139,6 @@ def recorded_of(folder: Path, rank: int, beside: Callable[[str], bytes | None]) 
             file=file,
             found=f"{type(error).__name__}: {str(error)[:200]}",
         ) from error
-
-
-def differing(checkpoint: Checkpoint, names: Iterable[str]) -> PerRank:
-    """What differs between some files of a checkpoint and the first ones of their kind."""
-    found = PerRank()
-    for name in names:
-        found |= checkpoint.differs(name)
-    return found
 
 
 def refuse_unless(allowed: bool, what: PerRank, file: str, here: str) -> str:

@@ -21,8 +21,9 @@ from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import alike, same, shown
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.megatron.schedule import one_spelling
-from megatron_ucp.formats.of_ranks import Apart, apart_in
+from megatron_ucp.formats.of_ranks import Apart
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.rank_differences import apart_in
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool

@@ -202,8 +202,7 @@ class Memories:
     ) -> torch.Tensor | None:
         """One round; this rank's window."""
         exact: torch.Tensor | None = None
-        waiting: list[Any] = []
-        sent: list[torch.Tensor] = []
+        messages: list[Any] = []
         taken: list[tuple[list[Op], torch.Tensor]] = []
         for taker, window in enumerate(asked):
             if window is None:
@@ -215,13 +214,13 @@ class Memories:
                 if giver == taker == self.rank:
                     taken.append((own, _packed(held, own, kept)))
                 elif giver == self.rank:
-                    sent.append(_packed(held, own, kept).to(self._device))
-                    waiting.append(dist.isend(sent[-1], taker))
+                    values = _packed(held, own, kept).to(self._device)
+                    messages.append(dist.P2POp(dist.isend, values, taker))
                 elif taker == self.rank:
                     memory = torch.empty(held.bytes_of(own), dtype=torch.uint8, device=self._device)
                     taken.append((own, memory))
-                    waiting.append(dist.irecv(memory, giver))
-        for one in waiting:
+                    messages.append(dist.P2POp(dist.irecv, memory, giver))
+        for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
         mine = asked[self.rank]
         with kept:

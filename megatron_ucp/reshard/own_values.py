@@ -8,7 +8,8 @@ from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Checkpoint
-from megatron_ucp.formats.of_ranks import SCHEDULER, OwnValues, PerRank, ranks_of, refuse_unless
+from megatron_ucp.formats.of_ranks import SCHEDULER, OwnValues, PerRank, refuse_unless
+from megatron_ucp.formats.rank_differences import ranks_of
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine
 from megatron_ucp.reshard.execute import tensor_of

@@ -29,7 +29,8 @@ from megatron_ucp.reshard.arguments import needed_target, parsed_config
 from megatron_ucp.reshard.outputs.table import refuse_unused
 from megatron_ucp.reshard.source_settings import Origin
 from megatron_ucp.reshard.stage_division import with_stages
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.wanted import Wanted
 
 # Of `execute`, which needs torch: what a rank needs besides its own states, and up to which size it
 # reads over gaps.

@@ -23,11 +23,9 @@ from megatron_ucp.errors import (
 )
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.doctor import refuse_lost_moments
-from megatron_ucp.formats.of_ranks import (
-    PerRank,
-    differing,
-)
+from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.optimizers import kept_by, require_equal
+from megatron_ucp.formats.rank_differences import differing
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras

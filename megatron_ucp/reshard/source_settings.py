@@ -19,13 +19,14 @@ from megatron_ucp.formats.deepspeed.model_file import training_dtype
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
 from megatron_ucp.formats.deepspeed.target import Target, config_for
 from megatron_ucp.formats.loss_scale import LossScale
-from megatron_ucp.formats.of_ranks import Apart, apart_in, ranks_of, refuse_unless
+from megatron_ucp.formats.of_ranks import Apart, refuse_unless
 from megatron_ucp.formats.optimizers import kept_by
 from megatron_ucp.formats.pt.known import KNOWN
 from megatron_ucp.formats.pt.pickler import check_stand
 from megatron_ucp.formats.pt.strangers import named_in
+from megatron_ucp.formats.rank_differences import apart_in, ranks_of
 from megatron_ucp.reshard.match import replica_notes, scheduler_for
-from megatron_ucp.reshard.target import Wanted
+from megatron_ucp.reshard.wanted import Wanted
 
 CLIP_GRAD = 1.0  # DeepSpeed's default
 VERSION = "0.19.8"  # whose files are written, where the source's don't say theirs

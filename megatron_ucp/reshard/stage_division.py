@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.partition import divide
-
-if TYPE_CHECKING:
-    from megatron_ucp.reshard.target import Wanted
+from megatron_ucp.reshard.wanted import Wanted
 
 
 def no_layers(file: str) -> UnsupportedError:
@@ -24,7 +21,7 @@ def no_layers(file: str) -> UnsupportedError:
     )
 
 
-def placed(wanted: "Wanted", local: Mapping[str, int]) -> list[frozenset[str]]:
+def placed(wanted: Wanted, local: Mapping[str, int]) -> list[frozenset[str]]:
     """The names that each stage of the target holds."""
     source, target, layers, file = wanted.source, wanted.target, wanted.layers, wanted.file
     if target.mesh.pp == 1:
@@ -49,7 +46,7 @@ def placed(wanted: "Wanted", local: Mapping[str, int]) -> list[frozenset[str]]:
     ]
 
 
-def with_stages(wanted: "Wanted") -> tuple["Wanted", list[str]]:
+def with_stages(wanted: Wanted) -> tuple[Wanted, list[str]]:
     """With how the layers are divided among the stages, where nobody said it: as in the source, if
     that has as many stages, else as many each of the most frequent kind, which a note says."""
     source, target, layers = wanted.source, wanted.target, wanted.layers

@@ -3,14 +3,13 @@ and engine."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import Spread, in_order, is_stacked, stored_tensors
 from megatron_ucp.core.flat import FlatBuffer, Member, States, alone
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Chunks, ShardRuns
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.mesh import Coords, Mesh, stage_of
@@ -24,7 +23,7 @@ from megatron_ucp.errors import (
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.formulas import round_robin
 from megatron_ucp.formats.deepspeed.muon import in_its_order, steps_matrices
-from megatron_ucp.formats.deepspeed.target import GroupOnRank, Target, with_states
+from megatron_ucp.formats.deepspeed.target import GroupOnRank, with_states
 from megatron_ucp.formats.optimizers import kept_by, refuse_step_in_group, require_equal
 from megatron_ucp.reshard.expert_meshes import (
     check_experts,
@@ -35,58 +34,21 @@ from megatron_ucp.reshard.expert_meshes import (
 )
 from megatron_ucp.reshard.match import check_not_lost, match_ties, one_value, source_states
 from megatron_ucp.reshard.stage_division import placed
+from megatron_ucp.reshard.wanted import NamedGroup, Wanted
 
 
-@dataclass(frozen=True)
-class NamedGroup:
-    """A parameter group as an optimizer without pipeline has it, and the names in its order."""
-
-    group: ParamGroup
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is converted, and what for. `file` is the source's, for messages; `declared` says
-    whether anybody declared how parameters are cut; `permuted` whether the source's groups are in
-    the order of `round_robin_gradients`; `layers` are those of the pipeline, where somebody knows
-    them."""
-
-    source: Manifest
-    target: Target
-    file: str
-    layers: Layers | None = None
-    declared: bool = True
-    permuted: bool = False
-
-    @property
-    def dtype(self) -> str:
-        """That of the training copies."""
-        trained = (spec.dtype for spec in self.source.params if spec.kind == "trainable")
-        return self.target.dtype or next(trained, "float32")
-
-    @property
-    def params(self) -> dict[str, ParamSpec]:
-        """Parameters as the target trains them: in one dtype; module buffers keep theirs. Files are
-        written with the dims in their own order."""
-        on_mesh = [replace(spec.without_chunks(), order=None) for spec in self.source.params]
-        return {
-            spec.name: spec if spec.kind == "buffer" else replace(spec, dtype=self.dtype)
-            for spec in on_mesh
-        }
-
-    def named_groups(self) -> list[NamedGroup]:
-        """The target's groups as an optimizer without pipeline has them. Raises UsageError,
-        StateMismatchError."""
-        found = _listed_groups(self) if self.target.groups is not None else _source_groups(self)
-        if self.target.groups is None and self.target.mesh.ep != self.source.mesh.ep:
-            # the source lists the experts of each of its ranks
-            found = [replace(one, names=tuple(in_order(one.names))) for one in found]
-        optimizer = self.target.optimizer
-        if not optimizer:
-            return found
-        refuse_step_in_group(optimizer)
-        return [replace(one, group=replace(one.group, optimizer=optimizer)) for one in found]
+def named_groups(wanted: Wanted) -> list[NamedGroup]:
+    """The target's groups as an optimizer without pipeline has them. Raises UsageError,
+    StateMismatchError."""
+    target, source = wanted.target, wanted.source
+    found = _listed_groups(wanted) if target.groups is not None else _source_groups(wanted)
+    if target.groups is None and target.mesh.ep != source.mesh.ep:
+        # the source lists the experts of each of its ranks
+        found = [replace(one, names=tuple(in_order(one.names))) for one in found]
+    if not target.optimizer:
+        return found
+    refuse_step_in_group(target.optimizer)
+    return [replace(one, group=replace(one.group, optimizer=target.optimizer)) for one in found]
 
 
 def target_manifest(wanted: Wanted) -> Manifest:
@@ -95,7 +57,7 @@ def target_manifest(wanted: Wanted) -> Manifest:
     source, mesh, file = wanted.source, wanted.target.mesh, wanted.file
     _check_cuts(wanted)
     match_ties(source, file)
-    groups = _with_experts_apart(wanted.named_groups(), mesh, source.mesh)
+    groups = _with_experts_apart(named_groups(wanted), mesh, source.mesh)
     shapes = _local_shapes(wanted, mesh)
     groups = [_as_stepped(wanted, one, shapes) for one in groups]
     local = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -261,7 +223,7 @@ def universal_manifest(wanted: Wanted) -> Manifest:
     """The same parameters, each one whole and in a buffer of its own. Raises a UcpError."""
     source = wanted.source
     match_ties(source, wanted.file)
-    groups, specs = wanted.named_groups(), wanted.params
+    groups, specs = named_groups(wanted), wanted.params
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(groups):
         states = _states(wanted, one, Keeper.UNIVERSAL)

@@ -109,7 +109,7 @@ class Sink(AbstractContextManager[Any], Protocol):
     thorough: bool
 
     def move(self, source: Source, readers: "Readers", run: "TransferRun") -> None:
-        """Moves everything: the inner loop that fits. See `in_threads`, `in_one_order`."""
+        """Moves everything: each kind of sink has the inner loop that fits it."""
         ...
 
     def lost(self, source: Source, readers: "Readers") -> Lost:

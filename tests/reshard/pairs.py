@@ -22,8 +22,9 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.file_source import FileSource
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window
 from megatron_ucp.reshard.overflows import Lost
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import target_manifest
 from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun, proved, transfer
+from megatron_ucp.reshard.wanted import Wanted
 from tests.reshard import paper, twins
 from tests.reshard.test_export_edges import with_values
 

@@ -162,7 +162,7 @@ def _said(live: LiveEngine, asked: Asked, found: _Found) -> dict[str, Any]:
     kept = [one.value for one in of_engine(engine)]
     module = engine.module
     optional = {
-        RECORDED: recorded_settings(module) if model is None else recorded(model, module),
+        RECORDED: recorded_settings(module) if model is None else recorded(model.sizes, module),
         RENAMED: live.own.renamed,
         CLASSES: sorted({*named_in(kept), *names_of(kept)}),
         MEMBERS: list(dict.fromkeys(members_by_value(kept))),

@@ -40,7 +40,8 @@ from megatron_ucp.reshard.outputs.table import NATIVE, refuse_unused
 from megatron_ucp.reshard.pointing import point_at
 from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.stage_division import with_stages
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.wanted import Wanted
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in
 

@@ -15,7 +15,7 @@ from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.outputs.deepspeed import native, universal
 from megatron_ucp.reshard.outputs.torch_dist import torch_dist
 from megatron_ucp.reshard.source_settings import Origin
-from megatron_ucp.reshard.target import Wanted
+from megatron_ucp.reshard.wanted import Wanted
 
 FolderPlan = Callable[[Origin, Wanted, Mapping[str, Any] | None, Path], FolderOutput]
 

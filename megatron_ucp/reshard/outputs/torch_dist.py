@@ -37,8 +37,8 @@ from megatron_ucp.reshard.match import match_ties
 from megatron_ucp.reshard.outputs.deepspeed import NARROW, refuse_muon
 from megatron_ucp.reshard.outputs.signature import name_folder, signed
 from megatron_ucp.reshard.source_settings import Origin
-from megatron_ucp.reshard.target import Wanted
 from megatron_ucp.reshard.transfer import SinkPart
+from megatron_ucp.reshard.wanted import Wanted
 
 _FILES = 8  # not as many as there are cores: every machine writes the same folder
 _STATES, _WEIGHTS = 0, 1  # the parts of an output

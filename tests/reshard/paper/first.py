@@ -24,7 +24,8 @@ from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.pt.output import Output, Weight
 from megatron_ucp.formats.pt.writer import write_pt
 from megatron_ucp.reshard.execute import bytes_of
-from megatron_ucp.reshard.target import Wanted, target_manifest
+from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.wanted import Wanted
 from tests.reshard.paper.model import Model
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}

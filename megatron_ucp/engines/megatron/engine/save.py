@@ -212,7 +212,7 @@ def _described(stack: MegatronStack) -> tuple[LiveMegatron, Manifest]:
         random_states.STEPS: stack.iteration,
         random_states.SEED: torch.initial_seed(),
         "skipped_steps": stack.skipped_iterations,
-        RECORDED: recorded(stack.model, bare_model(stack.chunks[0])),
+        RECORDED: recorded(stack.model.sizes, bare_model(stack.chunks[0])),
     }
     return live, replace(live.manifest, buffers=buffers, run=run)
 
