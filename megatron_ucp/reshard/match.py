@@ -1,8 +1,8 @@
 """Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is
 moved."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ucp.core.flat import Member
@@ -35,7 +35,7 @@ ALLOWANCES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fit:
     """How a target is filled: source state per target state, and what was let pass by name.
 
@@ -45,12 +45,12 @@ class Fit:
     """
 
     master: str = MASTER
-    unfrozen: list[str] = field(default_factory=list[str])
-    frozen: list[str] = field(default_factory=list[str])
-    new: list[str] = field(default_factory=list[str])
-    skipped: list[str] = field(default_factory=list[str])
-    dropped: list[str] = field(default_factory=list[str])
-    resized: list[str] = field(default_factory=list[str])
+    unfrozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
 
     @property
     def fresh(self) -> set[str]:
@@ -69,24 +69,14 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     kinds and ties."""
     if wrapped := other_prefix(source.by_name, target.by_name, file):
         raise wrapped
-    fit = Fit()
+    fates: list[tuple[str, str]] = []  # what is let pass: a field of Fit, and a line of it
     for spec in target.params:
-        have = source.by_name.get(spec.name)
-        if have is not None:
-            if source.keeper in (Keeper.NOBODY, Keeper.WEIGHTS) and have.kind == "frozen":
-                have = replace(have, kind=spec.kind)  # nobody says what was trained
-            _match_one(have, spec, fit, allow, target.mesh.tp, file)
-        elif spec.kind != "trainable" and "missing" in allow:
-            fit.skipped.append(spec.name)
-        elif spec.kind == "trainable" and "new" in allow:
-            fit.new.append(spec.name)
-        else:
-            _missing(spec.name, spec.kind, source, target, file)
+        fates += _fates(source.by_name.get(spec.name), spec, source, target, allow, file)
     wanted = {spec.name for spec in target.params}
     extra = [spec for spec in source.params if spec.name not in wanted]
     for spec in extra:
         if spec.kind != "trainable" and "extra" in allow:
-            fit.dropped.append(spec.name)
+            fates.append(("dropped", spec.name))
             continue
         tied = next((tie.canonical for tie in target.ties if spec.name in tie.aliases), None)
         raise ModelMismatchError(
@@ -96,15 +86,40 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             expected=f"{len(wanted)} parameters",
             found=f"{len(extra)} more in the checkpoint"
             + (f"; the model ties it to {tied}" if tied else ""),
-            fix=_FIRST_NAME if tied in fit.skipped else None,
+            fix=_FIRST_NAME if ("skipped", tied) in fates else None,
         )
-    return fit
+    names: dict[str, tuple[str, ...]] = {}
+    for fate, name in fates:
+        names[fate] = (*names.get(fate, ()), name)
+    return replace(Fit(), **names)
+
+
+def _fates(
+    have: ParamSpec | None,
+    spec: ParamSpec,
+    source: Manifest,
+    target: Manifest,
+    allow: frozenset[str],
+    file: str,
+) -> Iterator[tuple[str, str]]:
+    """What is let pass of a parameter of the target, which is `have` in the source."""
+    if have is not None:
+        if source.keeper in (Keeper.NOBODY, Keeper.WEIGHTS) and have.kind == "frozen":
+            have = replace(have, kind=spec.kind)  # nobody says what was trained
+        yield from _match_one(have, spec, allow, target.mesh.tp, file)
+    elif spec.kind != "trainable" and "missing" in allow:
+        yield "skipped", spec.name
+    elif spec.kind == "trainable" and "new" in allow:
+        yield "new", spec.name
+    else:
+        _missing(spec.name, spec.kind, source, target, file)
 
 
 def _match_one(
-    have: ParamSpec, spec: ParamSpec, fit: Fit, allow: frozenset[str], tp: int, file: str
-) -> None:
-    """Raises ModelMismatchError where shape or kind differ, but for what is allowed."""
+    have: ParamSpec, spec: ParamSpec, allow: frozenset[str], tp: int, file: str
+) -> Iterator[tuple[str, str]]:
+    """What is allowed of a shape or a kind that differs. Raises ModelMismatchError for what is
+    not."""
     if have.shape != spec.shape and _is_vocabulary(have, spec):
         may_resize = _only_padded(have, spec)
         if "vocab" not in allow or not may_resize:
@@ -119,7 +134,7 @@ def _match_one(
             )
         change = spec.shape[0] - have.shape[0]
         what = "added as zeros" if change > 0 else "dropped"
-        fit.resized.append(f"{spec.name}: {abs(change)} rows {what}")
+        yield "resized", f"{spec.name}: {abs(change)} rows {what}"
     elif have.shape != spec.shape:
         raise ModelMismatchError(
             "a parameter has another shape in the checkpoint",
@@ -129,18 +144,16 @@ def _match_one(
             found=have.shape,
         )
     if have.kind != spec.kind and "trainable" in (spec.kind, have.kind):
-        _match_kind(have, spec, fit, allow, file)
+        yield _match_kind(have, spec, allow, file), spec.name
 
 
-def _match_kind(
-    have: ParamSpec, spec: ParamSpec, fit: Fit, allow: frozenset[str], file: str
-) -> None:
-    """Notes what is trained on one side alone. Raises ModelMismatchError where that is not
-    allowed, or a buffer."""
-    word, names = ("unfreeze", fit.unfrozen) if spec.kind == "trainable" else ("freeze", fit.frozen)
+def _match_kind(have: ParamSpec, spec: ParamSpec, allow: frozenset[str], file: str) -> str:
+    """What becomes of a parameter that is trained on one side alone. Raises ModelMismatchError
+    where that is not allowed, or a buffer."""
+    is_trained = spec.kind == "trainable"
+    word, fate = ("unfreeze", "unfrozen") if is_trained else ("freeze", "frozen")
     if word in allow and "buffer" not in (have.kind, spec.kind):
-        names.append(spec.name)
-        return
+        return fate
     raise ModelMismatchError(
         f"a parameter is {have.kind} in the checkpoint and {spec.kind} in the engine",
         file=file,

@@ -165,8 +165,7 @@ def _fit(
             fix="load with load_optimizer_states=False",
             id="no-optimizer",
         )
-    fit.master = VALUE
-    return fit
+    return replace(fit, master=VALUE)
 
 
 def _states(

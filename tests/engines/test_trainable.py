@@ -167,7 +167,7 @@ def test_an_engine_with_one_step_for_all_refuses() -> None:
     apart = [alone(name, 2, (), group) for group, name in enumerate("ab")]
     specs = tuple(ParamSpec(name, (2,), "float32") for name in "ab")
     target = Manifest("", Mesh(), specs, tuple(apart), (ParamGroup({}), ParamGroup({})))
-    fit = Fit(new=["b"])
+    fit = Fit(new=("b",))
     require_alone(target, fit, False, "x")
     require_alone(target, Fit(), LiveMegatron.has_one_step, "x")
     with pytest.raises(StateMismatchError, match="one step for all"):
