@@ -23,8 +23,7 @@ EXAMPLE = "plan runs/llama --mesh dp=3,zero=1 --picture plan.png"
 _SHOWN = 32  # ranks in the table
 OPTIONS = {
     "--picture FILE": "draw who reads what from whom into a PNG, PDF or SVG file",
-    "--simulate FAMILY": f"no checkpoint: a model of this family ({', '.join(families())})",
-    "--sizes SIZES": "of that model: "
+    "--sizes SIZES": "of the model of --simulate: "
     "layers=32,hidden=4096,heads=32,groups=8,ffn=14336,vocab=128256",
     "--source-mesh MESH": "the mesh that would have written it",
 }
@@ -32,6 +31,9 @@ OPTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, optional=True)
+    known = ", ".join(families())  # when it is asked for: others register theirs
+    what = f"no checkpoint: a model of this family ({known})"
+    parser.add_argument("--simulate", metavar="FAMILY", help=what)
     add_target(parser)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_ucp as ucp
 from megatron_ucp.core import plan as planning
 from megatron_ucp.engines.megatron import models
-from megatron_ucp.reshard.memories import Memories
+from megatron_ucp.reshard.memories import Holdings
 from tests.engines import pipeline_jobs
 from tests.engines.canonical import canonical, differences
 from tests.engines.hf_twin import wide
@@ -275,7 +275,7 @@ def live_failures(setup: Staged, out: str) -> dict[str, Any]:
     those that it brought to disk, and when; and when rank 0 gave the folder its name."""
     engine, disk, found = pipeline_jobs.make(setup), Disk(), dict[str, Any]()
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    unread = mock.patch.object(Memories, "_values", side_effect=RuntimeError("unreadable"))
+    unread = mock.patch.object(Holdings, "values", side_effect=RuntimeError("unreadable"))
     with unread if is_last else nullcontext():
         found["unread"] = _attempt(engine, out)
     hole = mock.patch.object(planning._Planner, "_supply", _without("final_layernorm"))
