@@ -123,11 +123,33 @@ def spoil(source: Path) -> None:
     manifest = source / "ucp_manifest.json"
     if manifest.exists():
         tree = json.loads(manifest.read_text())
-        tree["files"][-1][2] = "0" * 64
+        tree["files"][0][2] = "0" * 64
         manifest.write_text(json.dumps(tree))
     else:
         (file,) = source.glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-1])
+
+
+def adapter(folder: Path, large: bool) -> Path:
+    """A run of a low-rank adapter; its base and its config lie beside it."""
+    from tests.engines import lora_jobs
+
+    out = folder / "lora"
+    engine = lora_jobs.make("rslora", 0, 3, base=out / "base")
+    lora_jobs.train(engine, 1)
+    if large:
+        named = dict(engine.module.named_parameters())
+        factor = next(param for name, param in named.items() if "lora_B" in name)
+        factor.data.fill_(1e8)
+    engine.save_checkpoint(str(out), tag="step7")
+    engine.module.save_pretrained(out / "peft")
+    engine.destroy()
+    return out / "step7"
+
+
+def merged(source: Path, out: Path, **options: Any) -> Any:
+    beside = {"config": source.parent / "peft", "merge": source.parent / "base"}
+    return ucp.export_hf(source, out, **beside, **options)
 
 
 # ------------------------------------------------ engines
@@ -327,6 +349,9 @@ PAIRS: dict[str, Pair] = {
         gpt, lambda *a, **k: ucp.export_hf(*a, **k), {"dtype": "float16"}, _LISTED
     ),
     "Hugging Face to native": Pair(hugging_face, imported, {}, _MANIFEST, notes_ties=False),
+    "a base and an adapter to Hugging Face": Pair(
+        adapter, merged, {"dtype": "float16"}, _LISTED, world=1, notes_ties=False
+    ),
     "files to an engine": Pair(Live, loaded, world=2),
     "memories to Hugging Face": Pair(
         Live, live_export, {"dtype": "float16"}, _LISTED, "memories", 2
