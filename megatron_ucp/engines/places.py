@@ -100,4 +100,4 @@ def told_by(model: Model, manifest: Manifest) -> Told:
     """What a family says of checkpoints of its model."""
     twin = model.family.hugging_face
     shares = None if twin is None else twin.tensors(model.sizes)
-    return Told(None, manifest.by_name, model.pipe, shares=shares)
+    return Told(None, manifest.by_name, model.pipe, shares=shares, like=manifest)
