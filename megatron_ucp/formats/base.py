@@ -232,7 +232,8 @@ class Told:
     (`specs`, or `rules` from a file), canonical names of a pipeline's parameters (`names`), and the
     `order` of the parameters in each group of its optimizer; `shares` what each tensor of a
     Hugging Face folder holds of the parameters in `specs`; `like` the caller's model, which says
-    what it ties, and without a family what such a folder holds; `weights`: the optimizer's states are not wanted, and may be damaged;
+    what it ties, and without a family what such a folder holds; `weights`: the optimizer's states
+    are not wanted, and may be damaged;
     `renamed` the names in the state dict of the caller's model that are others than its
     parameters and buffers have, with those; `classes` are those that the caller's own plain values
     have, by module and name (None: all that a file names may stand as names);
