@@ -36,8 +36,8 @@ TINY = "layers=2,hidden=64,heads=4,ffn=256,vocab=512,positions=64"
 BLOCK, PIECE = 2**20, 64 * 2**20
 # what, numerator, denominator, "at most" or "at least", limit
 CLAIMS = [
-    ("convert to universal / cp -r and sync", "universal", "copy", "at most", 1.5),
-    ("convert to native / cp -r and sync", "native", "copy", "at most", 1.5),
+    ("convert to universal / cp -r and sync", "universal", "copy", "at most", 1.2),
+    ("convert to native / cp -r and sync", "native", "copy", "at most", 0.7),
     ("stock ds_to_universal / convert to universal", "stock", "universal", "at least", 8.0),
     ("verify --deep / reading, cold cache", "verify cold", "read cold", "at most", 1.4),
     ("reading and CRC-32 alone / verify --deep, warm", "crc warm", "verify warm", "at least", 0.7),
