@@ -30,7 +30,7 @@ from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder_sink import (
     FolderOutput,
     FolderSink,
-    require_outside,
+    check_source,
     require_plain,
 )
 from megatron_ucp.reshard.outputs.deepspeed import NARROW
@@ -121,8 +121,8 @@ def convert(
     asked, row = _check_arguments(folder, to, mesh, target, latest, allow)
     config = parsed_config(ds_config)
     with open_checkpoint(src, tag, rules) as source:
-        require_outside(folder, source.folder)
-        _check_files(source, allow)
+        check_source(source, folder, allow)
+        refuse_lost_moments(source.manifest, str(source.folder))
         origin = Origin(source, rules is not None)
         wanted = _wanted(origin, asked, row, config)
         origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
@@ -155,13 +155,6 @@ def moved_into(
     values, run = FileSource(source, str(source.folder)), TransferRun(progress=progress)
     transfer(values, FolderSink(folder, output), frozenset(allow), run=run, alone=True)
     return len(output.files), values.read_bytes, run.done
-
-
-def _check_files(source: Checkpoint, allow: Collection[str]) -> None:
-    """Compares the files with each other, and refuses those that lack what was trained."""
-    for name in source.file_names:
-        source.check(name, allow)
-    refuse_lost_moments(source.manifest, str(source.folder))
 
 
 def _check_arguments(

@@ -240,27 +240,29 @@ class FileWindows:
         """Without a plan for the window, which takes longer than reading it. What changes its
         dtype goes through memory of the thread's own."""
         counts, sources = Counts(), set[Slot]()
-        filled, data = 0, bytes_of(memory)
+        filled, high = 0, low + memory.numel()
         for run in runs[max(0, bisect_right(runs, low, key=lambda run: run.start) - 1) :]:
-            first, last = max(run.start, low), min(run.start + run.elems, low + memory.numel())
-            if run.start >= low + memory.numel():
+            first, last = max(run.start, low), min(run.start + run.elems, high)
+            if run.start >= high:
                 break
             if first < last:
-                where = self._source.places[run.source]
-                size = ITEMSIZE[where.dtype]
-                at = where.offset_bytes + (run.offset + first - run.start) * size
-                if TORCH_DTYPES[where.dtype] == memory.dtype:
-                    part = data[(first - low) * size : (last - low) * size]
-                    read_run(where, at, part, counts)
-                else:
-                    held = self._local.memory.take(last - first, where.dtype)
-                    read_run(where, at, bytes_of(held), counts)
-                    memory[first - low : last - low].copy_(held)
+                self._read(run, first, memory[first - low : last - low], counts)
                 sources.add(run.source)
                 filled += last - first
         if filled < memory.numel():  # padding, between runs or behind them
             _zero_between(runs, low, memory)
         return counts, sources
+
+    def _read(self, run: _Straight, first: int, into: torch.Tensor, counts: Counts) -> None:
+        """Elements of a run from the slot's element `first` on."""
+        where = self._source.places[run.source]
+        at = where.offset_bytes + (run.offset + first - run.start) * ITEMSIZE[where.dtype]
+        if TORCH_DTYPES[where.dtype] == into.dtype:
+            read_run(where, at, bytes_of(into), counts)
+            return
+        held = self._local.memory.take(len(into), where.dtype)
+        read_run(where, at, bytes_of(held), counts)
+        into.copy_(held)
 
     def _plan(self, slot: Slot, low: int, high: int) -> Plan:
         """Of a window of a slot. One that is all of it was planned before."""

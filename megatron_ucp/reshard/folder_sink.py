@@ -3,7 +3,7 @@
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from isal.isal_zlib import crc32
 
 from megatron_ucp.errors import PlanError, SaveError, UsageError
 from megatron_ucp.formats import durable
+from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.deepspeed.paths import MODEL, MODEL_PARTITION
 from megatron_ucp.formats.durable import OutFile
 from megatron_ucp.formats.file_layout import FileLayout, FilePiece, TiledRows
@@ -399,3 +400,11 @@ def require_outside(folder: Path, source: Path) -> None:
             found=parent,
             fix="name the output in another folder",
         )
+
+
+def check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
+    """Compares the files of a checkpoint with each other, all of them; the output lies elsewhere.
+    Raises a UcpError."""
+    require_outside(folder, source.folder)
+    for name in source.file_names:
+        source.check(name, allow)

@@ -201,49 +201,58 @@ class Memories:
         self, asked: Sequence[Window | None], kept: agree.KeptBack
     ) -> torch.Tensor | None:
         """One round; this rank's window."""
-        exact: torch.Tensor | None = None
         messages: list[Any] = []
         taken: list[tuple[list[Op], torch.Tensor]] = []
-        for taker, window in enumerate(asked):
-            if window is None:
-                continue
-            held, ops = self._windows[window.part].held, self._ops(window)
-            if taker == self.rank:
-                exact = _empty(held, window, ops)
-            for giver, own in _by_giver(held, ops, taker):
-                if giver == taker == self.rank:
-                    taken.append((own, _packed(held, own, kept)))
-                elif giver == self.rank:
-                    values = _packed(held, own, kept).to(self._device)
-                    messages.append(dist.P2POp(dist.isend, values, taker))
-                elif taker == self.rank:
-                    memory = torch.empty(held.bytes_of(own), dtype=torch.uint8, device=self._device)
-                    taken.append((own, memory))
-                    messages.append(dist.P2POp(dist.irecv, memory, giver))
+        wanted = [(taker, window) for taker, window in enumerate(asked) if window is not None]
+        for taker, window in wanted:
+            for giver, ops in self._by_giver(window, taker):
+                if self.rank not in (giver, taker):
+                    continue
+                memory = self._message(window, ops, giver == self.rank, kept)
+                if taker == self.rank:
+                    taken.append((ops, memory))
+                if giver != taker:
+                    send, peer = (dist.irecv, giver) if taker == self.rank else (dist.isend, taker)
+                    messages.append(dist.P2POp(send, memory, peer))
         for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
         mine = asked[self.rank]
+        return None if mine is None else self._put_together(mine, taken, kept)
+
+    def _message(
+        self, window: Window, ops: Sequence[Op], gives: bool, kept: agree.KeptBack
+    ) -> torch.Tensor:
+        """What this rank gives of a window, or the room for what it takes."""
+        held = self._windows[window.part].held
+        if gives:
+            return _packed(held, ops, kept).to(self._device)
+        return torch.empty(held.bytes_of(ops), dtype=torch.uint8, device=self._device)
+
+    def _put_together(
+        self, window: Window, taken: list[tuple[list[Op], torch.Tensor]], kept: agree.KeptBack
+    ) -> torch.Tensor:
+        held = self._windows[window.part].held
+        exact = _empty(held, window, [op for ops, _ in taken for op in ops])
         with kept:
-            if mine is not None and exact is not None:
-                for ops, packed in taken:
-                    _unpack(self._windows[mine.part].held, ops, packed.cpu(), exact)
+            for ops, packed in taken:
+                _unpack(held, ops, packed.cpu(), exact)
         return exact
+
+    def _by_giver(self, window: Window, taker: int) -> Iterator[tuple[int, list[Op]]]:
+        """The operations by the rank that gives their values: the taker itself, where it can."""
+        held = self._windows[window.part].held
+
+        def giver(op: Op) -> int:
+            have = held.ranks[_held(_side(op).slot)]
+            return taker if taker in have else sorted(have)[taker % len(have)]
+
+        ordered = sorted(self._ops(window), key=lambda op: (giver(op), op.target.offset))
+        for number, own in groupby(ordered, key=giver):
+            yield number, list(own)
 
     def _ops(self, window: Window) -> list[Op]:
         plan = self._windows[window.part].plan(window.slot, window.low, window.low + window.elems)
         return list(plan.ops)
-
-
-def _by_giver(held: Holdings, ops: Sequence[Op], taker: int) -> Iterator[tuple[int, list[Op]]]:
-    """The operations by the rank that gives their values: the taker itself, where it can."""
-
-    def giver(op: Op) -> int:
-        have = held.ranks[_held(_side(op).slot)]
-        return taker if taker in have else sorted(have)[taker % len(have)]
-
-    ordered = sorted(ops, key=lambda op: (giver(op), op.target.offset))
-    for number, own in groupby(ordered, key=giver):
-        yield number, list(own)
 
 
 def _empty(held: Holdings, window: Window, ops: Sequence[Op]) -> torch.Tensor:

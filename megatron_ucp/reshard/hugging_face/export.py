@@ -29,7 +29,7 @@ from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder_sink import (
     FolderOutput,
     FolderSink,
-    require_outside,
+    check_source,
     require_plain,
 )
 from megatron_ucp.reshard.hugging_face.exported import Exported
@@ -151,18 +151,12 @@ def _of_files(
     told = Told(names=names, weights="weights" in asked.allow)
     with ExitStack() as opened:
         source = opened.enter_context(open_checkpoint(src, asked.tag, asked.rules, told))
-        _check_source(source, folder, asked.allow)
+        check_source(source, folder, asked.allow)
         mesh = str(source.manifest.written_on)
         prepared = _prepared(source, asked, opened)
-        values, run = _values(prepared), TransferRun(progress=progress)
-        tiles = THREADS if prepared.merged is None else 0
-        written = _Written(prepared, folder, values, asked)
-        output = prepared.out.output(
-            values, prepared.beside, lambda aside: written.publish(output, aside), tiles
-        )
-        transfer(values, FolderSink(folder, output), frozenset(asked.allow), run=run, alone=True)
+        moved = _write(prepared, folder, asked, progress)
         seen = "read back and equal" if asked.verify else checked(prepared.source)
-        sizes = values.read_bytes, run.done, time.perf_counter() - started
+        sizes = *moved, time.perf_counter() - started
         return prepared.out.exported(folder, mesh, sizes, asked.verify, prepared.notes, seen)
 
 
@@ -197,6 +191,20 @@ def _prepared(source: Checkpoint, asked: _Asked, opened: ExitStack) -> _Prepared
     beside = beside_weights(twin, asked.tokenizer, of_model)
     out = Outgoing(source.manifest, twin, chosen, int(asked.max_shard_size))
     return _Prepared(source, _readable(source, out, asked.allow), out, beside, notes, merged)
+
+
+def _write(
+    prepared: _Prepared, folder: Path, asked: _Asked, progress: Progress | None
+) -> tuple[int, int]:
+    """Bytes read, and bytes written."""
+    values, run = _values(prepared), TransferRun(progress=progress)
+    tiles = THREADS if prepared.merged is None else 0
+    written = _Written(prepared, folder, values, asked)
+    output = prepared.out.output(
+        values, prepared.beside, lambda aside: written.publish(output, aside), tiles
+    )
+    transfer(values, FolderSink(folder, output), frozenset(asked.allow), run=run, alone=True)
+    return values.read_bytes, run.done
 
 
 def _values(prepared: _Prepared) -> Source:
@@ -236,13 +244,6 @@ def check_output(
         )
     check_allow(allow, _ALLOWED)
     return name
-
-
-def _check_source(source: Checkpoint, folder: Path, allow: Collection[str]) -> None:
-    """Compares the files with each other; the output lies elsewhere."""
-    require_outside(folder, source.folder)
-    for name in source.file_names:
-        source.check(name, allow)
 
 
 def _notes(source: Checkpoint, alone: bool) -> list[str]:

@@ -32,7 +32,7 @@ from megatron_ucp.reshard.arguments import (
 )
 from megatron_ucp.reshard.convert import Converted, moved_into
 from megatron_ucp.reshard.findings import Progress, checked
-from megatron_ucp.reshard.folder_sink import require_outside, require_plain
+from megatron_ucp.reshard.folder_sink import check_source, require_plain
 from megatron_ucp.reshard.hugging_face.twin import read_twin
 from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.outputs.deepspeed import NARROW, native_output
@@ -95,7 +95,7 @@ def import_hf(
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
-        _check_source(source, folder, allow)
+        check_source(source, folder, allow)
         wanted, staged = _wanted(model, architecture, asked, source, config)
         settings = _settings(wanted.target, config)
         output = native_output(source, target_manifest(wanted), settings, wanted, folder)
@@ -106,14 +106,6 @@ def import_hf(
     meshes = f"Hugging Face {twin.family}", str(asked.mesh)
     seconds = time.perf_counter() - started
     return Converted(str(folder), *meshes, *moved, seconds, pointer, notes, proved)
-
-
-def _check_source(source: HuggingFaceCheckpoint, folder: Path, allow: Collection[str]) -> None:
-    """Looks at every file before anything is written; the output lies elsewhere. Raises a
-    UcpError."""
-    require_outside(folder, source.folder)
-    for name in source.file_names:
-        source.check(name, allow)
 
 
 def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:
