@@ -1,31 +1,14 @@
 """The proof that a plan produces every target element exactly once."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
 from megatron_ucp.core.flat import Fragment
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Fill, Mean, Op, Plan, Slot
 from megatron_ucp.errors import PlanError
-
-
-def one_state(plan: Plan, apart: Collection[str] = ()) -> Plan:
-    """The part of a plan that fills one state of each place, and those `apart`. The other states of
-    a buffer are cut alike, and `make_plan` makes their copies from one address: what is proved of
-    one holds for all."""
-    first: dict[tuple[int, Coords, int, str], Slot] = {}
-    for slot, state in plan.wants:
-        own = next((name for name in (slot.state, state) if name in apart), "")
-        first.setdefault((slot.buffer, slot.cut, slot.part, own), slot)
-    kept = frozenset(first.values())
-    return Plan(
-        tuple(want for want in plan.wants if want[0] in kept),
-        tuple(op for op in plan.ops if op.target.slot in kept),
-        tuple(fill for fill in plan.fills if fill.slot in kept),
-    )
 
 
 def prove(plan: Plan, source: Manifest, target: Manifest) -> None:

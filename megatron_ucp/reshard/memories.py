@@ -132,7 +132,7 @@ class Memories:
         self.rank, self.world = agree.world()
         self._holdings = [_holdings(engine) for engine in holders]
         self._device = _device()
-        self._windows: list[MemoryWindows] = []
+        self._windows: dict[int, MemoryWindows] = {}  # by the number of the part
 
     def manifest_of(self, part: int) -> Manifest:
         """The holder's."""
@@ -155,9 +155,9 @@ class Memories:
                 raise PlanError("no rank holds what the plan reads", found=slot)
 
     def windows(self, one: Proved) -> MemoryWindows:
-        """What says who has what of a part. The parts come in their order."""
-        self._windows.append(MemoryWindows(self._of(one.number), one, self.world))
-        return self._windows[-1]
+        """What says who has what of a part."""
+        self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
+        return self._windows[one.number]
 
     def check(self, thorough: bool) -> None:
         """Memory has no checksums."""

@@ -29,9 +29,8 @@ _BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a window goes: the file, its piece, and which file of the output it is."""
+    """Where a window goes: the file, and its piece."""
 
-    number: int
     file: FileLayout
     piece: FilePiece
 
@@ -72,9 +71,9 @@ class RanksFolderSink(FolderSink):
         """Every rank writes what it has itself; what others have comes in rounds."""
         if not isinstance(source, Memories):
             raise TypeError(f"ranks write what is in memory, not {type(source).__name__}")
-        run.total = self.output.size_bytes
         readers.prepare()
         queues = self._queues(source)
+        run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queues[self.rank])
 
         def put(window: Window, exact: torch.Tensor) -> None:
             place: _Place = window.goal
@@ -100,8 +99,8 @@ class RanksFolderSink(FolderSink):
             super().finish()
 
     def _bring_to_disk(self) -> None:
-        written = {self.aside / name for name in self._files}
-        for path in [*sorted({*self.aside.iterdir()} - written), self.aside]:
+        held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
+        for path in [*sorted({*self.aside.iterdir()} - held), self.aside]:
             self.sync(path)
 
     def publish(self) -> None:
@@ -110,11 +109,7 @@ class RanksFolderSink(FolderSink):
 
     def _queues(self, source: Memories) -> list[list[Window]]:
         """The windows that each rank takes, in the order of the files' bytes."""
-        places = [
-            _Place(number, file, piece)
-            for number, file in enumerate(self.output.files)
-            for piece in file.pieces
-        ]
+        places = [_Place(file, piece) for file in self.output.files for piece in file.pieces]
         takers = self._takers(places, source)
         queues: list[list[Window]] = [[] for _ in range(self.world)]
         for place, taker in zip(places, takers, strict=True):

@@ -18,7 +18,7 @@ import torch
 
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Plan, Slot, Want, make_plan
-from megatron_ucp.core.proof import one_state, prove
+from megatron_ucp.core.proof import prove
 from megatron_ucp.errors import SaveError
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
@@ -70,8 +70,8 @@ class WindowReader(Protocol):
 
 class Source(Protocol):
     """Values, wherever they lie. `file` names it in messages; `read_bytes` counts what was read of
-    it. `all_looked_at`: what it gives was
-    rounded, whatever the dtypes of the manifest are: sums, or copies of the masters."""
+    it. `all_looked_at`: what it gives was rounded, whatever the dtypes of the manifest are: sums,
+    or copies of the masters."""
 
     file: str
 
@@ -220,7 +220,7 @@ def proved(
     """Plans all of a part, proves the plan and looks every source up. Raises a UcpError."""
     held, allow = source.manifest_of(number), allow | part.allow
     plan = make_plan(held, part.target, part.wants, allow)
-    prove(one_state(plan, held.uncut | part.target.uncut), held, part.target)
+    prove(plan, held, part.target)
     one = Proved(number, part, plan, allow)
     source.locate(one)
     return one

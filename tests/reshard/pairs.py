@@ -20,7 +20,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.file_source import FileSource
-from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window
+from megatron_ucp.reshard.memories import Memories, Window
 from megatron_ucp.reshard.overflows import Lost
 from megatron_ucp.reshard.target import target_manifest
 from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun, proved, transfer
@@ -359,4 +359,3 @@ PAIRS: dict[str, Pair] = {
     "memories to torch_dist": Pair(Live, saved, None, _MANIFEST, "memories", 2, notes_ties=False),
     "memories to memories": Pair(toys, resized, {"half": True}, "", "toys", 4, notes_ties=False),
 }
-assert MESSAGE_BYTES > 7
