@@ -157,10 +157,13 @@ def publish(
         ) from error
 
 
+_NOT_SAVED = "the checkpoint was not saved; `latest` and all older tags are as they were"
+
+
 class SaveSink(RanksFolderSink):
     """A tag of a run that all ranks write. An older tag of that name is replaced."""
 
-    what_failed = "the checkpoint was not saved; `latest` and all older tags are as they were"
+    what_failed = _NOT_SAVED
 
     def __init__(self, folder: Path, tag: str, output: FolderOutput, sync: durable.Syncs) -> None:
         super().__init__(folder / tag, output, sync)
@@ -179,7 +182,7 @@ def as_save_error() -> Iterator[None]:
         yield
     except DamagedFileError as error:  # what `together` makes of an OSError
         raise SaveError(
-            "the checkpoint was not saved; `latest` and all older tags are as they were",
+            _NOT_SAVED,
             file=error.file,
             found=error.found,
         ) from error

@@ -216,6 +216,13 @@ def commit(aside: Path, manifest: str, sync: Syncs) -> Path:
     folder = aside.with_name(tag_of(aside))
     if folder.is_dir():
         _keep_others(folder, aside)
+    return give_name(aside, sync)
+
+
+def give_name(aside: Path, sync: Syncs) -> Path:
+    """Gives a folder that is whole and on disk its name, in one step also where another folder or
+    a link has it, which goes; returns it. Raises OSError."""
+    folder = aside.with_name(tag_of(aside))
     if os.path.lexists(folder):
         _exchange(aside, folder)
     else:

@@ -33,11 +33,10 @@ from megatron_ucp.reshard.folder_sink import (
     check_source,
     require_plain,
 )
-from megatron_ucp.reshard.outputs.deepspeed import NARROW
 from megatron_ucp.reshard.outputs.table import Writable, default_target, refuse_unused, writable
 from megatron_ucp.reshard.pointing import check_name, point_at
 from megatron_ucp.reshard.source_settings import Origin
-from megatron_ucp.reshard.transfer import TransferRun, transfer
+from megatron_ucp.reshard.transfer import NARROW, TransferRun, transfer
 from megatron_ucp.reshard.wanted import Wanted
 
 ALLOWED = NARROW | {"mean", "stale", "per_rank"}

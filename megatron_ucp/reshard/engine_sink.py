@@ -1,20 +1,21 @@
 """A live engine as a sink: its memory is filled in place, in the order of the files."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Self
 
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Cast, Mean, Plan
 from megatron_ucp.errors import some_of
+from megatron_ucp.formats.base import Readable
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
 from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow
 from megatron_ucp.reshard.own_values import set_buffers
-from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun
+from megatron_ucp.reshard.transfer import Proved, SinkPart, Source, TransferRun
 
 _NAMED = 5  # parameters that a note lists by name
 
@@ -47,6 +48,7 @@ class EngineSink:
     ) -> None:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
         self.filled, self.extras, self.notes = filled, extras, notes
+        self._read: tuple[Readable, Plan] | None = None
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
@@ -58,24 +60,25 @@ class EngineSink:
     def __exit__(self, *_: object) -> None:
         """What was filled in part stays unusable."""
 
-    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
+    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
         """All bytes that this rank needs, straight into its memory."""
         if not isinstance(source, SharedFiles):
             raise TypeError(f"an engine is filled from files, not from {type(source).__name__}")
-        plan = _joined([one.plan for one in readers.proved])
+        plan = _joined([one.plan for one in parts])
+        self._read = source.checkpoint, plan
         source.read(plan, self.engine.tensor, run.progress)
 
-    def lost(self, source: Source, readers: Readers) -> Lost:
+    def lost(self) -> Lost:
         """Collective. What this rank's memory, which was filled, lost of the checkpoint's values,
         and what weights will lose of the masters. Nothing where no rank rounds, and the dtype of
         the training is the same."""
-        plan, manifest = _joined([one.plan for one in readers.proved]), self.engine.manifest
+        if self._read is None:
+            return {}
+        (checkpoint, plan), manifest = self._read, self.engine.manifest
         found = agree.gather(_inexact(plan, manifest))
         self.notes[:0] = _of_all_ranks(manifest, found)
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
-        if not rounds or not isinstance(source, SharedFiles):
-            return {}
-        return lost_in(self.engine, source.checkpoint, plan)
+        return lost_in(self.engine, checkpoint, plan) if rounds else {}
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""
@@ -133,7 +136,7 @@ def _of_all_ranks(target: Manifest, found: Sequence[tuple[int, int]]) -> list[st
     """Notes for what the plans of all ranks do: one rank's report speaks for the load."""
     names: list[list[str]] = [[], []]
     for listed, masks in zip(names, zip(*found, strict=True), strict=True):
-        every = functools.reduce(int.__or__, masks)
+        every = reduce(int.__or__, masks)
         listed += sorted(spec.name for n, spec in enumerate(target.params) if every >> n & 1)
     return named({"rounded to a narrower dtype": names[0], "averaged over its copies": names[1]})
 

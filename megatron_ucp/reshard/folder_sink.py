@@ -30,7 +30,7 @@ from megatron_ucp.reshard.file_source import (
     pool,
 )
 from megatron_ucp.reshard.overflows import Lost
-from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun
+from megatron_ucp.reshard.transfer import Proved, Readers, SinkPart, Source, TransferRun
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
@@ -106,6 +106,7 @@ class FolderSink:
         absolute = folder.absolute()
         self.aside = durable.aside_of(absolute.parent, absolute.name)
         self._held = ExitStack()
+        self._lost: Lost = {}
 
     def __enter__(self) -> Self:
         """The folder beside it that files are written into, this process's alone. Raises UsageError
@@ -135,20 +136,20 @@ class FolderSink:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
+    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
         """Several pieces at a time, each window by window: read, summed, written."""
-        run.total = self.output.size_bytes
+        readers, run.total = Readers(source, parts), self.output.size_bytes
         places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
-        readers.prepare()
         writer = _Threads(self.aside, readers, run)
         with self._as_save_error(), pool() as threads:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
             writer.write(threads, self.output.files)
+        self._lost = readers.overflows.found
 
-    def lost(self, source: Source, readers: Readers) -> Lost:
+    def lost(self) -> Lost:
         """What was looked at as it was written."""
-        return readers.overflows.found
+        return self._lost
 
     def finish(self) -> None:
         """Writes what holds nothing of a tensor; all of it is on disk then."""

@@ -22,7 +22,7 @@ from megatron_ucp.reshard.folder_sink import (
     write_around,
 )
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
-from megatron_ucp.reshard.transfer import Readers, Source, TransferRun
+from megatron_ucp.reshard.transfer import Proved, Readers, Source, TransferRun
 
 _BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
 
@@ -67,12 +67,11 @@ class RanksFolderSink(FolderSink):
         self._files.clear()
         super().__exit__()
 
-    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
+    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
         """Every rank writes what it has itself; what others have comes in rounds."""
         if not isinstance(source, Memories):
             raise TypeError(f"ranks write what is in memory, not {type(source).__name__}")
-        readers.prepare()
-        queues = self._queues(source)
+        readers, queues = Readers(source, parts), self._queues(source)
         run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queues[self.rank])
 
         def put(window: Window, exact: torch.Tensor) -> None:
@@ -88,6 +87,7 @@ class RanksFolderSink(FolderSink):
                     empty = {piece.place: 0 for piece in file.pieces if not piece.elems}
                     crcs = {**empty, **self._crcs.get(file.name, {})}
                     write_around(self._file(file.name), file, crcs)
+        self._lost = readers.overflows.found
 
     def finish(self) -> None:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""

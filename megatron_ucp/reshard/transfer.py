@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +23,8 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.overflows import Lost, Overflows, is_finite, is_looked_at, refuse_lost
+
+NARROW = frozenset({"narrow"})  # of a part: its values are rounded, and looked at
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,12 @@ class Sink(AbstractContextManager[Any], Protocol):
     verb: str
     thorough: bool
 
-    def move(self, source: Source, readers: "Readers", run: "TransferRun") -> None:
-        """Moves everything: each kind of sink has the inner loop that fits it."""
+    def move(self, source: Source, parts: Sequence[Proved], run: "TransferRun") -> None:
+        """Moves everything: each kind of sink has the inner loop that fits it. `parts` are its own,
+        proved."""
         ...
 
-    def lost(self, source: Source, readers: "Readers") -> Lost:
+    def lost(self) -> Lost:
         """How many finite values of which tensors became none on this rank. All ranks come here
         together, so it may be collective at its beginning, as `finish` may; `move` may not, but as
         a whole."""
@@ -152,20 +154,10 @@ class Readers:
     """What reads each part of a sink, and looks at every value that it rounds."""
 
     def __init__(self, source: Source, proved: Sequence[Proved]) -> None:
-        self.source, self.proved, self.overflows = source, proved, Overflows()
+        self.overflows = Overflows()
         self._parts = [one.part for one in proved]
-
-    @cached_property
-    def _of(self) -> list[WindowReader]:
-        return [self.source.windows(one) for one in self.proved]
-
-    @cached_property
-    def _looked_at(self) -> list[frozenset[Slot]]:
-        return [_looked_at(self.source, one) for one in self.proved]
-
-    def prepare(self) -> None:
-        """Before threads ask for windows."""
-        _ = self._of, self._looked_at
+        self._of = [source.windows(one) for one in proved]
+        self._looked_at = [_looked_at(source, one) for one in proved]
 
     def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
         """Elements from `low` of a slot of a part into memory of its dtype."""
@@ -244,14 +236,13 @@ def transfer(
     with ExitStack() as left:
         with together():
             parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
-            readers = Readers(source, parts)
         with together():
             left.enter_context(sink)
         with together():
-            sink.move(source, readers, run)
+            sink.move(source, parts, run)
         with together() as block:
             source.check(sink.thorough)
-            block.value = sink.lost(source, readers)
+            block.value = sink.lost()
         with together():
             refuse_lost(block.values, source.file, sink.verb)
             sink.finish()

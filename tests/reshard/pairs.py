@@ -3,7 +3,7 @@ one row of PAIRS."""
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ from megatron_ucp.reshard.file_source import FileSource
 from megatron_ucp.reshard.memories import Memories, Window
 from megatron_ucp.reshard.overflows import Lost
 from megatron_ucp.reshard.target import target_manifest
-from megatron_ucp.reshard.transfer import Readers, SinkPart, Source, TransferRun, proved, transfer
+from megatron_ucp.reshard.transfer import (
+    Proved,
+    Readers,
+    SinkPart,
+    Source,
+    TransferRun,
+    proved,
+    transfer,
+)
 from megatron_ucp.reshard.wanted import Wanted
 from tests.reshard import paper, twins
 from tests.reshard.test_export_edges import with_values
@@ -251,9 +259,9 @@ class ToySink:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def move(self, source: Source, readers: Readers, run: TransferRun) -> None:
+    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
         assert isinstance(source, Memories)
-        readers.prepare()
+        readers = self.readers = Readers(source, parts)
         queues = [[*self._windows(slots)] for slots in self.slots]
         run.total = sum(value.nbytes for value in self.toy.held.values())
 
@@ -270,8 +278,8 @@ class ToySink:
             for low in range(0, elems, 7):  # many, which end in the middle of everything
                 yield Window(0, slot, low, min(7, elems - low))
 
-    def lost(self, source: Source, readers: Readers) -> Lost:
-        return readers.overflows.found
+    def lost(self) -> Lost:
+        return self.readers.overflows.found
 
     def finish(self) -> None:
         pass

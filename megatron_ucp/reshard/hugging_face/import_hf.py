@@ -35,12 +35,13 @@ from megatron_ucp.reshard.findings import Progress, checked
 from megatron_ucp.reshard.folder_sink import check_source, require_plain
 from megatron_ucp.reshard.hugging_face.twin import read_twin
 from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.outputs.deepspeed import NARROW, native_output
+from megatron_ucp.reshard.outputs.deepspeed import native_output
 from megatron_ucp.reshard.outputs.table import NATIVE, refuse_unused
 from megatron_ucp.reshard.pointing import point_at
 from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import target_manifest
+from megatron_ucp.reshard.transfer import NARROW
 from megatron_ucp.reshard.wanted import Wanted
 
 _DTYPES = ("float32", "bfloat16", "float16")  # that DeepSpeed trains in

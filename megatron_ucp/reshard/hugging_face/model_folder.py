@@ -29,7 +29,7 @@ from megatron_ucp.reshard.file_source import WIDE_WINDOW_BYTES
 from megatron_ucp.reshard.folder_sink import FolderOutput, require_free
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.hugging_face.twin import Twin
-from megatron_ucp.reshard.transfer import SinkPart, Source
+from megatron_ucp.reshard.transfer import NARROW, SinkPart, Source
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # What a tokenizer, and generating, need: copied where somebody says which model they are of.
@@ -44,7 +44,6 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-_NARROW = frozenset({"narrow"})  # weights are rounded to the dtype that was asked for
 LIST_FILE = "ucp_export.json"  # what an export wrote: name of the file -> bytes
 Beside = Mapping[str, str | Path]  # what lies beside the weights: a text, or a file to copy
 
@@ -203,7 +202,7 @@ class _Slots:
     def part(self) -> SinkPart:
         """What the pieces are read into."""
         target = weights_manifest(self._twin.specs, self._rows)
-        return SinkPart(target, tuple(self._wants), _NARROW, names=tuple(self._names))
+        return SinkPart(target, tuple(self._wants), NARROW, names=tuple(self._names))
 
 
 def training_dtype(manifest: Manifest) -> str:
@@ -269,12 +268,6 @@ def refuse_foreign(folder: Path) -> bool:
 def publish(aside: Path, folder: Path, force: bool = False) -> None:
     """Gives a folder that is on disk its name; with `force` in the place of an earlier export.
     Raises OSError, UsageError."""
-    before = folder.with_name(f".{folder.name}.replaced")
-    if force and refuse_foreign(folder):
-        shutil.rmtree(before, ignore_errors=True)
-        os.rename(folder, before)
-    require_free(folder)
-    os.rename(aside, folder)
-    durable.Syncs()(folder.absolute().parent)
-    if force:
-        shutil.rmtree(before, ignore_errors=True)
+    if not (force and refuse_foreign(folder)):
+        require_free(folder)
+    durable.give_name(aside, durable.Syncs())

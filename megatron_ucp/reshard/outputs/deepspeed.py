@@ -34,10 +34,9 @@ from megatron_ucp.reshard.outputs.signature import name_folder, signed
 from megatron_ucp.reshard.source_settings import Origin
 from megatron_ucp.reshard.stage_division import no_layers, with_stages
 from megatron_ucp.reshard.target import target_manifest, universal_manifest
-from megatron_ucp.reshard.transfer import SinkPart
+from megatron_ucp.reshard.transfer import NARROW, SinkPart
 from megatron_ucp.reshard.wanted import Wanted
 
-NARROW = frozenset({"narrow"})  # training copies are casts of the masters
 _STATES, _WEIGHTS = 0, 1  # the parts of an output
 
 

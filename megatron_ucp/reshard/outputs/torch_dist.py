@@ -34,10 +34,10 @@ from megatron_ucp.formats.pt.strangers import named_in
 from megatron_ucp.reshard.expert_meshes import check_experts
 from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.match import match_ties
-from megatron_ucp.reshard.outputs.deepspeed import NARROW, refuse_muon
+from megatron_ucp.reshard.outputs.deepspeed import refuse_muon
 from megatron_ucp.reshard.outputs.signature import name_folder, signed
 from megatron_ucp.reshard.source_settings import Origin
-from megatron_ucp.reshard.transfer import SinkPart
+from megatron_ucp.reshard.transfer import NARROW, SinkPart
 from megatron_ucp.reshard.wanted import Wanted
 
 _FILES = 8  # not as many as there are cores: every machine writes the same folder
