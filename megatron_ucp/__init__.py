@@ -1,6 +1,6 @@
 """Resume a training run on any mesh, straight from its own checkpoint files, bit for bit.
 
-An engine:      attach, initialize, install, load, save, report, export_hf
+An engine:      attach, initialize, install, load, save, wait, report, export_hf
 Megatron-core:  attach_megatron; `megatron_ucp.megatron_lm` for Megatron-LM's own program
 A checkpoint:   inspect, describe, ls, plan, verify, diff, rules, newest_whole
 Another form:   convert, export_hf, import_hf, fp32_state_dict, fp32_tensors
@@ -36,6 +36,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
     from megatron_ucp.engines.attach import attach, initialize, install
+    from megatron_ucp.engines.background import wait
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.loader import ResumableLoader
     from megatron_ucp.engines.megatron.engine.attach import attach_megatron
@@ -99,6 +100,7 @@ __all__ = [
     "rules",
     "save",
     "verify",
+    "wait",
 ]
 __version__ = "0.1.0"
 
@@ -126,6 +128,7 @@ _HOMES = {
     "rules": "reshard.rules.comparison",
     "save": "engines.megatron.engine.save",
     "verify": "reshard.verify",
+    "wait": "engines.background",
 }
 
 

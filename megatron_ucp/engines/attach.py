@@ -3,10 +3,19 @@ deepspeed themselves."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.engines.background import (
+    Background,
+    BesideTraining,
+    background_of,
+    keep_background,
+    wait,
+)
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of, require_engine
@@ -20,7 +29,14 @@ from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.load import HANDLE, asked_of, fill, to_fill
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.read_back import refuse_strange
-from megatron_ucp.engines.saves import SaveReport, Saving, ended
+from megatron_ucp.engines.saves import (
+    BACKGROUND,
+    STOCK,
+    SaveReport,
+    Saving,
+    ended,
+    under_way,
+)
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.families.base import Family, Model
@@ -32,8 +48,9 @@ from megatron_ucp.reshard.engine import How
 from megatron_ucp.reshard.hugging_face.export import LIVE_EXPORT
 from megatron_ucp.reshard.load_options import check_options
 
-_OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank")
+_OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
 _OF_SAVES = ("durable", "keep_latest", "rng")
+_BESIDE = tuple(one.name for one in fields(BesideTraining))
 _ATTACHED = "_ucp_attached"
 # DeepSpeed writes this attribute of the module into its model files
 INFO = "universal_checkpoint_info"
@@ -51,7 +68,8 @@ def attach(
     checksums: bool | None = None,
     allow: Collection[str] | None = None,
     per_rank: Callable[[str, list[Any]], Any] | None = None,
-    **unknown: Any,
+    save: str | None = None,
+    **beside: Any,
 ) -> Any:
     """Makes a DeepSpeed engine's `save_checkpoint` atomic, and lets its `load_checkpoint` take what
     any mesh saved. Collective: on every rank, once, after `deepspeed.initialize`. Twice is once.
@@ -68,7 +86,11 @@ def attach(
         checksums: As of `load`.
         allow: As of `load`.
         per_rank: As of `load`.
-        unknown: None: other options are refused, on every rank.
+        save: Who writes the files, and when: DeepSpeed's own code ("stock", the default), this
+            package ("direct": the same files, faster), or this package while training goes on
+            ("background": the call returns when a snapshot is taken; see `wait`).
+        beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
+            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. Other options are refused.
 
     Returns:
         The engine.
@@ -85,9 +107,9 @@ def attach(
     if _is_attached(engine):
         return engine
     check_versions()
-    named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank)
+    named = (durable, keep_latest, rng, hyper, checksums, allow, per_rank, save)
     given = {k: v for k, v in zip(_OPTIONS, named, strict=True) if v is not None}
-    options: dict[str, Any] = {**given, **unknown}
+    options: dict[str, Any] = {**given, **beside}
     _attach(engine, family, loader, options)
     return engine
 
@@ -98,8 +120,10 @@ def _attach(
     given = {**options, "family": family, "loader": loader}
     asked = {key: agree.plain_option(value) for key, value in given.items()}
     agree.require_same(agree.gather(asked))
+    beside = BesideTraining(**{key: options.pop(key) for key in _BESIDE if key in options})
     how = _saving(options, loader)
-    loading = {key: options[key] for key in options if key not in _OF_SAVES or key == "rng"}
+    of_saves = {*_OF_SAVES, "save"} - {"rng"}
+    loading = {key: options[key] for key in options if key not in of_saves}
     check_options(**loading)
     with agree.together():
         model = model_of(engine, family)
@@ -112,6 +136,9 @@ def _attach(
     if model is not None and not hasattr(engine.module, INFO):
         _say_layouts(engine, model)
     engine.__dict__[_ATTACHED] = True
+    if how.way == BACKGROUND:
+        keep_background(engine, Background(beside))
+        engine.destroy = _instead_of(engine.destroy, partial(_destroy, engine, engine.destroy))
     remember_stepped(engine)
     handle = _DeepSpeedHandle(engine, model, how, family, loading)
     setattr(engine, HANDLE, handle)
@@ -171,12 +198,28 @@ class _DeepSpeedHandle(Handle):
     ) -> SaveReport:
         engine = self.program
         require_usable(engine)
+        if (skipped := self._skipped()) is not None:
+            return skipped
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         given = (Path(plain_path(save_dir)), tag, client_state or {}, save_latest)
         asked = Asked(
             engine, self.model, self.how, self.stock_save, *given, exclude_frozen_parameters
         )
-        return ended(engine, save(asked))
+        report = save(asked)
+        return report if report.is_under_way else ended(engine, report)
+
+    def _skipped(self) -> SaveReport | None:
+        """Waits for the save that is under way on any rank; or says that this one is skipped, and
+        returns the other's report. Collective."""
+        background = background_of(self.program)
+        if background is None:
+            return None
+        if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
+            say.note(f"a save was skipped: that of {background.what} is still under way")
+            return under_way(Path(background.what), "", self.program.global_steps, 0.0)
+        with agree.together():
+            background.wait()
+        return None
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """In the place of the engine's own."""
@@ -205,6 +248,7 @@ class _DeepSpeedHandle(Handle):
             **{**options, "allow": frozenset(allow)},
         )
         stock = bool(native) or custom_load_fn is not None
+        wait(self.program)
         with agree.together() as block:
             plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)
@@ -230,7 +274,16 @@ class _DeepSpeedHandle(Handle):
 
 def _saving(options: Mapping[str, Any], loader: ResumableLoader | None) -> Saving:
     own = {key: options[key] for key in _OF_SAVES if key in options}
-    return Saving(**own, loader=loader, values_left=_leaves_values(options.get("allow")))
+    left, way = _leaves_values(options.get("allow")), options.get("save", STOCK)
+    return Saving(**own, loader=loader, values_left=left, way=way)
+
+
+def _destroy(engine: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The end of an engine waits for its last save."""
+    try:
+        wait(engine)
+    finally:
+        stock(*args, **kwargs)
 
 
 def _leaves_values(allow: Any) -> bool:

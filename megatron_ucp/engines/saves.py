@@ -21,23 +21,34 @@ from megatron_ucp.reshard.arguments import check_switch
 from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.ranks_folder import RanksFolderSink
 
+STOCK, DIRECT, BACKGROUND = WAYS = ("stock", "direct", "background")
+
 
 @dataclass(frozen=True)
 class Saving:
     """How saves are made. `durable`: files are on disk before they count. `keep_latest`: whole tags
     that are left after a save (None: all). `rng`: random states are kept. `loader`: its position is
     kept. `values_left`: a scheduler or a group may hold values that no load can build, which
-    the next engine's take the place of."""
+    the next engine's take the place of. `way`: who writes the files, and when: DeepSpeed ("stock"),
+    this package ("direct"), or this package while training goes on ("background")."""
 
     durable: bool = True
     keep_latest: int | None = None
     rng: bool = True
     loader: ResumableLoader | None = None
     values_left: bool = False
+    way: str = STOCK
 
     def __post_init__(self) -> None:
         check_switch("durable", self.durable)
         check_switch("rng", self.rng)
+        if self.way not in WAYS:
+            raise UsageError(
+                "save is none of the ways to save",
+                expected=", ".join(WAYS),
+                found=repr(self.way),
+                fix="give one of these, or leave save out",
+            )
         keep: object = self.keep_latest
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UsageError(
@@ -61,7 +72,9 @@ LOADED, SAVED = "ucp_report", "ucp_save_report"  # of an engine: what its last l
 class SaveReport:
     """What a save did. `written_bytes` are of all ranks' files; `sync_seconds` are in fsync, and
     `stock_seconds` in DeepSpeed's own call, on this rank; `notes` say which older tags went, and
-    what no load gets from the files."""
+    what no load gets from the files. `blocked_seconds` are those in which training stood still, and
+    `bytes_by_rank` what each rank wrote. `is_under_way`: the save goes on in the background, and
+    nothing counts yet."""
 
     path: str
     mesh: str
@@ -72,13 +85,27 @@ class SaveReport:
     stock_seconds: float = 0.0
     durable: bool = True
     notes: tuple[str, ...] = ()
+    blocked_seconds: float = 0.0
+    bytes_by_rank: tuple[int, ...] = ()
+    is_under_way: bool = False
 
     def __str__(self) -> str:
+        if self.is_under_way:
+            return f"saving step {self.global_steps:,} ({self.path}) in the background"
         where = "on disk on every rank" if self.durable else "not synced to disk, as asked"
+        is_apart = self.blocked_seconds and self.blocked_seconds < self.seconds
+        blocked = f"; training waited {say.duration(self.blocked_seconds)}" if is_apart else ""
         return (
             f"saved step {self.global_steps:,} ({self.path}): {self.mesh}; "
-            f"{say.amount(self.written_bytes)} in {say.duration(self.seconds)}, {where}"
+            f"{say.amount(self.written_bytes)} in {say.duration(self.seconds)}, {where}{blocked}"
         )
+
+
+def under_way(path: Path, mesh: str, steps: int, seconds: float) -> SaveReport:
+    """Of a save that goes on in the background, `seconds` after it began."""
+    return SaveReport(
+        str(path), mesh, steps, 0, seconds, 0.0, blocked_seconds=seconds, is_under_way=True
+    )
 
 
 def ended(engine: Any, report: SaveReport) -> SaveReport:
@@ -205,18 +232,17 @@ def as_rank_error(folder: Path, tag: str) -> Iterator[None]:
 
 
 def completed(
-    manifest: Manifest,
-    entries: Iterable[FileEntry],
-    loader: ResumableLoader | None,
-    said: Mapping[str, Any],
+    manifest: Manifest, entries: Iterable[FileEntry], said: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest beside the files of a save: these, the position of the data, and what else is
-    `said` of the save."""
+    """The manifest beside the files of a save: these, and what else is `said` of the save."""
     run = {**manifest.run, **said, "saved_at": time.time()}
-    if loader is not None:
-        run["data"] = loader.state_dict()
     files = tuple(sorted(entries, key=lambda entry: entry.name))
     return replace(manifest, files=files, save_id=uuid.uuid4().hex, run=run)
+
+
+def position_of(loader: ResumableLoader | None) -> dict[str, Any]:
+    """What a manifest says of the position of the data."""
+    return {} if loader is None else {"data": loader.state_dict()}
 
 
 def prune(folder: Path, keep: int | None, engine: Any) -> list[str]:

@@ -4,7 +4,7 @@ ever."""
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_ucp.errors import DamagedFileError, RankError, UcpError, UsageError
 
@@ -55,29 +55,43 @@ def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
     return [part.cpu().numpy().tobytes() for part in out]
 
 
+class Ranks(Protocol):
+    """Ranks that agree elsewhere than in the default process group."""
+
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """As the function."""
+        ...
+
+
 class together:
     """Every rank leaves this block without an error, or every rank raises the error of the lowest
     failing rank. Collective.
 
     An error that is no UcpError (a defect, an interrupt) goes on unchanged on its own rank; the
     others get a RankError. `value`, set in the block, is in `values` of all ranks after it, by
-    rank.
+    rank. They do so in the default process group, or as `ranks` say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.value: Any = None
         self.values: list[Any] = []
+        self._ranks = ranks
 
     def __enter__(self) -> "together":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         told = _as_ucp_error(error)
-        found = gather((told, self.value if told is None else None))
+        own, everywhere = (
+            (world()[0], gather) if self._ranks is None else (self._ranks.rank, self._ranks.gather)
+        )
+        found = everywhere((told, self.value if told is None else None))
         if error is not None and error is not told and not isinstance(error, OSError):
             return  # goes on as it is
         for rank, (first, _) in enumerate(found):
-            if first is not None and rank == world()[0]:
+            if first is not None and rank == own:
                 raise (told or first)
             if first is not None:
                 first.problem += f" (on rank {rank})"

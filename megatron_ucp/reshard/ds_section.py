@@ -16,6 +16,12 @@ _KEYS = {
     "rng": bool,
     "durable": bool,
     "keep_latest": int,
+    "save": str,
+    "busy": str,
+    "deadline": (int, float),
+    "on_error": str,
+    "snapshot_bytes": int,
+    "keep_snapshot": bool,
 }
 _OF_LOADS = ("hyper", "checksums", "allow", "rng")
 
@@ -43,7 +49,7 @@ def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
     if unknown:
         raise UsageError(
             f'the section "{SECTION}" of the DeepSpeed config has a key or value that is not known',
-            expected=", ".join(f"{k}: {t.__name__}" for k, t in _KEYS.items()),
+            expected=", ".join(f"{k}: {_word(t)}" for k, t in _KEYS.items()),
             found=", ".join(f"{k}: {section[k]!r}" for k in unknown),
             fix="correct the key or its value (docs/reference/config.md)",
         )
@@ -52,3 +58,7 @@ def options_of(config: Any, enabled: bool = False) -> dict[str, Any] | None:
     stock = config.get("checkpoint")
     enabled |= isinstance(stock, Mapping) and bool(stock.get("load_universal"))
     return options if section.get("enabled", enabled) else None
+
+
+def _word(kind: type | tuple[type, ...]) -> str:
+    return "number" if isinstance(kind, tuple) else kind.__name__

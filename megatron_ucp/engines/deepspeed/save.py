@@ -7,12 +7,14 @@ and replaces `latest` by rename. A failure of any rank before that leaves `lates
 tag as they were; one in the last two steps says what is there.
 """
 
+import copy
 import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +27,39 @@ from megatron_ucp.core.manifest import (
     RENAMED,
     RUN,
     TAG,
-    FileEntry,
     Manifest,
 )
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
+from megatron_ucp.engines.background import Background, background_of
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
 from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.replicas import replicas_of
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.own_values import LiveValues
+from megatron_ucp.engines.rank_files import RankFiles
 from megatron_ucp.engines.read_back import names_of, refuse_strange
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import (
+    BACKGROUND,
+    STOCK,
     SaveReport,
     Saving,
     as_rank_error,
     as_save_error,
     completed,
+    ended,
+    position_of,
     prune,
     publish,
     require_one_save,
     run_of,
+    under_way,
     where_to,
 )
 from megatron_ucp.engines.values import members_by_value, named_in
@@ -89,6 +98,11 @@ class Asked:
         """Where DeepSpeed writes."""
         return durable.aside_of(self.folder, self.tag)
 
+    @property
+    def background(self) -> Background | None:
+        """What goes on with the save while the engine trains; None where that waits."""
+        return background_of(self.engine) if self.how.way == BACKGROUND else None
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -101,53 +115,144 @@ class _Found:
     waiting: int | None
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """All that a save takes of an engine: from here on the engine may train. `files` are written by
+    this package (None: DeepSpeed wrote them, and `written` has their paths)."""
+
+    asked: Asked
+    manifest: Manifest
+    said: dict[str, Any]
+    files: RankFiles | None
+    written: list[Path]
+    notes: list[str]
+    started: float
+    stock_seconds: float
+    sync: durable.Syncs
+
+    @property
+    def seconds(self) -> float:
+        """Since the save began."""
+        return time.perf_counter() - self.started
+
+
 def save(asked: Asked) -> SaveReport:
     """Saves; see the module. Collective. Raises a UcpError on every rank; a rank that died raises
     RankError on the others."""
     with as_rank_error(asked.folder, asked.tag), ExitStack() as left:
-        return _save(asked, left)
+        taken = _taken(asked, left)
+        background = asked.background
+        if background is None:
+            return _settled(taken, None, None)
+        held = left.pop_all()
+        where, steps = asked.folder / asked.tag, taken.said[random_states.STEPS]
+        begun = under_way(where, str(taken.manifest.mesh), steps, taken.seconds)
+        background.start(begun.path, partial(_in_background, taken, held, background, begun))
+        return begun
 
 
-def _save(asked: Asked, left: ExitStack) -> SaveReport:
-    started, engine, how = time.perf_counter(), asked.engine, asked.how
-    sync = durable.Syncs(how.durable)
+def _in_background(
+    taken: _Taken, held: ExitStack, background: Background, begun: SaveReport
+) -> None:
+    """The rest of a save, in a thread of its own."""
+    asked = taken.asked
+    with held, as_rank_error(asked.folder, asked.tag):
+        ended(asked.engine, _settled(taken, background, begun.blocked_seconds))
+
+
+def _taken(asked: Asked, left: ExitStack) -> _Taken:
+    """Takes everything, and writes what can't wait. Collective."""
+    started, engine = time.perf_counter(), asked.engine
+    sync = durable.Syncs(asked.how.durable)
     _begin(asked, left)
     live = describe(engine, asked.model, present=True)
     found = _found(live, asked.client_state)
-    written, stock_seconds = _stock(asked)
+    files = _rank_files(asked, sync)
+    written, stock_seconds = _stock(asked, files)
     with as_save_error(), agree.together() as block:
+        paths = _whole(written)
+        if files is not None:  # those are this package's, and on their way
+            paths = []
         if found.apart:
-            written.append(found.own.write(asked.aside, agree.world()[0], found.apart))
-        block.value = _settle(asked.aside, written, how.rng, sync), live.own.not_carried()
-    entries, keys = (_flat(one) for one in zip(*block.values, strict=True))
-    whole = _whole(live, asked, entries, found)
-    notes = _named(asked, whole, sync)
+            paths.append(found.own.write(asked.aside, agree.world()[0], found.apart))
+        if asked.how.rng:
+            paths.append(random_states.write(asked.aside, agree.world()[0]))
+        block.value = live.own.not_carried()
+    if files is not None:
+        with as_save_error(), agree.together():
+            files.share()
+            files.keep_no_memory()
+    bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
+    said = copy.deepcopy(_said(live, asked, found) | position_of(asked.how.loader))
+    notes = _note_of_states(_flat(block.values)) + _notes(found)
+    return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync)
+
+
+def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
+    if asked.how.way == STOCK:
+        return None
+    background = asked.background
+    if background is None:
+        return RankFiles(replicas_of(asked.engine), sync)
+    background.ready()
+    own = (background.snapshot, background.connected.says)
+    return RankFiles(replicas_of(asked.engine), sync, *own)
+
+
+def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | None) -> SaveReport:
+    """Writes what waits, and brings it to disk; then files get their names. Collective, among
+    `ranks`."""
+    asked, files, sync = taken.asked, taken.files, taken.sync
+    with as_save_error(), agree.together(ranks) as block:
+        if files is not None:
+            files.write()
+            files.to_disk()
+        for path in taken.written:
+            sync(path)
+        own = [] if files is None else files.written
+        size_bytes = sum(path.stat().st_size for path in taken.written)
+        block.value = own, size_bytes + sum(one.size for one in own)
+    shared = _flat(ranges for ranges, _ in block.values)
+    bytes_by_rank = tuple(size_bytes for _, size_bytes in block.values)
+    with as_save_error(), agree.together(ranks) as block:
+        made = [] if files is None else files.finish(shared)
+        sync(asked.aside)
+        block.value = [durable.entry_of(path) for path in [*taken.written, *made]]
+    manifest = completed(taken.manifest, _flat(block.values), taken.said)
+    notes = _named(asked, manifest, sync, ranks)
+    seconds = taken.seconds
     return SaveReport(
         str(asked.folder / asked.tag),
-        str(whole.mesh),
-        engine.global_steps,
-        whole.size_bytes,
-        time.perf_counter() - started,
+        str(manifest.mesh),
+        taken.said[random_states.STEPS],
+        manifest.size_bytes,
+        seconds,
         sync.seconds,
-        stock_seconds,
-        how.durable,
-        (*_lost(keys, found), *notes),
+        taken.stock_seconds,
+        asked.how.durable,
+        (*taken.notes, *notes),
+        seconds if blocked_seconds is None else blocked_seconds,
+        bytes_by_rank,
     )
 
 
-def _whole(live: LiveEngine, asked: Asked, entries: list[FileEntry], found: _Found) -> Manifest:
-    """The manifest beside the files."""
-    bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
-    return completed(bare, entries, asked.how.loader, _said(live, asked, found))
+def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """What all ranks said, one after the other."""
+    return [one for each in lists for one in each]
 
 
-def _named(asked: Asked, whole: Manifest, sync: durable.Syncs) -> list[str]:
+def _named(
+    asked: Asked, manifest: Manifest, sync: durable.Syncs, ranks: Background | None
+) -> list[str]:
     """Rank 0 gives the files their names, and takes older tags away; returns notes, on rank 0.
-    Collective."""
-    with as_save_error(), agree.together() as block:
-        if agree.world()[0] == 0:
+    Collective, among `ranks`."""
+    rank = agree.world()[0] if ranks is None else ranks.rank
+    with as_save_error(), agree.together(ranks) as block:
+        if rank == 0:
+            if ranks is not None:
+                ranks.left_s()
             pointer = LATEST if asked.save_latest else None
-            block.value = publish(asked.aside, asked.folder, to_json(whole), pointer, sync)
+            block.value = publish(asked.aside, asked.folder, to_json(manifest), pointer, sync)
             keep = asked.how.keep_latest if asked.save_latest else None
             block.value += prune(asked.folder, keep, asked.engine)
     return block.value or []
@@ -184,16 +289,12 @@ def _said(live: LiveEngine, asked: Asked, found: _Found) -> dict[str, Any]:
     }
 
 
-def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    """What all ranks said, one after the other."""
-    return [one for each in lists for one in each]
-
-
-def _stock(asked: Asked) -> "tuple[list[Path | SaveError], float]":
-    """DeepSpeed's own save into the folder aside: what this rank wrote, or why it could not, and
-    the seconds that it took. Collective."""
+def _stock(asked: Asked, files: RankFiles | None) -> "tuple[list[Path | SaveError], float]":
+    """DeepSpeed's own save into the folder aside: what it wrote on this rank, or why it could not,
+    and the seconds that it took. With `files` it says what there is to write, and they write it.
+    Collective."""
     before = time.perf_counter()
-    with _catching_writes(asked.engine) as written:
+    with _catching_writes(asked.engine, files) as written:
         asked.stock_save(
             str(asked.folder),
             tag=asked.aside.name,
@@ -230,16 +331,9 @@ def _begin(asked: Asked, left: ExitStack) -> None:
     require_one_save(block.values)
 
 
-def _lost(states: list[str], found: _Found) -> list[str]:
+def _notes(found: _Found) -> list[str]:
     """Notes about what no load on another mesh gets from this save."""
     notes: list[str] = []
-    if states:
-        notes.append(
-            f"states of the optimizer that are not known: {', '.join(sorted(set(states)))}; they "
-            "are in the "
-            "files, but only load_checkpoint(native=True) on this mesh takes them. Say what the "
-            "optimizer keeps with ucp.register_optimizer"
-        )
     if found.waiting is not None:
         notes.append(
             "the save came in the middle of an accumulation: the gradients of "
@@ -250,8 +344,20 @@ def _lost(states: list[str], found: _Found) -> list[str]:
     return notes
 
 
+def _note_of_states(states: Iterable[str]) -> list[str]:
+    """A note about states of the optimizer that are not known, if there are any."""
+    names = sorted(set(states))
+    if not names:
+        return []
+    return [
+        f"states of the optimizer that are not known: {', '.join(names)}; they are in the files, "
+        "but only load_checkpoint(native=True) on this mesh takes them. Say what the optimizer "
+        "keeps with ucp.register_optimizer"
+    ]
+
+
 @contextmanager
-def _catching_writes(engine: Any) -> Iterator[list[Path | SaveError]]:
+def _catching_writes(engine: Any, files: RankFiles | None) -> Iterator[list[Path | SaveError]]:
     """What this rank writes during DeepSpeed's save, or why it could not: a rank that raised there
     would leave the others in a barrier for ever."""
     done: list[Path | SaveError] = []
@@ -272,7 +378,8 @@ def _catching_writes(engine: Any) -> Iterator[list[Path | SaveError]]:
         return wrapped
 
     writer = engine.checkpoint_engine
-    save_file = catching(writer.save, lambda state_dict, path: Path(path))
+    write = writer.save if files is None else files.save
+    save_file = catching(write, lambda state_dict, path: Path(path))
     copy_script = catching(engine._copy_recovery_script, lambda save_path: None)
     with (
         _instead(writer, "save", save_file),
@@ -321,22 +428,12 @@ def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
     return LiveValues(held, client_state, scheduler, compared, dict(groups), own.number)
 
 
-def _settle(
-    aside: Path,
-    written: list[Path | SaveError],
-    rng: bool,
-    sync: durable.Syncs,
-) -> list[FileEntry]:
-    """This rank's files, on disk, as lines of the manifest. Raises SaveError."""
+def _whole(written: list[Path | SaveError]) -> list[Path]:
+    """The files of this rank. Raises SaveError where one could not be written."""
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
-    paths = [path for path in written if isinstance(path, Path)]
-    if rng:
-        paths.append(random_states.write(aside, agree.world()[0]))
-    for path in [*paths, aside]:
-        sync(path)
-    return [durable.entry_of(path) for path in paths]
+    return [path for path in written if isinstance(path, Path)]
 
 
 def _without_frozen(manifest: Manifest) -> Manifest:

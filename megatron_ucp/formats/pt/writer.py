@@ -159,8 +159,15 @@ class ArchiveLayout:
 def archive_layout(root: str, tree: object) -> ArchiveLayout:
     """The archive of a tree, whose records lie in a folder `root`; the bytes of its storages need
     not be known."""
+    sizes = {one.key: one.size_bytes for one in storages_of(tree)}
+    return archive_of(root, dumps(tree), sizes)
+
+
+def archive_of(root: str, pickled: bytes, storages: Mapping[str, int]) -> ArchiveLayout:
+    """As `archive_layout`, of a tree that is pickled already, and the bytes of each storage by its
+    key."""
     before = {
-        "data.pkl": dumps(tree),
+        "data.pkl": pickled,
         ".format_version": b"1",
         ".storage_alignment": str(RECORD_ALIGNMENT).encode(),
         "byteorder": b"little",
@@ -170,9 +177,12 @@ def archive_layout(root: str, tree: object) -> ArchiveLayout:
     places: dict[str, int] = {}
     keys: dict[int, str] = {}
     at = 0
-    storages = [(f"data/{one.key}", one.size_bytes, one.key) for one in storages_of(tree)]
-    named = [(name, len(data), None) for name, data in before.items()]
-    for number, (name, size, key) in enumerate([*named, *storages, ("version", 2, None)]):
+    named: list[tuple[str, int, str | None]] = [
+        *((name, len(data), None) for name, data in before.items()),
+        *((f"data/{key}", size, key) for key, size in storages.items()),
+        ("version", 2, None),
+    ]
+    for number, (name, size, key) in enumerate(named):
         full = f"{root}/{name}".encode()
         least = at + _LOCAL.size + len(full) + _SIZES_BYTES + 4
         record = _Record(full, at, least + -least % RECORD_ALIGNMENT - at, size)

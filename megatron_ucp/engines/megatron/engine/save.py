@@ -42,6 +42,7 @@ from megatron_ucp.engines.saves import (
     Saving,
     completed,
     ended,
+    position_of,
     prune,
     publish,
     require_one_save,
@@ -302,4 +303,4 @@ def _recorded(
 ) -> Manifest:
     """The manifest beside the files: mesh, random states, position of the data, and what is `said`
     of the save. Where an element lies is said by the files' own index."""
-    return completed(manifest, entries, loader, {**said, MOVED_LATEST: True})
+    return completed(manifest, entries, {**said, **position_of(loader), MOVED_LATEST: True})

@@ -1,0 +1,241 @@
+"""Saves that go on while an engine trains: one at a time for each engine, by a thread of the lowest
+priority, on connections between ranks that training does not use."""
+
+import atexit
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ucp import say
+from megatron_ucp.engines.beside_ranks import BesideRanks
+from megatron_ucp.engines.rank_files import at_lowest_priority
+from megatron_ucp.engines.snapshot import SnapshotMemory
+from megatron_ucp.errors import SaveError, UcpError, UsageError
+
+_KEPT = "_ucp_background"  # of an engine
+_ALL: "weakref.WeakSet[Background]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class BesideTraining:
+    """How saves go on beside training.
+
+    Args:
+        busy: What a save does that is asked for while one is under way: "wait", or "skip" (with a
+            note).
+        deadline: Seconds after which a save is given up (None: never).
+        on_error: What a save that failed does: "raise" at the next call, on every rank, or "warn",
+            and training goes on.
+        snapshot_bytes: Host memory for the snapshot on this rank, at most; what finds no room is
+            written before the call returns (None: as much as there is to write).
+        keep_snapshot: Whether that memory is kept for the next save.
+    """
+
+    busy: str = "wait"
+    deadline: float | None = None
+    on_error: str = "raise"
+    snapshot_bytes: int | None = None
+    keep_snapshot: bool = True
+
+    def __post_init__(self) -> None:
+        _require_one_of("busy", self.busy, ("wait", "skip"))
+        _require_one_of("on_error", self.on_error, ("raise", "warn"))
+        for name in ("deadline", "snapshot_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise UsageError(
+                    f"{name} is a number",
+                    expected="at least 0",
+                    found=repr(value),
+                    fix=f"give a number, or leave {name} out",
+                )
+
+
+def _require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise UsageError(
+            f"{name} is none of its words",
+            parameter=name,
+            expected=" or ".join(words),
+            found=repr(value),
+            fix=f"give {name} as one of these",
+        )
+
+
+class Background:
+    """The saves of one engine that go on beside its training."""
+
+    def __init__(self, how: BesideTraining) -> None:
+        self.how = how
+        self.snapshot = SnapshotMemory(how.snapshot_bytes)
+        self.ranks: BesideRanks | None = None
+        self.what = ""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._began = 0.0
+        self._given_up = threading.Event()
+        _ALL.add(self)
+        _wait_at_end()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def ready(self) -> None:
+        """Connections and memory for the next save. Collective; nothing is under way."""
+        self.ranks = self.ranks or BesideRanks()
+        self.snapshot.begin()
+
+    def left_s(self) -> float | None:
+        """Seconds until the deadline. Raises SaveError where it was given up."""
+        if self._given_up.is_set():
+            raise SaveError("the save was given up", found=self.what)
+        if self.how.deadline is None:
+            return None
+        return max(0.0, self.how.deadline - (time.monotonic() - self._began))
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `BesideRanks.gather`, until the deadline. Raises RankError, SaveError."""
+        left = self.left_s()
+        return self.connected.gather(value, left)
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self.connected.rank
+
+    @property
+    def connected(self) -> BesideRanks:
+        """The connections, which `ready` made."""
+        if self.ranks is None:
+            raise SaveError("the ranks are not connected", id="")
+        return self.ranks
+
+    def start(self, what: str, work: Callable[[], object]) -> None:
+        """Does the work of a save in a thread of its own."""
+        self.what, self._error, self._began = what, None, time.monotonic()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        at_lowest_priority()
+        try:
+            work()
+        except BaseException as error:  # raised where the program next asks
+            self._error = error
+            if self.how.on_error == "warn":
+                say.note(f"a save in the background failed, and training goes on: {error}")
+        finally:
+            if not self.how.keep_snapshot:
+                self.snapshot.release()
+
+    def wait(self) -> None:
+        """Returns when nothing is under way. Raises the error of the save that failed, once, unless
+        it was to warn."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join(self._patience_s())
+        if thread.is_alive():
+            self._give_up()
+        error, self._error = self._error, None
+        if error is None:
+            return
+        # those who failed may not be at the same message any more
+        self.ranks = None
+        if self.how.on_error == "raise":
+            raise error
+        if not isinstance(error, UcpError):
+            raise error
+
+    def _patience_s(self) -> float | None:
+        """A little longer than the ranks wait for each other, so that the error names one."""
+        if self.how.deadline is None:
+            return None
+        return self.how.deadline + 1.0 - (time.monotonic() - self._began)
+
+    def _give_up(self) -> None:
+        """The thread hangs in the operating system: it may never come back, and what it holds is
+        left to it."""
+        self._given_up.set()
+        doing = self.ranks.doing if self.ranks is not None else ""
+        self._error = SaveError(
+            "a save in the background did not finish before its deadline, and was given up",
+            file=self.what,
+            expected=f"done within {self.how.deadline:g} s",
+            found=f"this rank {doing}",
+            fix="look at the disk; older tags are as they were",
+            id="",
+        )
+        self.snapshot = SnapshotMemory(self.how.snapshot_bytes)
+        if self.how.on_error == "warn":
+            say.note(str(self._error))
+
+
+def background_of(engine: Any) -> Background | None:
+    """What saves an engine beside its training, if anything does."""
+    return getattr(engine, "__dict__", {}).get(_KEPT)
+
+
+def keep_background(engine: Any, background: Background) -> None:
+    """From now on the engine is saved so."""
+    engine.__dict__[_KEPT] = background
+
+
+def wait(engine: Any) -> None:
+    """Waits for a save that goes on in the background. Of no other engine there is any.
+
+    Args:
+        engine: A DeepSpeed engine, or what `attach_megatron` returned.
+
+    Returns:
+        Nothing: what was saved is in `report`.
+
+    Raises:
+        SaveError: Where the save failed; older tags are as they were.
+        RankError: Where a rank is gone.
+
+    Example:
+        >>> engine.save_checkpoint("checkpoints")
+        >>> ucp.wait(engine)
+    """
+    if (found := background_of(engine)) is not None:
+        found.wait()
+
+
+def _wait_for_all() -> None:
+    for one in list(_ALL):
+        if one.is_busy:
+            try:
+                one.wait()
+            except Exception as error:  # the program ends: nobody else will hear of it
+                say.note(f"the last save failed: {error}")
+
+
+_waits = False
+
+
+def _wait_at_end() -> None:
+    """The end of the program waits, and so does SIGTERM where it would end it at once."""
+    global _waits
+    if _waits:
+        return
+    _waits = True
+    atexit.register(_wait_for_all)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    _wait_for_all()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)

@@ -1,0 +1,94 @@
+"""Ranks that agree beside training: on connections of their own, which no collective of training
+meets, and which outlive the process groups of the program."""
+
+import os
+import pickle
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from megatron_ucp.errors import RankError
+from megatron_ucp.reshard import agree
+
+_START_S = 120.0  # until all ranks are connected
+_DONE = "done"
+
+
+class BesideRanks:
+    """All ranks of the default process group. Making one is collective. `gather` may be called by
+    another thread than training's, by one at a time."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = agree.world()
+        self._group: Any = None
+        self._store: Any = None
+        self._turn = 0
+        self.doing = "has not begun"
+        if self.world > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        patience, alone = timedelta(seconds=_START_S), False
+        if self.rank == 0:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            self._store = dist.TCPStore(host, 0, self.world, True, patience, alone)
+        place = None if self._store is None else (self._store.host, self._store.port)
+        host, port = agree.gather(place)[0]
+        if self.rank:
+            self._store = dist.TCPStore(host, port, self.world, False, patience, alone)
+        mine = dist.PrefixStore("agree", self._store)
+        self._group = dist.ProcessGroupGloo(mine, self.rank, self.world, patience)
+
+    def gather(self, value: Any, seconds: float | None = None) -> list[Any]:
+        """The value of every rank, by rank. Collective, and waits for `seconds` at most. Raises
+        RankError, which names the ranks that are not there and what they do."""
+        if self.world == 1:
+            return [value]
+        patience = timedelta(seconds=max(seconds, 0.001) if seconds is not None else 86400.0)
+        self.says(_DONE)
+        self._turn += 1
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        try:
+            sizes = [int(one) for one in self._all(torch.tensor([len(data)]), patience)]
+            longest = torch.zeros(max(sizes), dtype=torch.uint8)
+            longest[: len(data)] = data
+            found = self._all(longest, patience)
+        except RuntimeError as error:
+            raise RankError(
+                "the ranks could not agree beside training: one is gone, or takes too long",
+                found="; ".join(self._missing()) or str(error).strip().partition("\n")[0],
+                fix="look at the output of that rank",
+            ) from error
+        return [
+            pickle.loads(part[:size].numpy().tobytes())  # our own ranks' bytes
+            for part, size in zip(found, sizes, strict=True)
+        ]
+
+    def _all(self, mine: torch.Tensor, patience: timedelta) -> list[torch.Tensor]:
+        options = AllgatherOptions()
+        options.timeout = patience
+        out = [torch.empty_like(mine) for _ in range(self.world)]
+        self._group.allgather([out], [mine], options).wait(patience)
+        return out
+
+    def says(self, what: str) -> None:
+        """Keeps what this rank does now for those that wait for it."""
+        self.doing = what
+        if self._store is not None:
+            self._store.set(f"{self._turn} of {self.rank}", what)
+
+    def _missing(self) -> list[str]:
+        """What the ranks do that did not come to this turn."""
+        out: list[str] = []
+        with suppress(RuntimeError):
+            for rank in range(self.world):
+                key = f"{self._turn - 1} of {rank}"
+                said = self._store.get(key).decode() if self._store.check([key]) else "nothing yet"
+                if said != _DONE:
+                    out.append(f"rank {rank}: {said}")
+        return out

@@ -1,0 +1,246 @@
+"""The .pt files of a save, written by this package in the place of `torch.save`: the same records,
+so that whatever loads the one loads the other.
+
+A rank writes the files that the engine's program gives it (`save`), at once, or from a snapshot
+once training goes on. What several ranks of a machine hold alike is written by all of them, a range
+each (`share`): the file's owner makes it, and writes what stands around the records when the
+checksums of all ranges are known (`finish`).
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32, crc32_combine
+
+from megatron_ucp.engines.live_archive import LiveArchive, live_archive
+from megatron_ucp.engines.snapshot import SnapshotMemory
+from megatron_ucp.formats.durable import OutFile, Syncs
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.folder_sink import FileRun, begin_sync, in_threads
+
+CHUNK_BYTES = 8 * 2**20  # that are summed and written at a time
+_LEAST_SHARED_BYTES = 2**20  # smaller records are not worth a word between ranks
+_ALIGNED_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class RecordRange:
+    """Bytes of a record of a file, those from `low` on: they lie in `memory`, and come to byte
+    `place` of the file."""
+
+    path: Path
+    key: str
+    low: int
+    place: int
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WrittenRange:
+    """Bytes [low, low + size) of a record, which are written, and their CRC-32."""
+
+    path: Path
+    key: str
+    low: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What this rank holds as others do: flat bytes of whole storages, by name. `ranks` are those
+    that hold the same."""
+
+    ranks: tuple[int, ...] = ()
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def _said(self) -> Any:
+        """Equal on ranks that can write each other's bytes: those of one machine, which see the
+        same pages of a file."""
+        sizes = {name: len(memory) for name, memory in self.memory.items()}
+        return socket.gethostname(), self.ranks, sizes
+
+    def name_of(self, memory: torch.Tensor) -> str | None:
+        """The name of these very bytes; None for others."""
+        for name, own in self.memory.items():
+            if own.data_ptr() == memory.data_ptr() and len(own) == len(memory):
+                return name
+        return None
+
+
+@dataclass
+class RankFiles:
+    """The files of one save on this rank. `snapshot` holds what is written later; without one,
+    everything is written as it comes. `says` is told which file is at work."""
+
+    replicas: Replicas
+    sync: Syncs
+    snapshot: SnapshotMemory | None = None
+    says: Callable[[str], None] = lambda what: None
+    archives: list[LiveArchive] = field(default_factory=list[LiveArchive])
+    waiting: list[RecordRange] = field(default_factory=list[RecordRange])
+    written: list[WrittenRange] = field(default_factory=list[WrittenRange])
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def save(self, state_dict: object, path: str | Path) -> None:
+        """In the place of `torch.save`. Raises what that raises, and OSError."""
+        archive = live_archive(state_dict, Path(path))
+        with open(archive.path, "wb") as file:
+            file.truncate(archive.layout.size_bytes)
+        self.archives.append(archive)
+        places, memory = archive.layout.places, archive.memory
+        self._take(
+            RecordRange(archive.path, key, 0, places[key], memory[key])
+            for key in memory
+            if self._shared_name(memory[key]) is None
+        )
+
+    def _shared_name(self, memory: torch.Tensor) -> str | None:
+        if len(self.replicas.ranks) < 2 or len(memory) < _LEAST_SHARED_BYTES:
+            return None
+        return self.replicas.name_of(memory)
+
+    def share(self) -> None:
+        """Takes this rank's ranges of what several ranks hold, whoever makes the file. Collective.
+        Raises OSError."""
+        said = agree.gather((self.replicas._said(), self._shared()))
+        alike = [rank for rank, (held, _) in enumerate(said) if held == said[_rank()][0]]
+        turn = alike.index(_rank())
+        self._take(
+            _range(path, key, place, self.replicas.memory[name], turn, len(alike))
+            for owner in alike
+            for path, key, place, name in said[owner][1]
+        )
+
+    def _shared(self) -> list[tuple[Path, str, int, str]]:
+        """Of each record of this rank's files that others hold too: file, key, place, name."""
+        return [
+            (archive.path, key, archive.layout.places[key], name)
+            for archive in self.archives
+            for key, memory in archive.memory.items()
+            if (name := self._shared_name(memory)) is not None
+        ]
+
+    def _take(self, ranges: Any) -> None:
+        """Writes ranges, or keeps copies of them; what finds no room is written."""
+        now: list[RecordRange] = []
+        for one in ranges:
+            copy = None if self.snapshot is None else self.snapshot.copy(one.memory)
+            if copy is None:
+                now.append(one)
+            else:
+                self.waiting.append(RecordRange(one.path, one.key, one.low, one.place, copy))
+        if now:
+            self.written += _written_by_threads(now, self.stopped)
+
+    def keep_no_memory(self) -> None:
+        """Lets go of the engine's own memory: what is still to be written was copied."""
+        self.archives = [LiveArchive(one.path, one.layout, {}) for one in self.archives]
+        self.replicas = Replicas()
+
+    def write(self) -> None:
+        """Writes what waits, in this thread. Raises OSError."""
+        for one in self.waiting:
+            self.says(f"writes {one.path}")
+            self.written += [_written(chunk) for chunk in _chunks(one)]
+            if self.sync.durable:
+                begin_sync(one.path, one.place, len(one.memory))
+        self.waiting.clear()
+
+    def to_disk(self) -> None:
+        """Brings what this rank wrote to disk. Raises OSError."""
+        for path in sorted({one.path for one in self.written}):
+            self.says(f"syncs {path}")
+            self.sync(path)
+
+    def finish(self, written: Sequence[WrittenRange]) -> list[Path]:
+        """Writes what stands around the records of this rank's files, of which all ranks have
+        `written` all by now; returns the files. Raises OSError."""
+        for archive in self.archives:
+            mine = [one for one in written if one.path == archive.path]
+            crcs = {key: 0 for key in archive.layout.places}
+            for one in sorted(mine, key=lambda one: one.low):
+                crcs[one.key] = crc32_combine(crcs[one.key], one.crc, one.size)
+            with OutFile(archive.path) as out:
+                for at, data in archive.layout.around(crcs):
+                    out.write(data, at)
+            self.sync(archive.path)
+        return [archive.path for archive in self.archives]
+
+
+def _rank() -> int:
+    return agree.world()[0]
+
+
+def _range(
+    path: Path, key: str, place: int, memory: torch.Tensor, turn: int, turns: int
+) -> RecordRange:
+    """The share of a record that one of several ranks writes."""
+    step = -(-len(memory) // turns)
+    step += -step % _ALIGNED_BYTES
+    low = min(turn * step, len(memory))
+    return RecordRange(path, key, low, place + low, memory[low : low + step])
+
+
+def _chunks(one: RecordRange) -> list[RecordRange]:
+    return [
+        RecordRange(
+            one.path, one.key, one.low + at, one.place + at, one.memory[at : at + CHUNK_BYTES]
+        )
+        for at in range(0, len(one.memory), CHUNK_BYTES)
+    ]
+
+
+def _written(one: RecordRange) -> WrittenRange:
+    data = one.memory.cpu().numpy().data
+    with OutFile(one.path) as out:
+        out.write(data, one.place)
+    return WrittenRange(one.path, one.key, one.low, len(data), crc32(data))
+
+
+def _written_by_threads(
+    ranges: Sequence[RecordRange], stopped: threading.Event
+) -> list[WrittenRange]:
+    """Writes ranges, several at a time; the disk begins meanwhile."""
+    found: list[WrittenRange] = []
+
+    def job(chunk: RecordRange) -> FileRun:
+        found.append(_written(chunk))
+        return chunk.path, chunk.place, len(chunk.memory)
+
+    jobs = [partial(job, chunk) for one in ranges for chunk in _chunks(one)]
+    with ThreadPoolExecutor(_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        in_threads(pool, jobs, stopped)
+    return found
+
+
+def _threads() -> int:
+    """The cores of this machine are for all of its ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or agree.world()[1])
+    return max(1, min(8, (os.cpu_count() or 1) // local))
+
+
+def at_lowest_priority() -> None:
+    """This thread works when nobody else does: of processors, and of disks."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    _idle_disk()
+
+
+def _idle_disk() -> None:
+    import ctypes
+    import platform
+
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set(2)
+    if number is not None:
+        lowest = 2 << 13 | 7  # best effort, level 7: an idle class may never be served
+        ctypes.CDLL(None).syscall(number, 1, threading.get_native_id(), lowest)
