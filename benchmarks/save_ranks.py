@@ -1,9 +1,14 @@
 """What the ranks do in `benchmarks.save`."""
 
+import os
 import shutil
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
@@ -42,3 +47,68 @@ def measure(
         out.append(each)
     engine.destroy()
     return out[1:]
+
+
+WAYS = ("stock", "direct", "background", "cp and sync", "copy in memory")
+
+
+def measure_ways(
+    folder: str, mesh: Mesh, size: dict[str, int], repetitions: int
+) -> list[dict[str, Any]]:
+    """Saves of one engine by every way, in turns, and copies of the same bytes on disk and in
+    memory; the first round is not counted. Of this rank: seconds until the pointer names the tag,
+    seconds in which training stands still, bytes written."""
+    engine = make_engine(mesh, size)
+    train_step(engine, mesh)
+    ucp.attach(engine, save="background")
+    out: list[dict[str, Any]] = []
+    for number in range(repetitions + 1):
+        turn = number % 3
+        ways = [*WAYS[turn:3], *WAYS[:turn], *WAYS[3:]]
+        out.append({way: _measured(engine, Path(folder), way) for way in ways})
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+        dist.barrier()
+    engine.destroy()
+    return out[1:]
+
+
+def _measured(engine: Any, folder: Path, way: str) -> dict[str, Any]:
+    own_bytes = _own_bytes(folder) if way not in WAYS[:3] else 0
+    os.sync()
+    dist.barrier()
+    if way == "copy in memory":
+        return {"blocked": _copied(own_bytes), "bytes": own_bytes}
+    started = time.perf_counter()
+    if way == "cp and sync":
+        if dist.get_rank() == 0:
+            subprocess.run(["sh", "-c", f"cp -r {folder}/direct {folder}/copy && sync"], check=True)
+        dist.barrier()
+        return {"seconds": time.perf_counter() - started}
+    handle = engine.ucp
+    handle.how = replace(handle.how, way=way)
+    engine.save_checkpoint(str(folder), tag=way)
+    blocked = time.perf_counter() - started
+    ucp.wait(engine)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    report = ucp.report(engine).save
+    assert report is not None
+    return {"blocked": blocked, "seconds": seconds, "bytes": report.bytes_by_rank}
+
+
+def _own_bytes(folder: Path) -> int:
+    """What this rank writes of a save."""
+    files = [path for path in (folder / "direct").iterdir() if path.suffix == ".pt"]
+    return sum(path.stat().st_size for path in files) // dist.get_world_size()
+
+
+def _copied(size: int) -> float:
+    """Seconds to copy so many bytes into memory that was used before; both ranks at once."""
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.zeros(size, dtype=torch.uint8)
+    dist.barrier()
+    started = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - started

@@ -90,6 +90,12 @@ class RankFiles:
     waiting: list[RecordRange] = field(default_factory=list[RecordRange])
     written: list[WrittenRange] = field(default_factory=list[WrittenRange])
     stopped: threading.Event = field(default_factory=threading.Event)
+    around_bytes: int = 0
+
+    @property
+    def written_bytes(self) -> int:
+        """What this rank writes, of its own files and of others'."""
+        return sum(one.size for one in self.written) + self.around_bytes
 
     def save(self, state_dict: object, path: str | Path) -> None:
         """In the place of `torch.save`. Raises what that raises, and OSError."""
@@ -98,6 +104,7 @@ class RankFiles:
             file.truncate(archive.layout.size_bytes)
         self.archives.append(archive)
         places, memory = archive.layout.places, archive.memory
+        self.around_bytes += archive.layout.size_bytes - sum(map(len, memory.values()))
         self._take(
             RecordRange(archive.path, key, 0, places[key], memory[key])
             for key in memory

@@ -1,35 +1,201 @@
 """What the ranks do in the tests of saves that this package writes."""
 
+import importlib
+import os
+import time
 import zipfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 import megatron_ucp as ucp
+from megatron_ucp.engines import rank_files
+from megatron_ucp.engines.background import background_of
+from megatron_ucp.engines.saves import WAYS
+from tests.engines.canonical import canonical, differences
 from tests.engines.model import Setup, make_engine, train
+from tests.engines.save_jobs import listing
 
 OF_THE_ARCHIVE = ".data/serialization_id"  # torch's mark of the call that wrote it
 
 
-def saved_both_ways(setup: Setup, folder: str, way: str, steps: int = 2) -> ucp.Manifest:
-    """Saves one moment by DeepSpeed's own code and by this package."""
-    engine = make_engine(setup, attach=False)
-    train(engine, steps)
-    stock = engine.save_checkpoint
-    stock(f"{folder}/stock", tag="tag", client_state={"seen": 7})
-    ucp.attach(engine, save=way)
-    engine.save_checkpoint(f"{folder}/own", tag="tag", client_state={"seen": 7})
-    ucp.wait(engine)
-    report = ucp.report(engine).save
-    assert report is not None and not report.is_under_way
+def _named(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"tests.engines.{module}"), name)
+
+
+def saved_each_way(
+    making: str, setup: Any, training: str, folder: str, exclude: bool = False
+) -> list[Any]:
+    """Saves one moment by DeepSpeed's own code, and by this package in its two ways; what they
+    report."""
+    rank_files._LEAST_SHARED_BYTES = 0
+    engine = _named(making)(setup, attach=False)
+    _named(training)(engine, 2)
+    options = {"tag": "tag", "client_state": {"seen": 7}, "exclude_frozen_parameters": exclude}
+    ucp.attach(engine, family=getattr(setup, "family", None), save="background")
+    reports = []
+    for way in WAYS:
+        engine.ucp.how = replace(engine.ucp.how, way=way)
+        engine.save_checkpoint(f"{folder}/{way}", **options)
+        ucp.wait(engine)
+        reports.append(ucp.report(engine).save)
     engine.destroy()
-    return report
+    return reports
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """The records of an archive, by their names in it."""
+    """The records of an archive, by their names in it. Fails where a checksum is wrong."""
     with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None, "a checksum is wrong"
+        assert archive.testzip() is None, path
         names = [name for name in archive.namelist() if not name.endswith(OF_THE_ARCHIVE)]
         return {name: archive.read(name) for name in names}
+
+
+def trained_on(setup: Setup, folder: str, plant: bool = False) -> list[str]:
+    """A save in the background whose writer starts ten steps later; what differs between the state
+    at the call and what a load of it gives. `plant`: a scalar is left out of the snapshot."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="background")
+    train(engine, 2)
+    want = canonical(engine)
+    background = background_of(engine)
+    assert background is not None
+    held: list[Any] = []
+    background.start = lambda *work: held.append(work)  # type: ignore[method-assign]
+    if plant:
+        background.snapshot.copy = _all_but_numbers(background.snapshot.copy)  # type: ignore
+    engine.save_checkpoint(folder)
+    assert not (Path(folder) / "latest").exists()
+    train(engine, 10, first=2)
+    changed = differences(want, canonical(engine))
+    assert len(changed) > 5, "ten steps change the state"
+    del background.start
+    background.start(*held[0])
+    ucp.wait(engine)
+    engine.destroy()
+    fresh = make_engine(replace(setup, seed=9))
+    fresh.load_checkpoint(folder)
+    found = differences(want, canonical(fresh))
+    if fresh.global_steps != 2:
+        found.append("global_steps")
+    fresh.destroy()
+    return found
+
+
+def _all_but_numbers(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """A snapshot that keeps the live memory of single numbers, as writers did that moved scalars
+    into shared memory."""
+    return lambda memory: memory if len(memory) <= 8 else copy(memory)
+
+
+def failing_in_background(setup: Setup, folder: str, how: str) -> dict[str, Any]:
+    """A good save, one that fails in the background on rank 1, a good one."""
+    options: dict[str, Any] = {"on_error": "warn"} if how == "warn" else {}
+    if how == "hangs":
+        options["deadline"] = 1.0
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="background", **options)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    ucp.wait(engine)
+    train(engine, 1, first=1)
+    write = rank_files._written
+    if dist.get_rank() == 1:
+        rank_files._written = _hanging if how == "hangs" else _refused
+    out: dict[str, Any] = {}
+    try:
+        engine.save_checkpoint(folder)
+        train(engine, 1, first=2)  # goes on meanwhile
+        ucp.wait(engine)
+        out["error"] = out["message"] = ""
+    except ucp.UcpError as error:
+        out["error"], out["message"] = type(error).__name__, str(error)
+    rank_files._written = write
+    dist.barrier()
+    out["left"], out["latest"] = listing(folder), (Path(folder) / "latest").read_text()
+    dist.barrier()
+    engine.save_checkpoint(folder, tag="after")
+    ucp.wait(engine)
+    want = canonical(engine)
+    engine.destroy()
+    fresh = make_engine(replace(setup, seed=9))
+    fresh.load_checkpoint(folder)
+    out["then"] = differences(want, canonical(fresh))
+    fresh.destroy()
+    return out
+
+
+def _refused(one: Any) -> Any:
+    raise OSError(28, "No space left on device", str(one.path))
+
+
+def _hanging(one: Any) -> Any:
+    time.sleep(4.0)
+    raise OSError(5, "Input/output error", str(one.path))
+
+
+def die_in_background(setup: Setup, folder: str) -> str:
+    """Rank 1 dies while it writes in the background; what rank 0 hears."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="background")
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    ucp.wait(engine)
+    train(engine, 1, first=1)
+    if dist.get_rank() == 1:
+        rank_files._written = lambda _: os._exit(7)
+    engine.save_checkpoint(folder)
+    try:
+        ucp.wait(engine)
+    except ucp.UcpError as error:
+        raise AssertionError(f"{type(error).__name__}: {error} {listing(folder)}") from error
+    return ""
+
+
+def busy(setup: Setup, folder: str) -> dict[str, Any]:
+    """Saves that are asked for while one is under way: waited for, or skipped."""
+    out: dict[str, Any] = {}
+    for word in ("wait", "skip"):
+        engine = make_engine(setup, attach=False)
+        ucp.attach(engine, save="background", busy=word)
+        write = rank_files._written
+        rank_files._written = _slowly(write)
+        for step in range(2):
+            train(engine, 1, first=step)
+            engine.save_checkpoint(f"{folder}/{word}")
+        rank_files._written = write
+        ucp.wait(engine)
+        dist.barrier()
+        out[word] = listing(f"{folder}/{word}")
+        engine.destroy()
+        dist.barrier()
+    return out
+
+
+def _slowly(write: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(one: Any) -> Any:
+        time.sleep(0.1)
+        return write(one)
+
+    return slow
+
+
+def memory_of(setup: Setup, folder: str, **options: Any) -> tuple[int, int, int]:
+    """Bytes of the snapshot's memory after a wait, after a second save, and what was written."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="background", **options)
+    background = background_of(engine)
+    assert background is not None
+    held = []
+    for step in range(2):
+        train(engine, 1, first=step)
+        engine.save_checkpoint(folder)
+        ucp.wait(engine)
+        held.append(background.snapshot.size_bytes)
+    report = ucp.report(engine).save
+    engine.destroy()
+    return held[0], held[1], report.bytes_by_rank[dist.get_rank()]

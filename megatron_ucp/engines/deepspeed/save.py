@@ -209,9 +209,9 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
             files.to_disk()
         for path in taken.written:
             sync(path)
-        own = [] if files is None else files.written
-        size_bytes = sum(path.stat().st_size for path in taken.written)
-        block.value = own, size_bytes + sum(one.size for one in own)
+        beside_bytes = sum(path.stat().st_size for path in taken.written)
+        own = ([], 0) if files is None else (files.written, files.written_bytes)
+        block.value = own[0], own[1] + beside_bytes
     shared = _flat(ranges for ranges, _ in block.values)
     bytes_by_rank = tuple(size_bytes for _, size_bytes in block.values)
     with as_save_error(), agree.together(ranks) as block:

@@ -1,0 +1,210 @@
+"""Saves that this package writes, at once and in the background: what stock writes of the same
+moment, record by record."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.background import BesideTraining
+from megatron_ucp.engines.snapshot import SnapshotMemory
+from megatron_ucp.errors import UsageError
+from tests.engines.autoep_jobs import Auto as AutoEP
+from tests.engines.autotp_jobs import Auto as AutoTP
+from tests.engines.direct_jobs import records
+from tests.engines.model import Setup
+from tests.engines.moe_jobs import Moe
+from tests.engines.pipeline_jobs import Staged
+from tests.engines.tensor_jobs import Mega
+from tests.engines.test_muon import muon
+from tests.ranks import RankPool, RanksFailed
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.direct_jobs:"
+OFFLOAD = (("offload_optimizer", {"device": "cpu"}),)
+WIDE = (("data_types", {"grad_accum_dtype": "fp32"}),)
+PLAIN = ("model:make_engine", "model:train")
+MIXED = ("moe_jobs:make", "moe_jobs:train")
+TENSOR = ("tensor_jobs:make", "tensor_jobs:train")
+AUTO = ("autotp_jobs:make", "autotp_jobs:train")
+STAGES = ("pipeline_jobs:make", "pipeline_jobs:train")
+# name: ranks, what makes and trains the engine, its setup
+ENGINES: dict[str, tuple[int, tuple[str, str], Any]] = {
+    "fp32 at stage 0": (2, PLAIN, Setup(0, "fp32")),
+    "bf16 at stage 0": (2, PLAIN, Setup(0, "bf16")),
+    "stage 1": (4, PLAIN, Setup(1, "bf16")),
+    "BF16_Optimizer": (2, PLAIN, Setup(1, "bf16", config=WIDE)),
+    "stage 2": (2, PLAIN, Setup(2, "fp32")),
+    "fp16 at stage 2": (2, PLAIN, Setup(2, "fp16")),
+    "stage 3": (2, PLAIN, Setup(3, "bf16")),
+    "offloaded": (2, PLAIN, Setup(2, "bf16", "CPUAdam", zero_config=OFFLOAD)),
+    "offloaded at stage 3": (2, PLAIN, Setup(3, "bf16", "CPUAdam", zero_config=OFFLOAD)),
+    "Muon": (2, PLAIN, muon(1, "bf16")),
+    "Muon at stage 3": (2, PLAIN, muon(3)),
+    "experts": (2, MIXED, Moe(2, 1, "bf16")),
+    "experts at stage 0": (2, MIXED, Moe(2, 0)),
+    "AutoEP": (2, ("autoep_jobs:make", "moe_jobs:train"), AutoEP(2, 1)),
+    "tensors": (4, TENSOR, Mega("llama", 2, 1, "bf16")),
+    "tensors at stage 3": (4, TENSOR, Mega("gpt", 2, 3, "bf16", tied=True)),
+    "AutoTP": (2, AUTO, AutoTP("llama", 2, 1, "bf16")),
+    "AutoTP at stage 3": (2, AUTO, AutoTP("even", 2, 3)),
+    "pipeline": (2, STAGES, Staged("gpt", 1, 1, pp=2)),
+    "pipeline with tensors": (4, STAGES, Staged("llama", 2, 0, pp=2)),
+}
+
+
+def check_alike(folder: Path, ways: tuple[str, ...] = ("direct", "background")) -> int:
+    """Every file of stock's save is in ours, with the same records; returns how many bytes."""
+    compared = 0
+    stock = {path.name for path in (folder / "stock" / "tag").iterdir()}
+    for way in ways:
+        own = {path.name for path in (folder / way / "tag").iterdir()}
+        assert not stock - own and all(name.startswith("ucp_") for name in own - stock)
+        assert (folder / way / "latest").read_text() == "tag"
+        for name in sorted(one for one in stock if one.endswith(".pt")):
+            want = records(folder / "stock" / "tag" / name)
+            have = records(folder / way / "tag" / name)
+            assert have.keys() == want.keys(), name
+            assert [key for key in want if have[key] != want[key]] == [], name
+            compared += sum(map(len, want.values()))
+    return compared
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_files_hold_what_stock_writes_of_the_same_moment(
+    ranks: RankPool, tmp_path: Path, engine: str
+) -> None:
+    world, (making, training), setup = ENGINES[engine]
+    found = ranks.run(world, JOBS + "saved_each_way", making, setup, training, str(tmp_path))
+    assert check_alike(tmp_path) > 10_000
+    assert ucp.verify(tmp_path / "direct" / "tag").findings == ()
+    for _, direct, background in found:
+        assert direct.blocked_seconds == direct.seconds
+        assert 0 < background.blocked_seconds < background.seconds
+        assert sum(direct.bytes_by_rank) == sum(background.bytes_by_rank) > 10_000
+
+
+def test_the_comparison_finds_a_bit(ranks: RankPool, tmp_path: Path) -> None:
+    setup = ENGINES["stage 2"][2]
+    ranks.run(2, JOBS + "saved_each_way", PLAIN[0], setup, PLAIN[1], str(tmp_path))
+    path = tmp_path / "direct" / "tag" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(AssertionError):
+        check_alike(tmp_path)
+
+
+def test_frozen_parameters_are_left_out_as_stock_does(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, JOBS + "saved_each_way", PLAIN[0], Setup(2, "bf16"), PLAIN[1], str(tmp_path), True)
+    check_alike(tmp_path)
+    held = ucp.describe(tmp_path / "direct")
+    assert not any(spec.kind == "frozen" for spec in held.params)
+
+
+def test_ranks_that_hold_the_same_weights_write_equal_shares(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    setup = Setup(1, "bf16", net="Wider")
+    reports = ranks.run(4, JOBS + "saved_each_way", PLAIN[0], setup, PLAIN[1], str(tmp_path))
+    for stock, *ours in reports:
+        for report in ours:
+            assert report.bytes_by_rank == reports[0][1].bytes_by_rank
+            assert max(report.bytes_by_rank) < max(stock.bytes_by_rank)
+            assert min(report.bytes_by_rank) > min(stock.bytes_by_rank)
+            assert sum(report.bytes_by_rank) <= sum(stock.bytes_by_rank)
+
+
+# ------------------------------------------------ in the background
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup(0), Setup(1, "bf16"), Setup(2, "fp16"), Setup(3, "bf16")], ids=str
+)
+def test_ten_steps_before_the_writer_starts_change_nothing(
+    ranks: RankPool, tmp_path: Path, setup: Setup
+) -> None:
+    assert ranks.run(2, JOBS + "trained_on", setup, str(tmp_path)) == [[], []]
+
+
+def test_a_scalar_that_is_left_out_of_the_snapshot_is_found(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(2, JOBS + "trained_on", Setup(1), str(tmp_path), plant=True)
+    said = failed.value.by_rank[0]
+    assert "disagree in the scalars" in said and "step: 2.0" in said and "step: 12.0" in said
+
+
+@pytest.mark.parametrize("how", ["refused", "warn", "hangs"])
+def test_what_fails_in_the_background_is_named_on_every_rank(
+    ranks: RankPool, tmp_path: Path, how: str
+) -> None:
+    path = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    for found in ranks.run(2, JOBS + "failing_in_background", Setup(1, "bf16"), str(tmp_path), how):
+        assert found["latest"] == "global_step1"
+        assert [one for one in found["left"] if not one.startswith(".")] == ["global_step1"]
+        assert found["then"] == []
+        if how == "warn":
+            assert found["error"] == ""
+        else:
+            assert found["error"] in ("SaveError", "RankError")
+            assert path in found["message"]
+        if how == "hangs":
+            assert "rank 1" in found["message"] or "this rank" in found["message"]
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(2, JOBS + "die_in_background", Setup(1, "bf16"), str(tmp_path))
+    assert "RankError" in failed.value.by_rank[0]
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    assert not (tmp_path / "global_step2").exists()
+
+
+def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for found in ranks.run(2, JOBS + "busy", Setup(1, "bf16"), str(tmp_path)):
+        assert found == {"wait": ["global_step1", "global_step2"], "skip": ["global_step1"]}
+
+
+def test_memory_is_kept_and_used_again_or_given_back(ranks: RankPool, tmp_path: Path) -> None:
+    for first, second, written in ranks.run(2, JOBS + "memory_of", Setup(3), str(tmp_path / "a")):
+        assert 0 < first == second < written
+    options = {"keep_snapshot": False}
+    for first, second, _ in ranks.run(
+        2, JOBS + "memory_of", Setup(3), str(tmp_path / "b"), **options
+    ):
+        assert first == second == 0
+    options = {"snapshot_bytes": 600}
+    for first, second, _ in ranks.run(
+        2, JOBS + "memory_of", Setup(3), str(tmp_path / "c"), **options
+    ):
+        assert 0 < first == second <= 600
+    assert ucp.verify(tmp_path / "c").findings == ()
+
+
+def test_a_snapshot_says_where_there_is_no_room() -> None:
+    import torch
+
+    memory, value = SnapshotMemory(100), torch.arange(60, dtype=torch.uint8)
+    copy = memory.copy(value)
+    assert copy is not None and copy.equal(value) and copy.data_ptr() != value.data_ptr()
+    assert memory.copy(value) is None
+    memory.begin()
+    again = memory.copy(value[:50])
+    assert again is not None and again.data_ptr() == copy.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"busy": "later"}, {"on_error": "ignore"}, {"deadline": -1}, {"snapshot_bytes": True}],
+    ids=str,
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        BesideTraining(**options)
