@@ -11,7 +11,13 @@ from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.families.base import Declared, Model
 from megatron_ucp.formats.deepspeed.paths import at_tp
-from megatron_ucp.formats.deepspeed.stock_info import SUB_PARAMS, VOCABULARY, kind_of, sub_shape
+from megatron_ucp.formats.deepspeed.stock_info import (
+    SUB_PARAMS,
+    VOCABULARY,
+    fused,
+    kind_of,
+    sub_shape,
+)
 
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load
 # then cuts it on dim 0: wrong without an error for row-parallel and gated weights. Their patterns
@@ -74,10 +80,7 @@ def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:
     for name, declared in table.items():
         if isinstance(declared.layout, ShardNC):
             alike.setdefault(sub_shape(declared.layout, declared.shape), []).append(name)
-    entries = [
-        {"patterns": _patterns(names), "shape": shape, "partition_dim": dim}
-        for (shape, dim), names in alike.items()
-    ]
+    entries = [fused(_patterns(names), cut) for cut, names in alike.items()]
     return {SUB_PARAMS: entries} if entries else {}
 
 

@@ -8,7 +8,7 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -86,9 +86,9 @@ class UniversalCheckpoint(TagFolder):
         names: Mapping[str, str] | None,
         rules: RuleSet | None,
     ) -> None:
-        recorded = self.recorded
-        self.main_file = self.full_path(self._first_of_ranks()[0])
-        self.meta: Mapping[str, Any] = self.tree(self._first_of_ranks()[0])
+        recorded, first = self.recorded, self._first_of_ranks()[0]
+        self.main_file = self.full_path(first)
+        self.meta: Mapping[str, Any] = self.tree(first)
         known = specs if recorded is None else recorded.by_name
         self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
         canonical = names if recorded is None else recorded.names
@@ -97,10 +97,7 @@ class UniversalCheckpoint(TagFolder):
             raise self._lost(GLOBAL)
         self._global = self.tree(f"{ATOMS}/{GLOBAL}")
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
-        self._atoms: dict[str, str] = {}  # canonical name -> folder
-        for path in sorted((self.folder / ATOMS).iterdir()):
-            for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
-                self._atoms.setdefault(name, path.name)
+        self._atoms = self._find_atoms()
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)
@@ -108,6 +105,14 @@ class UniversalCheckpoint(TagFolder):
             self._compare(recorded)
             if rules is not None:
                 self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
+
+    def _find_atoms(self) -> dict[str, str]:
+        """The folder of each parameter, by its canonical name."""
+        out: dict[str, str] = {}
+        for path in sorted((self.folder / ATOMS).iterdir()):
+            for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
+                out.setdefault(name, path.name)
+        return out
 
     def _own_names(self, name: str) -> list[str]:
         """A parameter's name, or those of the experts that it holds."""
@@ -162,40 +167,45 @@ class UniversalCheckpoint(TagFolder):
         files say."""
         listed = self._param_groups()
         out: list[dict[str, Ints]] = [{} for _ in listed]
-        file = self.full_path(f"{ATOMS}/{GLOBAL}")
-        sizes = [len(at_key_or(group, "params", [], file)) for group in listed]
-        for name in self._first_of_ranks():
-            shapes = shapes_by_group(self.tree(name), self.full_path(name))
-            if shapes is None:
-                raise UnsupportedError(
-                    "a model file of the universal folder does not say which parameters belong "
-                    "together",
-                    file=self.full_path(name),
-                    expected="param_shapes",
-                    found="none",
-                    fix="convert the native checkpoint with megatron-ucp convert",
-                )
-            split = len(shapes) != len(listed) and sum(sizes) == len(
-                shapes
-            )  # of ZeRO-3: one entry per sub-group
-            places = (
-                [g for g, size in enumerate(sizes) for _ in range(size)]
-                if split
-                else list(range(len(shapes)))
-            )
-            if max(places, default=-1) >= len(listed):
-                raise ForeignFileError(
-                    "the model file and the optimizer of a universal folder have different groups",
-                    file=self.full_path(name),
-                    expected=len(listed),
-                    found=len(shapes),
-                )
-            for group, named in zip(places, shapes, strict=True):
+        for file in self._first_of_ranks():
+            shapes = self._listed_shapes(file)
+            numbers = self._group_numbers(listed, len(shapes), file)
+            for number, named in zip(numbers, shapes, strict=True):
                 for param, shape in named.items():
                     name = self._name(param)
                     own = tuple(shape)[1:] if name in self._stacked else tuple(shape)
-                    out[group].update(dict.fromkeys(self._own_names(name), own))
+                    out[number].update(dict.fromkeys(self._own_names(name), own))
         return out
+
+    def _listed_shapes(self, file: str) -> list[dict[str, Any]]:
+        """Names and shapes that belong together in a model file."""
+        shapes = shapes_by_group(self.tree(file), self.full_path(file))
+        if shapes is None:
+            raise UnsupportedError(
+                "a model file of the universal folder does not say which parameters belong "
+                "together",
+                file=self.full_path(file),
+                expected="param_shapes",
+                found="none",
+                fix="convert the native checkpoint with megatron-ucp convert",
+            )
+        return shapes
+
+    def _group_numbers(self, groups: list[Any], count: int, file: str) -> Sequence[int]:
+        """The group of each of `count` entries of a model file: ZeRO-3 has one for each sub-group,
+        which is a parameter here."""
+        where = self.full_path(f"{ATOMS}/{GLOBAL}")
+        sizes = [len(at_key_or(group, "params", [], where)) for group in groups]
+        if count != len(groups) and sum(sizes) == count:
+            return [number for number, size in enumerate(sizes) for _ in range(size)]
+        if count > len(groups):
+            raise ForeignFileError(
+                "the model file and the optimizer of a universal folder have different groups",
+                file=self.full_path(file),
+                expected=len(groups),
+                found=count,
+            )
+        return range(count)
 
     def _first_of_ranks(self) -> list[str]:
         """One model file of each model-parallel rank of the run that was converted."""
