@@ -5,6 +5,7 @@ The model's dict has the order in which parameters were registered, from which `
 each one lies in the buffers; every master is compared with its weight.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,12 @@ class RankFolder:
     tp: int
     stage: int
     expert: int
+
+    def name(self, mesh: Mesh) -> str:
+        """As Megatron-LM calls it in a run on a mesh."""
+        stage = f"_{self.stage:03d}" if mesh.pp > 1 else ""
+        expert = f"_{self.expert:03d}" if mesh.ep > 1 else ""
+        return f"mp_rank_{self.tp:02d}{stage}{expert}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +161,12 @@ class LegacyCheckpoint(MegatronFolder):
                 fix="save it again with --ckpt-format torch_dist",
             )
         self._require_listable()
-        out: dict[RankFolder, str] = {}
-        for stage in range(mesh.pp):
-            for expert in range(mesh.ep):
-                for tp in range(mesh.tp):
-                    name = f"mp_rank_{tp:02d}"
-                    name += f"_{stage:03d}" if mesh.pp > 1 else ""
-                    name += f"_{expert:03d}" if mesh.ep > 1 else ""
-                    out[RankFolder(tp, stage, expert)] = name
+        ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
+        out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
         missing = [name for name in self._names(out) if not (self.folder / name).is_file()]
         if missing:
-            raise NotFoundError(
-                "files of model-parallel ranks are missing",
-                file=self.folder / missing[0],
-                expected=f"those of {mesh}",
-                found=f"{len(missing)} missing",
-                fix="restore them, or load another tag",
+            raise self._missing(
+                self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
             )
         found = {path.name for path in self.folder.iterdir() if _FOLDER.fullmatch(path.name)}
         if odd := sorted(found - {*out.values()}):
@@ -186,13 +183,16 @@ class LegacyCheckpoint(MegatronFolder):
         mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
         wanted = mesh.pp * mesh.ep * mesh.tp
         if wanted > here + _MOST_MISSING:
-            raise NotFoundError(
-                "files of model-parallel ranks are missing",
-                file=self.folder,
-                expected=f"{wanted} folders, those of {mesh}",
-                found=f"{here}",
-                fix="restore them, or load another tag",
-            )
+            raise self._missing(self.folder, f"{wanted} folders, those of {mesh}", f"{here}")
+
+    def _missing(self, file: Path, expected: str, found: str) -> NotFoundError:
+        return NotFoundError(
+            "files of model-parallel ranks are missing",
+            file=file,
+            expected=expected,
+            found=found,
+            fix="restore them, or load another tag",
+        )
 
     def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
         kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]

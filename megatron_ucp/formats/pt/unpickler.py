@@ -124,11 +124,7 @@ def _check_extent(value: object, machine: Machine) -> None:
             continue
         left.pop()
         if found[id(item)] == (0, 0):  # else it is here a second time
-            size, depth = own, 1
-            for part in parts:
-                written, levels = found[id(part)]
-                size, depth = size + written, max(depth, 1 + levels)
-            found[id(item)] = size, depth
+            found[id(item)] = size, depth = _extent_of(own, parts, found)
             # deep by a part that was seen elsewhere
             level = depth if depth > MAX_DEPTH else level - 1
             if size > limit:
@@ -138,6 +134,15 @@ def _check_extent(value: object, machine: Machine) -> None:
                 )
     if level > MAX_DEPTH:
         machine.fail("the value is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+
+
+def _extent_of(own: int, parts: list[object], found: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Values written out and levels of a container, from those of its parts."""
+    size, depth = own, 1
+    for part in parts:
+        written, levels = found[id(part)]
+        size, depth = size + written, max(depth, 1 + levels)
+    return size, depth
 
 
 def _parts(item: object) -> tuple[int, list[object]]:
