@@ -55,6 +55,7 @@ from megatron_ucp.formats.plain_values import param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
+_GLOBAL = f"{ATOMS}/{GLOBAL}"
 
 
 class UniversalCheckpoint(TagFolder):
@@ -95,7 +96,7 @@ class UniversalCheckpoint(TagFolder):
         self._pipe = PipeNames(canonical) if canonical else None
         if not (self.folder / ATOMS / GLOBAL).is_file():
             raise self._lost(GLOBAL)
-        self._global = self.tree(f"{ATOMS}/{GLOBAL}")
+        self._global = self.tree(_GLOBAL)
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
         self._atoms = self._find_atoms()
         self._check_listed()
@@ -194,7 +195,7 @@ class UniversalCheckpoint(TagFolder):
     def _group_numbers(self, groups: list[Any], count: int, file: str) -> Sequence[int]:
         """The group of each of `count` entries of a model file: ZeRO-3 has one for each sub-group,
         which is a parameter here."""
-        where = self.full_path(f"{ATOMS}/{GLOBAL}")
+        where = self.full_path(_GLOBAL)
         sizes = [len(at_key_or(group, "params", [], where)) for group in groups]
         if count != len(groups) and sum(sizes) == count:
             return [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -223,7 +224,7 @@ class UniversalCheckpoint(TagFolder):
             raise DamagedFileError(
                 "the universal folder does not say its parameter groups",
                 expected="param_groups",
-                file=self.full_path(f"{ATOMS}/{GLOBAL}"),
+                file=self.full_path(_GLOBAL),
                 found=type(groups).__name__,
             )
         return groups
@@ -231,7 +232,7 @@ class UniversalCheckpoint(TagFolder):
     def _manifest(self, groups: list[dict[str, Ints]], recorded: Manifest | None) -> Manifest:
         found = list(self._trainable(groups, recorded))
         found += self._values({spec.name for spec, _ in found})
-        file = self.full_path(f"{ATOMS}/{GLOBAL}")
+        file = self.full_path(_GLOBAL)
         told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
         said = with_rules(told, self.meta.get("ds_config"))
         run = run_of(self.meta)
@@ -295,7 +296,7 @@ class UniversalCheckpoint(TagFolder):
 
     def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
         """Element-wise states of a parameter with the masters first, and its step."""
-        folder = self.folder / ATOMS / self._folder(name)
+        folder = self._path(name)
         found = {path.stem for path in folder.iterdir() if path.suffix == ".pt"}
         if MASTER not in found:
             raise NotFoundError(
@@ -336,7 +337,7 @@ class UniversalCheckpoint(TagFolder):
         )
 
     def _step(self, name: str) -> Mapping[str, float]:
-        file = f"{ATOMS}/{self._folder(name)}/{STEP}.pt"
+        file = self._file(name, STEP)
         return {STEP: self._number(self.file(file).tree, file)}
 
     def _number(self, value: Any, file: str) -> float:
@@ -349,7 +350,7 @@ class UniversalCheckpoint(TagFolder):
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
-        file = f"{ATOMS}/{GLOBAL}"
+        file = _GLOBAL
         base = self._global.get("optimizer_state_dict")
         state = base.get("state") if isinstance(base, dict) else None
         entry = state.get(0) if isinstance(state, dict) else None
@@ -368,9 +369,15 @@ class UniversalCheckpoint(TagFolder):
             )
         return self._atoms[name]
 
+    def _path(self, name: str) -> Path:
+        return self.folder / ATOMS / self._folder(name)
+
+    def _file(self, name: str, state: str) -> str:
+        return f"{ATOMS}/{self._folder(name)}/{state}.pt"
+
     def _atom(self, name: str, state: str) -> TensorRef:
         """The tensor of a state."""
-        file = f"{ATOMS}/{self._folder(name)}/{state}.pt"
+        file = self._file(name, state)
         tree: Any = self.file(file).tree
         ref = tree.get(_PARAM) if isinstance(tree, dict) else tree
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
@@ -407,7 +414,7 @@ class UniversalCheckpoint(TagFolder):
         if flat and found[0] != math.prod(said):
             raise ForeignFileError(
                 "a parameter of the universal folder has another size than the model file says",
-                file=self.folder / ATOMS / self._folder(name),
+                file=self._path(name),
                 parameter=name,
                 expected=said,
                 found=found,
@@ -416,20 +423,10 @@ class UniversalCheckpoint(TagFolder):
 
     def _compare(self, recorded: Manifest) -> None:
         """Raises ForeignFileError or NotFoundError where the folder is not what was written."""
-        ours = {spec.name: (spec.shape, spec.kind) for spec in self.manifest.params}
-        theirs = {spec.name: (spec.shape, spec.kind) for spec in recorded.params}
-        held = [
-            {
-                buffer.members[0].param: (
-                    dict(buffer.states),
-                    buffer.group,
-                    dict(buffer.members[0].scalars),
-                )
-                for buffer in manifest.buffers
-            }
-            for manifest in (self.manifest, recorded)
-        ]
-        for what, one, other in (("parameters", ours, theirs), ("states, groups or steps", *held)):
+        both = self.manifest, recorded
+        params = [{spec.name: (spec.shape, spec.kind) for spec in m.params} for m in both]
+        states = [dict(map(_kept, m.buffers)) for m in both]
+        for what, (one, other) in {"parameters": params, "states, groups or steps": states}.items():
             odd = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
             if odd:
                 raise ForeignFileError(
@@ -447,18 +444,18 @@ class UniversalCheckpoint(TagFolder):
         """Place of a slot. Raises DamagedFileError or ForeignFileError."""
         buffer = self.manifest.buffers[slot.buffer]
         name = buffer.members[0].param
-        ref = self._atom(name, MASTER if slot.state == VALUE else slot.state)
+        state = MASTER if slot.state == VALUE else slot.state
+        ref = self._atom(name, state)
         dtype = dict(buffer.states)[slot.state]
         if ref.numel != buffer.length or ref.storage.dtype != dtype:
             raise ForeignFileError(
                 "a state has another size or type than its parameter",
                 parameter=name,
-                file=self.folder / ATOMS / self._folder(name),
+                file=self._path(name),
                 expected=f"{buffer.length} of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
-        state = MASTER if slot.state == VALUE else slot.state
-        return self.place(f"{ATOMS}/{self._folder(name)}/{state}.pt", ref)
+        return self.place(self._file(name, state), ref)
 
     @property
     def file_names(self) -> list[str]:
@@ -468,7 +465,7 @@ class UniversalCheckpoint(TagFolder):
             for folder in sorted(self._atoms.values())
             for path in sorted((self.folder / ATOMS / folder).glob("*.pt"))
         ]
-        return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
+        return [*self.names.names, _GLOBAL, *atoms]
 
     def read_extras(self) -> Extras:
         scaler = LossScale.pickled(self._global.get("loss_scaler"))
@@ -476,6 +473,12 @@ class UniversalCheckpoint(TagFolder):
         module = at_key_or(self.meta, "module", {}, self.main_file)
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
         return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
+
+
+def _kept(buffer: FlatBuffer) -> tuple[str, tuple[Any, ...]]:
+    """The parameter of a buffer, and what is kept of it."""
+    member = buffer.members[0]
+    return member.param, (dict(buffer.states), buffer.group, dict(member.scalars))
 
 
 class UniversalFormat:

@@ -118,7 +118,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def _build(self) -> Manifest:
         params: list[ParamSpec] = []
         buffers: list[FlatBuffer] = []
-        membership = self.membership(self.groups)
+        membership = self.membership()
         for name, weight in self.states.weights.items():
             spec = self._spec(weight)
             held = self.states.held(name) if spec.kind == "trainable" else None
@@ -126,14 +126,13 @@ class TorchDistCheckpoint(MegatronFolder):
             params.append(spec)
             group = membership.number(spec) if held.stepped else None
             buffers += self.chunk_buffers(name, held, group)
-        counters = self.counters()
         found = Manifest(
             Keeper.TORCH_DIST if self.groups else Keeper.WEIGHTS,
             Mesh(),
             tuple(params),
             tuple(buffers),
             tuple(one.group for one in self.groups),
-            run=self.described(counters),
+            run=self.described(),
         )
         return self.as_recorded(found)
 

@@ -20,6 +20,7 @@ from megatron_ucp.core.values import (
     Global,
     Size,
     Stand,
+    empty_like,
 )
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES
@@ -216,10 +217,7 @@ class _Copier:
     def _container(self, item: object, depth: int) -> object:
         """A copy that is known before its parts, as they may hold it."""
         if isinstance(item, dict):
-            kind = type(item)
-            plain = not isinstance(item, defaultdict)
-            made: dict[object, object] = kind() if plain else defaultdict(item.default_factory)
-            self._memo[id(item)] = made
+            made = self._memo[id(item)] = empty_like(item)
             self._fill(made, item.items(), depth)
             return made
         if isinstance(item, Stand):
@@ -227,10 +225,7 @@ class _Copier:
             stand.args = tuple([self.walk(part, depth + 1) for part in item.args])
             self._fill(stand.state, item.state.items(), depth)  # type: ignore[arg-type]
             return stand
-        parts: list[object] | deque[object] = []
-        if isinstance(item, deque):
-            parts = deque(maxlen=item.maxlen)
-        self._memo[id(item)] = parts
+        parts = self._memo[id(item)] = empty_like(item)
         parts.extend(self.walk(part, depth + 1) for part in item)  # type: ignore[attr-defined]
         return parts
 
