@@ -13,6 +13,7 @@ from megatron_ucp.core.experts import (
     name_in_module,
     ranks_of,
 )
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
@@ -166,7 +167,7 @@ class ExpertFiles:
         return LocalExperts.among(self.counts, mesh.ep, index)
 
 
-class WithExperts:
+class WithExperts(Weights):
     """Weights whose experts lie in files of their own. `name_of` gives the canonical name of what a
     file calls an expert."""
 
@@ -236,8 +237,8 @@ class WithExperts:
     @cached_property
     def _by_file(self) -> dict[str, list[tuple[str, TensorRef]]]:
         """What each expert file holds, by canonical name."""
-        out: dict[str, list[tuple[str, TensorRef]]] = {}
-        for etp in range(self._mesh.etp):
-            for name, (ref, file) in self.experts(etp).items():
-                out.setdefault(file, []).append((name, ref))
-        return out
+        return grouped(
+            (file, (name, ref))
+            for etp in range(self._mesh.etp)
+            for name, (ref, file) in self.experts(etp).items()
+        )

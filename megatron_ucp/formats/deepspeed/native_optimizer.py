@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from megatron_ucp.core.experts import is_stacked, stored_tensors
-from megatron_ucp.core.flat import FlatBuffer, Fragment
+from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
@@ -141,10 +142,10 @@ class OptimizerTrees(Structure):
         return [self._owned(buffer, number, own) for number, buffer in self._buffers(own)]
 
     def _owned(self, buffer: FlatBuffer, number: int, own: Own) -> dict[str, Stand]:
-        found: dict[str, list[Fragment]] = OrderedDict()
-        for fragment in buffer.fragments(own.parts[number][1]):
-            name = self._in_module(buffer.members[fragment.member].param, own)
-            found.setdefault(name, []).append(fragment)
+        found = grouped(
+            (self._in_module(buffer.members[fragment.member].param, own), fragment)
+            for fragment in buffer.fragments(own.parts[number][1])
+        )
         return OrderedDict(
             (name, _address(sum(f.high - f.low for f in run), run[0].offset))
             for name, run in found.items()

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import in_order
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import StateMismatchError
@@ -177,11 +177,12 @@ class _Positions:
 
     def _trained(self) -> list[list[str]]:
         """Names of each group at each place that have elements."""
-        groups: dict[tuple[int | None, Coords], list[str]] = {}
-        for _, buffer in self.stepped:
-            for member in buffer.members:
-                if member.size and member.param in self.module:
-                    groups.setdefault((member.group, buffer.at), []).append(member.param)
+        groups = grouped(
+            ((member.group, buffer.at), member.param)
+            for _, buffer in self.stepped
+            for member in buffer.members
+            if member.size and member.param in self.module
+        )
         return list(groups.values())
 
     def _look(self, name: str, shown: bool) -> Hashable:

@@ -7,13 +7,14 @@ Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-cor
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -77,11 +78,11 @@ class Index:
     @cached_property
     def chunks_by_file(self) -> Mapping[str, Sequence[tuple[StoredTensor, Chunk]]]:
         """What each file has of tensors."""
-        out: dict[str, list[tuple[StoredTensor, Chunk]]] = {}
-        for tensor in self.tensors.values():
-            for chunk in tensor.chunks:
-                out.setdefault(chunk.place.file, []).append((tensor, chunk))
-        return out
+        return grouped(
+            (chunk.place.file, (tensor, chunk))
+            for tensor in self.tensors.values()
+            for chunk in tensor.chunks
+        )
 
     @cached_property
     def objects_by_file(self) -> Mapping[str, Mapping[str, ArchivePlace]]:
@@ -240,7 +241,7 @@ def _check_files(folder: Path, index: Index) -> None:
             found=f"no {some_of(missing)}",
             fix="restore them, or load another tag",
         )
-    for name, places in _by_file(index.places()).items():
+    for name, places in grouped((place.file, place) for place in index.places()).items():
         at = 0
         for place in sorted(places, key=lambda place: place.offset_bytes):
             if place.offset_bytes < at:
@@ -258,10 +259,3 @@ def _check_files(folder: Path, index: Index) -> None:
                 expected=f"{at} bytes",
                 found=f"{size} bytes",
             )
-
-
-def _by_file(places: Iterable[ArchivePlace]) -> dict[str, list[ArchivePlace]]:
-    out: dict[str, list[ArchivePlace]] = {}
-    for place in places:
-        out.setdefault(place.file, []).append(place)
-    return out

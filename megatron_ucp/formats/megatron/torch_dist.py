@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
@@ -198,11 +199,8 @@ class TorchDistCheckpoint(MegatronFolder):
     @cached_property
     def _weights_by_file(self) -> Mapping[str, Sequence[StoredParam]]:
         """Each weight in the file that has its first chunk."""
-        out: dict[str, list[StoredParam]] = {}
-        for weight in self.states.weights.values():
-            if weight.blocks:
-                out.setdefault(weight.blocks[0].chunk.place.file, []).append(weight)
-        return out
+        weights = self.states.weights.values()
+        return grouped((one.blocks[0].chunk.place.file, one) for one in weights if one.blocks)
 
     def _is_proved(self, weight: StoredParam) -> bool:
         """Whether the masters of a weight are stored beside it, and are not it."""
