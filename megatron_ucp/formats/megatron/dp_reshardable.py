@@ -28,8 +28,8 @@ from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
 from megatron_ucp.formats.megatron.extras import loss_scale_of
 from megatron_ucp.formats.megatron.flat import (
+    BUFFER_STATES,
     KNOWN_ORDERS,
-    STATES,
     PlacedBuffer,
     RunLayout,
     in_order,
@@ -189,7 +189,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
 
     def _bucket_fault(self, key: BucketKey, elems: int, starts: set[int]) -> str:
         states = self._tensors.get(key, {})
-        if {*states} != {*STATES.values()}:
+        if {*states} != {*BUFFER_STATES.values()}:
             return f"it has {', '.join(states) or 'no states'}"
         for tensor in states.values():
             if (tensor.shape, tensor.dtype) != ((elems,), "float32"):
@@ -204,11 +204,11 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         out: dict[BucketKey, dict[str, StoredTensor]] = {}
         for key, tensor in self.states.flat.items():
             found = _KEY.fullmatch(key)
-            if found is None or found["state"] not in STATES:
+            if found is None or found["state"] not in BUFFER_STATES:
                 raise UnsupportedError(
                     "the checkpoint holds a state of the optimizer that is not known",
                     file=self.main_file,
-                    expected=", ".join(STATES),
+                    expected=", ".join(BUFFER_STATES),
                     found=key,
                     fix="train with --optimizer adam, or save again with --ckpt-format "
                     "torch_dist and --dist-ckpt-optim-fully-reshardable",
@@ -217,7 +217,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 int(found[name] or 0) for name in ("optimizer", "group", "buffer", "bucket")
             )
             bucket = BucketKey(optimizer, group, buffer, found["dtype"], number)
-            out.setdefault(bucket, {})[STATES[found["state"]]] = tensor
+            out.setdefault(bucket, {})[BUFFER_STATES[found["state"]]] = tensor
         return out
 
     def _keys(self, one: PlacedBuffer, bucket: int) -> Iterator[BucketKey]:

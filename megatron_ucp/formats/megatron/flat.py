@@ -24,7 +24,7 @@ from megatron_ucp.formats.megatron.names import is_expert, number_of_layer
 from megatron_ucp.formats.megatron.stages import PipelinePart
 
 # what the optimizer's files call its states
-STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+BUFFER_STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 

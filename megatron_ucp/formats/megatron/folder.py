@@ -31,7 +31,7 @@ from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
 from megatron_ucp.formats.megatron.buckets import InBuffer
 from megatron_ucp.formats.megatron.extras import counters_of, extras_of, iteration_of
-from megatron_ucp.formats.megatron.flat import STATES, PlacedBuffer
+from megatron_ucp.formats.megatron.flat import BUFFER_STATES, PlacedBuffer
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import layout_of
 from megatron_ucp.formats.megatron.random_states import WhereOf, generators
@@ -253,7 +253,7 @@ class MegatronFolder(OpenedFolder):
             group = groups[param.name]
             scalars = self.groups[group].scalars
             members.append(Member(param.name, start, param.elems, group, scalars))
-        states = tuple((state, "float32") for state in STATES.values())
+        states = tuple((state, "float32") for state in BUFFER_STATES.values())
         return FlatBuffer(tuple(members), length, 1, "whole", states, one.at, one.axes)
 
     def described(self) -> dict[str, Any]:

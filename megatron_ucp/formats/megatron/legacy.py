@@ -42,7 +42,13 @@ from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
 from megatron_ucp.formats.megatron.extras import loss_scale_of
-from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, STATES, PlacedBuffer, RunLayout
+from megatron_ucp.formats.megatron.flat import (
+    BUFFER_STATES,
+    EMBEDDING,
+    HEAD,
+    PlacedBuffer,
+    RunLayout,
+)
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
@@ -318,7 +324,7 @@ class LegacyCheckpoint(MegatronFolder):
         manifest = Manifest(Keeper.LEGACY, self.saved_on, params, buffers, found, run=run)
         for number, buffer in enumerate(flat):
             for cut in manifest.cuts_of(buffer):
-                for state in STATES.values():
+                for state in BUFFER_STATES.values():
                     self._check_size(self._ref(number, cut, state), buffer, number, cut)
         return manifest
 
@@ -398,7 +404,7 @@ class LegacyCheckpoint(MegatronFolder):
             )
         buffers = of_kind(optimizer.get(one.number), dict, "a buffer", file)
         (by_state,) = each([*buffers.values()][:1] or [None], dict, "a buffer", file)
-        theirs = next(theirs for theirs, ours in STATES.items() if ours == state)
+        theirs = next(theirs for theirs, ours in BUFFER_STATES.items() if ours == state)
         return of_kind(by_state.get(theirs), TensorRef, theirs, file)
 
     def _check_size(self, ref: Any, buffer: FlatBuffer, number: int, cut: Coords) -> None:
