@@ -1,6 +1,6 @@
 """What this rank holds of a live DeepSpeed engine: its own pipeline stage. No collectives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -137,9 +137,7 @@ class OwnStage:
     @property
     def at(self) -> Coords:
         """This rank's place (see `Mesh.holding`)."""
-        experts = expert_place(self.number, self.ep_rank, self.etp_rank)
-        here = {**dict(at_tp(self.tp_rank)), **dict(experts)}
-        return tuple((axis, here[axis]) for axis, _ in self.places[0])
+        return self._along(axis for axis, _ in self.places[0])
 
     @property
     def speaks(self) -> bool:
@@ -151,8 +149,13 @@ class OwnStage:
 
     def cut(self, buffer: FlatBuffer) -> Coords:
         """This rank's place along the axes that cut one of its buffers."""
-        here = {**dict(at_tp(self.tp_rank)), **dict(expert_place(0, 0, self.etp_rank))}
-        return tuple((axis, here[axis]) for axis in buffer.axes)
+        return self._along(buffer.axes)
+
+    def _along(self, axes: Iterable[str]) -> Coords:
+        """This rank's place along some axes."""
+        experts = expert_place(self.number, self.ep_rank, self.etp_rank)
+        here = dict((*at_tp(self.tp_rank), *experts))
+        return tuple((axis, here[axis]) for axis in axes)
 
     @property
     def data_rank(self) -> int:

@@ -12,9 +12,9 @@ MAX_RECORDS = 4_000_000
 MAX_DIRECTORY_BYTES = 512 * 2**20
 _CAP16, _CAP32 = 0xFFFF, 0xFFFFFFFF  # "the value stands in the ZIP64 field"
 
-_END = struct.Struct("<4s4H2LH")  # end of central directory
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQ2H2L4Q")
+END = struct.Struct("<4s4H2LH")  # end of central directory
+END64_LOCATOR = struct.Struct("<4sLQL")
+END64 = struct.Struct("<4sQ2H2L4Q")
 # signature, flags, method, CRC-32, stored size, size, lengths of name, extra field and comment,
 # disk, offset of the local header
 _CENTRAL = struct.Struct("<4s4x2H4x3L4H6xL")
@@ -53,10 +53,10 @@ def find_directory(
 
 def _bounds(tail: bytes, size_bytes: int, path: str) -> tuple[int, int, int]:
     """Records of the directory, its bytes and its offset, as the `tail` of the file says them."""
-    if len(tail) < _END.size or not tail[-_END.size :].startswith(b"PK\5\6"):
+    if len(tail) < END.size or not tail[-END.size :].startswith(b"PK\5\6"):
         damaged(path, "the file is truncated", "a zip directory at its end", f"{size_bytes} bytes")
-    _, disk, first_disk, here, count, length, start, comment = _END.unpack(tail[-_END.size :])
-    end = size_bytes - _END.size
+    _, disk, first_disk, here, count, length, start, comment = END.unpack(tail[-END.size :])
+    end = size_bytes - END.size
     if start + length != end:  # torch always writes ZIP64 records, between directory and end
         end = size_bytes - 98
         here, count, length, start = _zip64_end(
@@ -92,8 +92,8 @@ def _zip64_end(tail: bytes, short: tuple[int, ...], size_bytes: int, path: str) 
     """(records here, records, directory bytes, its offset) of the ZIP64 end, which agrees with
     the `short` one."""
     if len(tail) == 98 and tail.startswith(b"PK\6\6") and tail.startswith(b"PK\6\7", 56):
-        _, disk, end, disks = _END64_LOCATOR.unpack_from(tail, 56)
-        _, length, _, _, here_disk, first_disk, *found = _END64.unpack_from(tail)
+        _, disk, end, disks = END64_LOCATOR.unpack_from(tail, 56)
+        _, length, _, _, here_disk, first_disk, *found = END64.unpack_from(tail)
         agree = all(
             few in (many, cap)
             for few, many, cap in zip(short, found, (_CAP16, _CAP16, _CAP32, _CAP32), strict=True)
@@ -101,7 +101,7 @@ def _zip64_end(tail: bytes, short: tuple[int, ...], size_bytes: int, path: str) 
         if (
             agree
             and end == size_bytes - 98
-            and length == _END64.size - 12
+            and length == END64.size - 12
             and disks == 1
             and not (disk or here_disk or first_disk)
         ):
