@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import TypeVar
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     """The values of each key, keys and values in the order in which they come."""
-    out: dict[Key, list[Value]] = {}
+    out: dict[_Key, list[_Value]] = {}
     for key, value in pairs:
         out.setdefault(key, []).append(value)
     return out
