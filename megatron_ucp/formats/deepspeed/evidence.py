@@ -61,12 +61,18 @@ def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
         found["groups"] = said["groups"]
     said |= {key: recorded.run.get(key) for key in derived.run}
     found |= derived.run
-    for what, ours in said.items():
-        if ours != found[what]:
+    require_equal(said, found, "manifest and files disagree in the", file)
+
+
+def require_equal(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], problem: str, file: str | Path
+) -> None:
+    """Raises ForeignFileError for the first of some values that differs; `problem` is a sentence
+    that its name ends."""
+    for what, value in ours.items():
+        if value != theirs[what]:
             raise ForeignFileError(
-                f"manifest and files disagree in the {what}",
-                file=file,
-                **difference(ours, found[what]),
+                f"{problem} {what}", file=file, **difference(value, theirs[what])
             )
 
 
