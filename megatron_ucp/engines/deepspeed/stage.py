@@ -131,8 +131,7 @@ class OwnStage:
     def _name(self, name: str) -> str:
         """The canonical name of a parameter or buffer. Raises ModelMismatchError for one that the
         pipeline's family lacks."""
-        whole = self.experts.whole_name(name)
-        return self.pipe.find(whole) if self.pipe else whole
+        return self._pipe_name(self.experts.whole_name(name))
 
     @property
     def at(self) -> Coords:
