@@ -8,7 +8,7 @@ under a stored and a logical address.
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -119,44 +119,49 @@ class Layout:
         """
         held = self._spans(name, shape, place)
         local = tuple(sum(b - a for a, b in spans) for spans in held)
-        order = tuple(range(len(shape))) if order is None else order
-        view = tuple(local[d] for d in order)
-        perm = tuple(order.index(d) for d in range(len(shape)))
+        dims, view, perm = _in_memory(local, order)
         out: list[Piece] = []
-        for spans in itertools.product(*[_with_local(held[d]) for d in order]):
+        for spans in itertools.product(*[_with_local(held[d]) for d in dims]):
             stored = Box(tuple(s[0] for s in spans), tuple(s[0] + s[2] - s[1] for s in spans))
             full = Box(tuple(spans[v][1] for v in perm), tuple(spans[v][2] for v in perm))
             out.append(Piece(stored, full, view, perm))
         return tuple(out)
 
+    def _fitting_cuts(self, name: str, shape: Ints) -> Iterator[Cut]:
+        """The cuts; raises LayoutError for one of a dim that a parameter does not have."""
+        for cut in self.cuts():
+            if cut.dim >= len(shape):
+                raise LayoutError(
+                    "the layout cuts a dim that the parameter does not have",
+                    parameter=name,
+                    expected=f"at least {cut.dim + 1} dims",
+                    found=f"shape {shape}",
+                )
+            yield cut
+
     def _spans(self, name: str, shape: Ints, place: Place) -> list[list[tuple[int, int]]]:
         """What the rank at `place` holds of each dim."""
         held = [[(0, size)] for size in shape]
-        for cut in self.cuts():
-            if cut.dim >= len(shape):
-                raise _no_dim(name, cut, shape)
+        for cut in self._fitting_cuts(name, shape):
             held[cut.dim] = _cut(name, held[cut.dim], cut, *place.get(cut.axis, (1, 0)))
         return held
 
     def local_shape(self, name: str, shape: Ints, place: Place) -> Ints:
         """Shape of the tensor that the rank at `place` holds, in logical dim order."""
         out = list(shape)
-        for cut in self.cuts():
-            if cut.dim >= len(shape):
-                raise _no_dim(name, cut, shape)
+        for cut in self._fitting_cuts(name, shape):
             size, index = place.get(cut.axis, (1, 0))
             spans = _cut(name, [(0, out[cut.dim])], replace(cut, parts=()), size, index)
             out[cut.dim] = sum(stop - start for start, stop in spans)
         return tuple(out)
 
 
-def _no_dim(name: str, cut: Cut, shape: Ints) -> LayoutError:
-    return LayoutError(
-        "the layout cuts a dim that the parameter does not have",
-        parameter=name,
-        expected=f"at least {cut.dim + 1} dims",
-        found=f"shape {shape}",
-    )
+def _in_memory(local: Ints, order: Ints | None) -> tuple[Ints, Ints, Ints]:
+    """The dims of a tensor of shape `local` as memory stores them, its shape there, and where each
+    dim is among them."""
+    dims = tuple(range(len(local))) if order is None else order
+    view = tuple(local[d] for d in dims)
+    return dims, view, tuple(dims.index(d) for d in range(len(local)))
 
 
 def _with_local(spans: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -329,9 +334,7 @@ class Chunks(Layout):
     ) -> tuple[Piece, ...]:
         boxes = self._boxes(name, shape, place)
         local = self._joined(name, boxes)
-        dims = tuple(range(len(shape))) if order is None else order
-        view = tuple(local[d] for d in dims)
-        perm = tuple(dims.index(d) for d in range(len(shape)))
+        dims, view, perm = _in_memory(local, order)
         out: list[Piece] = []
         at = 0
         for box in boxes:

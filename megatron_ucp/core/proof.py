@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, flat_index, strides
 from megatron_ucp.core.flat import Fragment
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layout import Partial
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.plan import Fill, Mean, Op, Plan, Slot
@@ -35,9 +36,7 @@ def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
             held = source.buffers[side.slot.buffer].of(side.slot.state)
             if side.offset < 0 or last >= held.elems(side.slot.part):
                 raise PlanError("the plan reads past a source slot", found=side)
-    fills: dict[Slot, list[Fill]] = {}
-    for fill in plan.fills:
-        fills.setdefault(fill.slot, []).append(fill)
+    fills = grouped((fill.slot, fill) for fill in plan.fills)
     for slot, members in by_slot.items():
         _prove_slot(slot, members, fills.get(slot, []), target)
 

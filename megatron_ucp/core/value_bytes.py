@@ -27,19 +27,22 @@ def check_text(kind: str, text: str) -> None:
         raise ValueError(f"{reprlib.repr(text)} is no {kind}")
 
 
+def _matched(pattern: re.Pattern[str], dtype: object, what: str) -> re.Match[str]:
+    found = pattern.fullmatch(dtype) if isinstance(dtype, str) else None
+    if found is None:
+        raise ValueError(f"{what} {reprlib.repr(dtype)}")
+    return found
+
+
 def bytes_of_numpy(dtype: object) -> int:
     """Bytes of one element. Raises ValueError for a dtype that is no plain number or text."""
-    found = _NUMPY_DTYPE.fullmatch(dtype) if isinstance(dtype, str) else None
-    if found is None:
-        raise ValueError(f"numpy's dtype {reprlib.repr(dtype)}")
+    found = _matched(_NUMPY_DTYPE, dtype, "numpy's dtype")
     return int(found[1]) * (4 if found[0][1] == "U" else 1)
 
 
 def bytes_of_torch(dtype: object) -> int:
     """Bytes of one element of a tensor. Raises ValueError for what is no dtype."""
-    found = _TENSOR_DTYPE.fullmatch(dtype) if isinstance(dtype, str) else None
-    if found is None:
-        raise ValueError(f"a tensor's dtype {reprlib.repr(dtype)}")
+    found = _matched(_TENSOR_DTYPE, dtype, "a tensor's dtype")
     return int(found[1] or 8) // 8
 
 

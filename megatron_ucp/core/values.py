@@ -208,34 +208,49 @@ class Global:
 
 
 ARRAY, DTYPE, TENSOR = "numpy.ndarray", "numpy.dtype", "torch.Tensor"  # names of Stands
-_NUMPY = (NumpyInt, NumpyFloat, NumpyComplex, NumpyText, NumpyBytes)
-_DATES = (
+NUMPY_SCALARS = (NumpyInt, NumpyFloat, NumpyComplex, NumpyText, NumpyBytes)
+DATES = (
     datetime.date,
     datetime.datetime,
     datetime.time,
     datetime.timedelta,
     datetime.timezone,
 )
-_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _NAMES: tuple[Any, ...] = (DtypeName, DeviceName, VersionName)
 SCALARS = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, Global),
         *_NAMES,
-        *_NUMPY,
-        *_DATES,
-        *_PATHS,
+        *NUMPY_SCALARS,
+        *DATES,
+        *PATHS,
     }
 )
 """Classes whose values Python hashes and compares without looking into others."""
 FACTORIES: dict[str, Any] = {
-    "builtins.list": list,
-    "builtins.dict": dict,
-    "builtins.int": int,
-    "builtins.float": float,
-    "builtins.set": set,
+    f"builtins.{kind.__name__}": kind for kind in (list, dict, int, float, set)
 }
 """What a defaultdict may make."""
+NAMED_TYPES: dict[str, type] = {
+    f"builtins.{kind.__name__}": kind for kind in (list, dict, int, float, str, bool, tuple)
+}
+"""Classes of Python that are values themselves: what a flag is parsed as, say."""
+
+
+def factory_name(value: "defaultdict[Any, Any]") -> str | None:
+    """What a defaultdict makes; None for one that makes nothing, and for what is in no table."""
+    made = value.default_factory
+    return next((name for name, kind in FACTORIES.items() if kind is made), None)
+
+
+def empty_like(item: Any) -> Any:
+    """A container of the same class and settings without anything in it."""
+    if isinstance(item, deque):
+        return deque[Any](maxlen=cast("deque[Any]", item).maxlen)
+    if isinstance(item, defaultdict):
+        return defaultdict[Any, Any](cast("defaultdict[Any, Any]", item).default_factory)
+    return type(item)()
 
 
 # ------------------------------------------------ shown
@@ -270,7 +285,7 @@ _PLAIN_BITS = 2**12  # of a whole number that JSON may write in digits
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": Size}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _TEXTS: dict[str, Any] = {kind.__name__: kind for kind in _NAMES}
-_CALLED: dict[str, Any] = {kind.__name__: kind for kind in (*_DATES, *_PATHS)}
+_CALLED: dict[str, Any] = {kind.__name__: kind for kind in (*DATES, *PATHS)}
 
 
 def coded(value: Any) -> Any:
@@ -324,10 +339,7 @@ def _marked_container(value: Any, name: str) -> dict[str, Any]:
     pairs = [[coded(key), coded(item)] for key, item in value.items()]
     if not isinstance(value, defaultdict):
         return {_MARK: name, "items": pairs}
-    factory = next(
-        (name for name, kind in FACTORIES.items() if kind is value.default_factory),  # pyright: ignore[reportUnknownMemberType]
-        None,
-    )
+    factory = factory_name(cast("defaultdict[Any, Any]", value))
     return {_MARK: name, "items": pairs, "factory": factory}
 
 

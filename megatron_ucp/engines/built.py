@@ -19,7 +19,9 @@ from megatron_ucp.core.value_bytes import bytes_of_numpy, check_bytes, check_tex
 from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
+    NAMED_TYPES,
     NOT_CODED,
+    NUMPY_SCALARS,
     TENSOR,
     DeviceName,
     DtypeName,
@@ -29,13 +31,12 @@ from megatron_ucp.core.values import (
     Stand,
     VersionName,
     alike,
+    empty_like,
 )
 from megatron_ucp.engines.values import (
     DICTS,
-    NAMED_TYPES,
     SPACES,
     WHAT_TRAVELS,
-    empty_like,
     inert,
     is_bare,
     named_in,
@@ -226,7 +227,7 @@ class _Builder:
         Global: _global,
         TensorRef: _tensor,
         bytearray: lambda _, item, *__: bytearray(item),
-        **dict.fromkeys(NumpyScalar.__subclasses__(), _numpy),
+        **dict.fromkeys(NUMPY_SCALARS, _numpy),
         **dict.fromkeys((tuple, frozenset), _fixed),
         **dict.fromkeys((list, deque, set), _list),
         **dict.fromkeys(DICTS, _dict),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest_json import check_extent
 from megatron_ucp.core.values import TENSOR, Stand, coded
 from megatron_ucp.engines.values import inert
@@ -76,10 +77,7 @@ class LiveValues:
         if len({*digests}) == 1:
             return PerRank()
         found = agree.gather((self._digests, self._compared))
-        sums: dict[tuple[str, Any], list[str]] = {}
-        for held, _ in found:
-            for place, one in held.items():
-                sums.setdefault(place, []).append(one)
+        sums = grouped(pair for held, _ in found for pair in held.items())
         clients = sum(compared for _, compared in found)  # all of them have the same keys
         odd = [
             place

@@ -5,7 +5,6 @@ import argparse
 import copyreg
 import datetime
 import enum
-import pathlib
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -20,6 +19,8 @@ from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
     FACTORIES,
+    NAMED_TYPES,
+    PATHS,
     SCALARS,
     DeviceName,
     DtypeName,
@@ -27,6 +28,7 @@ from megatron_ucp.core.values import (
     Size,
     Stand,
     VersionName,
+    empty_like,
     is_numpy_scalar,
     numpy_scalar,
 )
@@ -45,7 +47,7 @@ _SCALARS = frozenset(
         *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice),
         *(datetime.date, datetime.timedelta, datetime.timezone),
         *(torch.Size, torch.device, TorchVersion),
-        *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+        *PATHS,
     }
 )
 LISTS = frozenset({list, tuple, set, frozenset, deque})
@@ -53,10 +55,6 @@ DICTS = frozenset({dict, OrderedDict, Counter, defaultdict})
 SPACES: dict[str, type] = {
     "argparse.Namespace": argparse.Namespace,
     "types.SimpleNamespace": types.SimpleNamespace,
-}
-# classes of Python that are values themselves: what a flag is parsed as, say
-NAMED_TYPES: dict[str, type] = {
-    f"builtins.{kind.__name__}": kind for kind in (list, dict, int, float, str, bool, tuple)
 }
 _NUMPY_KINDS = "biufcSU"  # of dtypes whose elements are numbers or text
 
@@ -348,14 +346,6 @@ def _of_array(item: np.ndarray[Any, Any]) -> Stand:
     data = item.tobytes("F" if fortran else "C")
     state = {"dtype": item.dtype.str, "shape": item.shape, "fortran_order": fortran, "data": data}
     return Stand(ARRAY, (), state)
-
-
-def empty_like(item: Any) -> Any:
-    if isinstance(item, deque):
-        return deque(maxlen=item.maxlen)
-    if isinstance(item, defaultdict):
-        return defaultdict(item.default_factory)
-    return type(item)()
 
 
 def members_by_value(value: Any) -> list[tuple[str, Any, str]]:

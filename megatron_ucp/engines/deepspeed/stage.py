@@ -1,6 +1,6 @@
 """What this rank holds of a live DeepSpeed engine: its own pipeline stage. No collectives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -131,15 +131,12 @@ class OwnStage:
     def _name(self, name: str) -> str:
         """The canonical name of a parameter or buffer. Raises ModelMismatchError for one that the
         pipeline's family lacks."""
-        whole = self.experts.whole_name(name)
-        return self.pipe.find(whole) if self.pipe else whole
+        return self._pipe_name(self.experts.whole_name(name))
 
     @property
     def at(self) -> Coords:
         """This rank's place (see `Mesh.holding`)."""
-        experts = expert_place(self.number, self.ep_rank, self.etp_rank)
-        here = {**dict(at_tp(self.tp_rank)), **dict(experts)}
-        return tuple((axis, here[axis]) for axis, _ in self.places[0])
+        return self._along(axis for axis, _ in self.places[0])
 
     @property
     def speaks(self) -> bool:
@@ -151,8 +148,13 @@ class OwnStage:
 
     def cut(self, buffer: FlatBuffer) -> Coords:
         """This rank's place along the axes that cut one of its buffers."""
-        here = {**dict(at_tp(self.tp_rank)), **dict(expert_place(0, 0, self.etp_rank))}
-        return tuple((axis, here[axis]) for axis in buffer.axes)
+        return self._along(buffer.axes)
+
+    def _along(self, axes: Iterable[str]) -> Coords:
+        """This rank's place along some axes."""
+        experts = expert_place(self.number, self.ep_rank, self.etp_rank)
+        here = dict((*at_tp(self.tp_rank), *experts))
+        return tuple((axis, here[axis]) for axis in axes)
 
     @property
     def data_rank(self) -> int:

@@ -6,12 +6,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ucp.core.box import flat_index, strides
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import TIED
 from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.mesh import DENSE_CUT, Mesh
 from megatron_ucp.families.base import Declared, Model
 from megatron_ucp.formats.deepspeed.paths import at_tp
-from megatron_ucp.formats.deepspeed.stock_info import SUB_PARAMS, VOCABULARY, kind_of, sub_shape
+from megatron_ucp.formats.deepspeed.stock_info import (
+    SUB_PARAMS,
+    VOCABULARY,
+    fused,
+    kind_of,
+    sub_shape,
+)
 
 # Where an affine map matches, stock's converter leaves out how a parameter is cut, and its load
 # then cuts it on dim 0: wrong without an error for row-parallel and gated weights. Their patterns
@@ -61,23 +68,17 @@ def info_of(model: Model, tp: int, pipe: Mapping[str, str] | None = None) -> dic
 
 def _by_kind(kinds: Mapping[str, str | None]) -> dict[str, list[str]]:
     """The names in each of stock's lists of patterns; sub-parameters are no patterns alone."""
-    out: dict[str, list[str]] = {}
-    for name, kind in kinds.items():
-        if kind and kind != SUB_PARAMS:
-            out.setdefault(kind, []).append(name)
-    return out
+    return grouped((kind, name) for name, kind in kinds.items() if kind and kind != SUB_PARAMS)
 
 
 def _sub_params(table: Mapping[str, Declared]) -> dict[str, Any]:
     """The list of fused parameters that are no two halves, those with the same parts together."""
-    alike: dict[tuple[Any, int], list[str]] = {}
-    for name, declared in table.items():
-        if isinstance(declared.layout, ShardNC):
-            alike.setdefault(sub_shape(declared.layout, declared.shape), []).append(name)
-    entries = [
-        {"patterns": _patterns(names), "shape": shape, "partition_dim": dim}
-        for (shape, dim), names in alike.items()
-    ]
+    alike = grouped(
+        (sub_shape(declared.layout, declared.shape), name)
+        for name, declared in table.items()
+        if isinstance(declared.layout, ShardNC)
+    )
+    entries = [fused(_patterns(names), cut) for cut, names in alike.items()]
     return {SUB_PARAMS: entries} if entries else {}
 
 

@@ -148,8 +148,10 @@ def says_layouts(manifest: Manifest) -> bool:
     return (
         bool(manifest.family)
         or manifest.mesh.tp > 1
-        or any(not isinstance(spec.layout, Replicate | Chunks) for spec in manifest.params)
-        or any(spec.on_mesh is not None for spec in manifest.params)
+        or any(
+            spec.on_mesh is not None or not isinstance(spec.layout, Replicate | Chunks)
+            for spec in manifest.params
+        )
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, Scalars
+from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import Coords
@@ -55,27 +55,24 @@ def group_order(manifest: Manifest, at: Coords = ()) -> list[list[str]] | None:
 
 def compare(recorded: Manifest, derived: Manifest, file: Path) -> None:
     """Raises ForeignFileError where the manifest describes another save than the files hold."""
-    both = recorded, derived
-    count = len([buffer for buffer in derived.buffers if buffer.stepped])
-    groups: list[Any] = [[group.settings for group in m.groups] for m in both]
-    if not any(group.settings for group in derived.groups) or _says(*groups):
-        groups[1] = groups[0]
-    pairs: dict[str, Any] = {
-        "engine": (recorded.keeper, derived.keeper),
-        "mesh": tuple(
-            (m.mesh.tp, m.mesh.pp, m.mesh.partitions, m.mesh.ep, m.mesh.etp) for m in both
-        ),
-        "scalars": tuple(_scalars(m.buffers[:count]) for m in both),
-        "optimizer buffers": tuple(m.buffers[:count] for m in both),
-        "values": tuple(_values(m.buffers[count:]) for m in both),
-        "shapes": tuple({p.name: (p.shape, p.kind, p.order) for p in m.params} for m in both),
-        "groups": groups,
-        **{key: (recorded.run.get(key), value) for key, value in derived.run.items()},
-    }
-    for what, (ours, theirs) in pairs.items():
-        if ours != theirs:
+    stepped = len([buffer for buffer in derived.buffers if buffer.stepped])
+    said, found = _aspects(recorded, stepped), _aspects(derived, stepped)
+    if not any(found["groups"]) or _says(said["groups"], found["groups"]):
+        found["groups"] = said["groups"]
+    said |= {key: recorded.run.get(key) for key in derived.run}
+    found |= derived.run
+    require_equal(said, found, "manifest and files disagree in the", file)
+
+
+def require_equal(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], problem: str, file: str | Path
+) -> None:
+    """Raises ForeignFileError for the first of some values that differs; `problem` is a sentence
+    that its name ends."""
+    for what, value in ours.items():
+        if value != theirs[what]:
             raise ForeignFileError(
-                f"manifest and files disagree in the {what}", file=file, **difference(ours, theirs)
+                f"{problem} {what}", file=file, **difference(value, theirs[what])
             )
 
 
@@ -88,8 +85,19 @@ def _values(buffers: Sequence[FlatBuffer]) -> dict[str, dict[Any, FlatBuffer]]:
     return out
 
 
-def _scalars(buffers: Sequence[FlatBuffer]) -> list[list[Scalars]]:
-    return [[member.scalars for member in buffer.members] for buffer in buffers]
+def _aspects(manifest: Manifest, stepped: int) -> dict[str, Any]:
+    """What manifest and files both say, by its name in an error; the first `stepped` buffers are
+    those of the optimizer."""
+    mesh, buffers = manifest.mesh, manifest.buffers[:stepped]
+    return {
+        "engine": manifest.keeper,
+        "mesh": (mesh.tp, mesh.pp, mesh.partitions, mesh.ep, mesh.etp),
+        "scalars": [[member.scalars for member in buffer.members] for buffer in buffers],
+        "optimizer buffers": buffers,
+        "values": _values(manifest.buffers[stepped:]),
+        "shapes": {p.name: (p.shape, p.kind, p.order) for p in manifest.params},
+        "groups": [group.settings for group in manifest.groups],
+    }
 
 
 def _says(said: Any, found: Any) -> bool:

@@ -13,6 +13,7 @@ from megatron_ucp.core.experts import (
     name_in_module,
     ranks_of,
 )
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.errors import DamagedFileError, ForeignFileError, NotFoundError
@@ -88,7 +89,9 @@ class ExpertFiles:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file."""
+        """Experts of each layer, by the name of its list. Raises NotFoundError for a lost file,
+        ForeignFileError for one of another run."""
+        self._require_ranks_of_run()
         self._complete()
         found = counts_of(
             name for mp in {mp for _, _, mp in self._folder.names.experts} for name in self.of(mp)
@@ -97,23 +100,12 @@ class ExpertFiles:
 
     def _complete(self) -> None:
         """Raises NotFoundError where the files of a mixture are not as many as the model file says,
-        or leave out a number, ForeignFileError for one of a rank that the run did not have. Where
-        experts lie in no files at all the caller knows why."""
-        names = self._folder.names
-        most = max(mp for _, mp in names.model)
-        for (_, _, mp), file in names.experts.items():
-            if mp > most:
-                raise ForeignFileError(
-                    "there is an expert file of more model-parallel ranks than the run had",
-                    file=self._folder.full_path(file),
-                    expected=f"model-parallel ranks 0 to {most}",
-                    found=f"rank {mp}",
-                    fix="put the files of one save, and no others, into the folder",
-                )
-        told, found = self._told(), dict[int, set[int]]()
-        for layer, number, _ in names.experts:
+        or leave out a number. Where experts lie in no files at all the caller knows why."""
+        found: dict[int, set[int]] = {}
+        for layer, number, _ in self._folder.names.experts:
             found.setdefault(layer, set()).add(number)
-        for layer in sorted({*found, *(range(len(told)) if found else ())}):
+        told = self._told() if found else []
+        for layer in sorted({*found, *range(len(told))}):
             known = layer < len(told) and type(told[layer]) is int
             numbers = found.get(layer, set())
             wanted = told[layer] if known else max(numbers, default=-1) + 1
@@ -125,6 +117,20 @@ class ExpertFiles:
                     expected=f"experts 0 to {wanted - 1}",
                     found=f"{len(numbers)} of them",
                     fix="restore it, or load another tag",
+                )
+
+    def _require_ranks_of_run(self) -> None:
+        """Raises ForeignFileError for the file of a rank that the run did not have."""
+        names = self._folder.names
+        most = max(mp for _, mp in names.model)
+        for (_, _, mp), file in names.experts.items():
+            if mp > most:
+                raise ForeignFileError(
+                    "there is an expert file of more model-parallel ranks than the run had",
+                    file=self._folder.full_path(file),
+                    expected=f"model-parallel ranks 0 to {most}",
+                    found=f"rank {mp}",
+                    fix="put the files of one save, and no others, into the folder",
                 )
 
     def _told(self) -> list[Any]:
@@ -161,7 +167,7 @@ class ExpertFiles:
         return LocalExperts.among(self.counts, mesh.ep, index)
 
 
-class WithExperts:
+class WithExperts(Weights):
     """Weights whose experts lie in files of their own. `name_of` gives the canonical name of what a
     file calls an expert."""
 
@@ -231,8 +237,8 @@ class WithExperts:
     @cached_property
     def _by_file(self) -> dict[str, list[tuple[str, TensorRef]]]:
         """What each expert file holds, by canonical name."""
-        out: dict[str, list[tuple[str, TensorRef]]] = {}
-        for etp in range(self._mesh.etp):
-            for name, (ref, file) in self.experts(etp).items():
-                out.setdefault(file, []).append((name, ref))
-        return out
+        return grouped(
+            (file, (name, ref))
+            for etp in range(self._mesh.etp)
+            for name, (ref, file) in self.experts(etp).items()
+        )

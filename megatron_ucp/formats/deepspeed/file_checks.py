@@ -12,7 +12,7 @@ from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.values import same
 from megatron_ucp.errors import ForeignFileError
 from megatron_ucp.formats.base import ByteFile, Record, Where
-from megatron_ucp.formats.deepspeed.evidence import difference
+from megatron_ucp.formats.deepspeed.evidence import difference, require_equal
 from megatron_ucp.formats.deepspeed.model_file import shapes_by_group
 from megatron_ucp.formats.deepspeed.optimizer_files import Contents, sharing
 from megatron_ucp.formats.deepspeed.position_proof import by_position, check_positions
@@ -125,15 +125,11 @@ def _check_model_file(step: SlotPlaces, name: str) -> int:
     one, file = step.model_of(alike), step.files.full_path(name)
     first, at = step.files.tree(one), step.files.full_path(one)
     keys = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
-    pairs = {key: (number(step.meta.get(key)), number(tree.get(key))) for key in keys}
-    pairs["param_shapes"] = shapes_by_group(first, at), shapes_by_group(tree, file)
-    for key, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise ForeignFileError(
-                f"a model file differs from the first one in {key}",
-                file=file,
-                **difference(ours, theirs),
-            )
+    ours: dict[str, Any] = {key: number(step.meta.get(key)) for key in keys}
+    theirs: dict[str, Any] = {key: number(tree.get(key)) for key in keys}
+    ours["param_shapes"] = shapes_by_group(first, at)
+    theirs["param_shapes"] = shapes_by_group(tree, file)
+    require_equal(ours, theirs, "a model file differs from the first one in", file)
     return mp
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.manifest import Tie
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.foreign import at_key_or, of_kind, sizes, texts
@@ -77,10 +78,11 @@ def find_ties(meta: Tree, module: Tree, flat: Iterable[str], file: str) -> tuple
     flattened comes first. DeepSpeed takes parameters without elements for one, as their memory
     begins at one place: they are not."""
     flat, shapes = set(flat), frozen_shapes(meta, file)
-    by_place: dict[tuple[object, ...], list[str]] = {}
-    for name, ref in module.items():
-        if isinstance(ref, TensorRef) and ref.numel:
-            by_place.setdefault((ref.storage.key, ref.offset_elems, ref.shape), []).append(name)
+    by_place = grouped(
+        ((ref.storage.key, ref.offset_elems, ref.shape), name)
+        for name, ref in module.items()
+        if isinstance(ref, TensorRef) and ref.numel
+    )
     groups: dict[str, list[str]] = {}
     for names in by_place.values():
         first = next((name for name in names if name in flat), names[0])

@@ -4,19 +4,19 @@ wrapper."""
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_ucp.core.experts import is_stacked, stored_tensors
-from megatron_ucp.core.flat import FlatBuffer, Fragment
+from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import ParamGroup
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.core.values import Global, Stand
 from megatron_ucp.formats.deepspeed.autoep import group_name
 from megatron_ucp.formats.deepspeed.native_structure import Own, RunSettings, Structure
-from megatron_ucp.formats.deepspeed.paths import (
-    optimizer_name,
-)
+from megatron_ucp.formats.deepspeed.paths import optimizer_name
 from megatron_ucp.formats.pt.output import Output
 from megatron_ucp.formats.pt.values import TensorRef
 
@@ -61,22 +61,23 @@ class OptimizerTrees(Structure):
         return output
 
     def _flat(
-        self, output: Output, number: int, own: Own, state: str, used: int | None = None
+        self, output: Output, own: Own, number: int, state: str, used: int | None = None
     ) -> TensorRef:
-        buffer = self.manifest.buffers[number]
-        return output.tensor(
-            own.slot(number, state),
-            dict(buffer.states)[state],
-            (buffer.of(state).elems(own.slot(number, state).part),),
-            None if used is None else (used,),
-        )
+        """A rank's partition of a state, of which the first `used` elements are a tensor."""
+        buffer, slot = self.manifest.buffers[number], own.slot(number, state)
+        shape = (buffer.of(state).elems(slot.part),)
+        cut = None if used is None else (used,)
+        return output.tensor(slot, dict(buffer.states)[state], shape, cut)
+
+    def _masters(self, output: Output, own: Own) -> list[TensorRef]:
+        return [self._flat(output, own, number, MASTER) for number, _ in self._buffers(own)]
 
     def _base(
         self, output: Output, own: Own, shaped: Callable[[int, str], TensorRef] | None = None
     ) -> dict[str, Any]:
         """torch's `state_dict` of the base optimizer, one entry for each buffer; flat, unless they
         are `shaped`."""
-        element = shaped or (lambda number, state: self._flat(output, number, own, state))
+        element = shaped or partial(self._flat, output, own)
         state: dict[int, Any] = {}
         for at, (number, buffer) in enumerate(self._buffers(own)):
             scalars = buffer.members[0].scalars if buffer.members else {}
@@ -110,7 +111,7 @@ class OptimizerTrees(Structure):
             "clip_grad": self.run.clip_grad,
             "base_optimizer_state": self._base(output, own),
             "single_partition_of_fp32_groups": [
-                self._flat(output, number, own, MASTER, buffer.partition_elems - padding)
+                self._flat(output, own, number, MASTER, buffer.partition_elems - padding)
                 for (number, buffer), padding in zip(buffers, paddings, strict=True)
             ],
             "zero_stage": Stand(_STAGE, (2 if self.mesh.zero == 2 else 1,)),
@@ -126,9 +127,7 @@ class OptimizerTrees(Structure):
         return {
             "clip_grad": self.run.clip_grad,
             "base_optimizer_state": self._base(output, own),
-            "single_partition_of_fp32_groups": [
-                self._flat(output, number, own, MASTER) for number, _ in buffers
-            ],
+            "single_partition_of_fp32_groups": self._masters(output, own),
             "group_paddings": [
                 buffer.length - buffer.used() if last else 0 for _, buffer in buffers
             ],
@@ -143,10 +142,10 @@ class OptimizerTrees(Structure):
         return [self._owned(buffer, number, own) for number, buffer in self._buffers(own)]
 
     def _owned(self, buffer: FlatBuffer, number: int, own: Own) -> dict[str, Stand]:
-        found: dict[str, list[Fragment]] = OrderedDict()
-        for fragment in buffer.fragments(own.parts[number][1]):
-            name = self._in_module(buffer.members[fragment.member].param, own)
-            found.setdefault(name, []).append(fragment)
+        found = grouped(
+            (self._in_module(buffer.members[fragment.member].param, own), fragment)
+            for fragment in buffer.fragments(own.parts[number][1])
+        )
         return OrderedDict(
             (name, _address(sum(f.high - f.low for f in run), run[0].offset))
             for name, run in found.items()
@@ -162,9 +161,7 @@ class OptimizerTrees(Structure):
             "partition_count": self.mesh.partitions,
             **self._sharing(own),
             "optimizer_state_dict": self._base(output, own),
-            "fp32_flat_groups": [
-                self._flat(output, number, own, MASTER) for number, _ in self._buffers(own)
-            ],
+            "fp32_flat_groups": self._masters(output, own),
         }
 
     def _sharing(self, own: Own) -> dict[str, Any]:
@@ -193,46 +190,41 @@ class OptimizerTrees(Structure):
         per group."""
         buffers = self._buffers(own)
         flat = any(len(buffer.members) > 1 for _, buffer in buffers)
-
-        def tensor(number: int, state: str) -> TensorRef:
-            if flat:
-                return self._flat(output, number, own, state)
-            buffer = self.manifest.buffers[number]
-            return output.tensor(
-                own.slot(number, state),
-                dict(buffer.states)[state],
-                self._local(buffer.members[0].param),
-            )
-
+        tensor = partial(self._flat if flat else self._shaped, output, own)
         base = self._base(output, own, tensor)
         if self.run.dtype == "float32":
             return base
-        fields: dict[str, Any] = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
-        if self.run.dtype == "float16":
-            scaler = {**_DYNAMIC, **self.run.scaler.said}
-            fields = {
-                "dynamic_loss_scale": bool(scaler["dynamic"]),
-                **{key: scaler[key] for key in ("cur_scale", "cur_iter")},
-            }
-            if scaler["dynamic"]:
-                fields |= {
-                    key: scaler[key]
-                    for key in ("last_overflow_iter", "scale_factor", "scale_window")
-                }
         if flat:
             return {
-                **(fields if self.run.dtype == "float16" else {}),
+                **(self._scaler_fields() if self.run.dtype == "float16" else {}),
                 "optimizer_state_dict": base,
                 "fp32_groups_flat": [tensor(number, MASTER) for number, _ in buffers],
                 "clip_grad": self.run.clip_grad,
             }
         return {
-            **fields,
+            **self._scaler_fields(),
             "optimizer_state_dict": base,
             "fp32_groups": [
                 [tensor(buffers[at][0], MASTER) for at in places] for _, places in self._groups(own)
             ],
         }
+
+    def _shaped(self, output: Output, own: Own, number: int, state: str) -> TensorRef:
+        """A state in the shape of its parameter."""
+        buffer = self.manifest.buffers[number]
+        shape = self._local(buffer.members[0].param)
+        return output.tensor(own.slot(number, state), dict(buffer.states)[state], shape)
+
+    def _scaler_fields(self) -> dict[str, Any]:
+        """The loss scaler as the wrappers of stage 0 say it: no object, but fields of their own."""
+        if self.run.dtype != "float16":
+            return {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
+        scaler = {**_DYNAMIC, **self.run.scaler.said}
+        keys = ["cur_scale", "cur_iter"]
+        if scaler["dynamic"]:
+            keys += ["last_overflow_iter", "scale_factor", "scale_window"]
+        fields = {key: scaler[key] for key in keys}
+        return {"dynamic_loss_scale": bool(scaler["dynamic"]), **fields}
 
 
 def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str, Any]:
@@ -243,18 +235,12 @@ def group_tree(output: Output, group: ParamGroup, params: list[int]) -> dict[str
 
 def scaler_of(run: RunSettings) -> tuple[Stand, bool]:
     """The pickled loss scaler, and whether it is dynamic."""
-    saved = run.scaler.said
-    if run.dtype != "float16":
-        return Stand(f"{_SCALER}.LossScaler", (), {"cur_scale": 1.0, "dynamic": False}), False
+    saved = run.scaler.said if run.dtype == "float16" else {"dynamic": False}
     if not saved.get("dynamic", True):
-        return Stand(
-            f"{_SCALER}.LossScaler",
-            (),
-            {"cur_scale": saved.get("cur_scale", 1.0), "dynamic": False},
-        ), False
-    return Stand(
-        f"{_SCALER}.DynamicLossScaler", (), {**_DYNAMIC, **saved, "dtype": Global("torch.float16")}
-    ), True
+        fields = {"cur_scale": saved.get("cur_scale", 1.0), "dynamic": False}
+        return Stand(f"{_SCALER}.LossScaler", (), fields), False
+    fields = {**_DYNAMIC, **saved, "dtype": Global("torch.float16")}
+    return Stand(f"{_SCALER}.DynamicLossScaler", (), fields), True
 
 
 def scalar_tensor(output: Output, value: float) -> TensorRef:

@@ -12,6 +12,7 @@ from megatron_ucp.core.experts import (
     in_own_file,
 )
 from megatron_ucp.core.flat import FlatBuffer
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coords
@@ -93,10 +94,9 @@ class Structure:
 
     def _groups(self, own: Own) -> list[tuple[ParamGroup, list[int]]]:
         """Each parameter group of a rank, and the places of its buffers among the rank's."""
-        out: dict[int, list[int]] = {}
-        for at, (_, buffer) in enumerate(self._buffers(own)):
-            out.setdefault(buffer.group or 0, []).append(at)
-        return [(self.manifest.groups[number], places) for number, places in sorted(out.items())]
+        held = enumerate(self._buffers(own))
+        places = grouped((buffer.group or 0, at) for at, (_, buffer) in held)
+        return [(self.manifest.groups[number], places[number]) for number in sorted(places)]
 
     def _values(self, own: Own, kind: str) -> list[tuple[int, str]]:
         """Frozen parameters or module buffers of a rank: number of the buffer, and name."""

@@ -21,8 +21,8 @@ from megatron_ucp.core.experts import (
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.core.layout import Replicate
-from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.mesh import EXPERT_CUT
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.mesh import EXPERT_CUT, Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import VALUE
 from megatron_ucp.core.values import Stand
@@ -58,7 +58,7 @@ class NativeWriter(OptimizerTrees):
                 ranks = mesh.sharers_at(stage, tp)
                 for rank in ranks if mesh.zero == 3 else ranks[:1]:
                     yield self._model(self._own(rank))
-                if self.manifest.keeper != Keeper.ZERO_0:
+                if self._is_split:
                     for rank in ranks:
                         yield self._optimizer(self._own(rank))
             yield from self._experts(stage)
@@ -88,11 +88,9 @@ class NativeWriter(OptimizerTrees):
     # ------------------------------------------------ model files
 
     def _model(self, own: Own) -> Output:
-        mesh, extras = self.mesh, self.run.extras
-        output = Output(
-            model_name(self._mp(own.stage, own.tp), own.part if mesh.zero == 3 else None)
-        )
-        split = self.manifest.keeper in (Keeper.ZERO_1_OR_2, Keeper.ZERO_3, Keeper.BF16)
+        mesh, mp = self.mesh, self._mp(own.stage, own.tp)
+        output = Output(model_name(mp, own.part if mesh.zero == 3 else None))
+        split = self._is_split
         shared = {alias: tie.canonical for tie in self.manifest.ties for alias in tie.aliases}
         output.tree = {
             "module": None if self.layers and not self._staged else self._module(output, own),
@@ -101,17 +99,16 @@ class NativeWriter(OptimizerTrees):
             "param_shapes": self._param_shapes(own) if split and mesh.zero else None,
             **self._frozen(output, own),
             "shared_params": shared if split else None,
-            "lr_scheduler": output.adopt(self._scheduler_of(own)),
-            **model_extras(output, extras),
-            "dp_world_size": mesh.partitions,
-            "mp_world_size": mesh.tp * mesh.pp,
-            "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp, "tp_degree": mesh.tp},
-            "ds_config": output.adopt(self.run.config),
-            "ds_version": self.run.version,
+            **run_fields(output, self.run, mesh, self._scheduler_of(own)),
             **{key: output.adopt(value) for key, value in self._client_state(own).items()},
         }
         output.tree |= self._of_experts(output, own)
         return output
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether the optimizer is partitioned, and lies in files of its own."""
+        return self.manifest.keeper != Keeper.ZERO_0
 
     def _own_values(self, own: Own) -> OwnValues | None:
         """What a rank has otherwise than others, where it has a model file of its own."""
@@ -151,26 +148,27 @@ class NativeWriter(OptimizerTrees):
         return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}
 
     def _module(self, output: Output, own: Own) -> dict[str, Any]:
-        """`state_dict` of the module: at ZeRO-3 parameters are empty."""
+        """`state_dict` of the module."""
         out: dict[str, Any] = OrderedDict()
         here = {m.param for number in own.parts for m in self.manifest.buffers[number].members}
         for spec in self.manifest.params:
-            name = self._named(spec.name)
-            if spec.name not in here or self._apart(spec.name):
-                continue
-            if spec.kind == "buffer" or (spec.kind == "frozen" and self.mesh.zero < 3):
-                out[name] = self._value(output, spec.name, own)
-            elif self.mesh.zero == 3:
-                out[name] = output.tensor(b"", spec.dtype, (0,))
-            else:
-                out[name] = output.tensor(
-                    Weight(spec.name, at_tp(own.tp)), spec.dtype, self._local(spec.name)
-                )
+            if spec.name in here and not self._apart(spec.name):
+                out[self._named(spec.name)] = self._entry(output, spec, own)
         for tie in self.manifest.ties if not self.layers else ():
             out.update(dict.fromkeys(tie.aliases, out[tie.canonical]))
-        nothing = self._stateless(here).items()
-        out |= {name: _nothing(output, value) for name, value in nothing if name not in out}
+        for name, value in self._stateless(here).items():
+            if name not in out:
+                out[name] = _nothing(output, value)
         return out | module_states(output, self.run.extras, self._own_values(own))
+
+    def _entry(self, output: Output, spec: ParamSpec, own: Own) -> TensorRef:
+        """A tensor of a rank's module: at ZeRO-3 parameters are empty."""
+        if spec.kind == "buffer" or (spec.kind == "frozen" and self.mesh.zero < 3):
+            return self._value(output, spec.name, own)
+        if self.mesh.zero == 3:
+            return output.tensor(b"", spec.dtype, (0,))
+        weight = Weight(spec.name, at_tp(own.tp))
+        return output.tensor(weight, spec.dtype, self._local(spec.name))
 
     @property
     def _staged(self) -> bool:
@@ -240,7 +238,7 @@ class NativeWriter(OptimizerTrees):
                     ep = number * mesh.ep // len(names)
                     mp = file_rank(mesh, stage, ep, etp)
                     yield self._expert(layer, number, mp, etp, params)
-            for ep in range(mesh.ep if self.manifest.keeper == Keeper.ZERO_0 else 0):
+            for ep in range(0 if self._is_split else mesh.ep):
                 output = Output(expert_optimizer_name(ep, file_rank(mesh, stage, ep, etp)))
                 own = self._own(mesh.rank_of(expert_place(stage, ep, etp), 0))
                 output.tree = {"optimizer": self._unpartitioned(output, own)}
@@ -267,24 +265,18 @@ class NativeWriter(OptimizerTrees):
         if layers is None or position not in layers.filed:
             return None
         output = Output(f"layer_{position:02d}-model_{tp:02d}-model_states.pt")
-        here = {*layers.canonical[position]}
-        own = self._own(self.mesh.sharers_at(self._stage_with(here), tp)[0])
-        tree: dict[str, Any] = OrderedDict()
-        for key, name in zip(layers.held[position], layers.canonical[position], strict=True):
-            spec = self.manifest.by_name[name]
-            if spec.kind == "trainable":
-                tree[key] = output.tensor(Weight(name, at_tp(tp)), spec.dtype, self._local(name))
-            else:
-                tree[key] = self._value(output, name, own)
-        prefixes = {
-            name.removesuffix(key)
-            for key, name in zip(layers.held[position], layers.canonical[position], strict=True)
-            if name.endswith(key)
-        }
+        names = dict(zip(layers.held[position], layers.canonical[position], strict=True))
+        stage = self._stage_with({*names.values()})
+        own = self._own(self.mesh.sharers_at(stage, tp)[0])
+        by_name = self.manifest.by_name
+        tree: dict[str, Any] = OrderedDict(
+            (key, self._entry(output, by_name[name], own)) for key, name in names.items()
+        )
+        modules = {name.removesuffix(key) for key, name in names.items() if name.endswith(key)}
         for name, value in self.run.extras.stateless.items():
-            for prefix in prefixes:
-                if prefix and name.startswith(prefix):
-                    tree[name.removeprefix(prefix)] = _nothing(output, value)
+            for module in modules:
+                if module and name.startswith(module):
+                    tree[name.removeprefix(module)] = _nothing(output, value)
         output.tree = tree
         return output
 
@@ -294,14 +286,21 @@ class NativeWriter(OptimizerTrees):
         return next((buffer.stage for buffer in holding), 0)
 
 
-def model_extras(output: Output, extras: Extras) -> dict[str, Any]:
-    """Counters, and the states of DeepSpeed's own helpers, as a model file has them."""
+def run_fields(output: Output, run: RunSettings, mesh: Mesh, scheduler: Any) -> dict[str, Any]:
+    """What a model file says of the run: scheduler, counters, the states of DeepSpeed's own
+    helpers, sizes and config."""
     return {
-        "data_sampler": output.adopt(extras.others.get("data_sampler")),
-        "random_ltd": output.adopt(extras.others.get("random_ltd")),
+        "lr_scheduler": output.adopt(scheduler),
+        "data_sampler": output.adopt(run.extras.others.get("data_sampler")),
+        "random_ltd": output.adopt(run.extras.others.get("random_ltd")),
         "skipped_steps": 0,
         "global_steps": 0,
-        **extras.counters,
+        **run.extras.counters,
+        "dp_world_size": mesh.partitions,
+        "mp_world_size": mesh.tp * mesh.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp, "tp_degree": mesh.tp},
+        "ds_config": output.adopt(run.config),
+        "ds_version": run.version,
     }
 
 

@@ -5,8 +5,9 @@
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
+from typing import NamedTuple
 
 from megatron_ucp.core.layers import Layers
 from megatron_ucp.errors import UsageError
@@ -73,23 +74,35 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     count = len(weights)
     if count <= parts:
         return [min(i, count) for i in range(parts + 1)]
-    before = [0]
-    for weight in weights:
-        before.append(before[-1] + weight)
-    best: list[list[tuple[float, float, int]]] = [
-        [(inf, inf, 0)] * (parts + 1) for _ in range(count + 1)
-    ]  # largest, smallest, cut
-    best[0][0] = (0, inf, 0)
-    for i in range(1, count + 1):
-        for j in range(1, min(i, parts) + 1):
-            cost = inf
-            for k in range(i):
-                held = before[i] - before[k]
-                largest, smallest = max(best[k][j - 1][0], held), min(best[k][j - 1][1], held)
-                if largest - smallest <= cost:
-                    cost = largest - smallest
-                    best[i][j] = (largest, smallest, k)
+    before = [0, *accumulate(weights)]
+    # best[j][i]: the first i layers in j runs
+    best = [[_Runs(0, inf, 0), *[_IMPOSSIBLE] * count]]
+    for j in range(1, parts + 1):
+        runs = [_IMPOSSIBLE] * (count + 1)
+        for i in range(j, count + 1):
+            options = [best[-1][k].then(before[i] - before[k], k) for k in range(i)]
+            runs[i] = min(options, key=_Runs.order)
+        best.append(runs)
     bounds = [count]
-    for j in range(parts, 0, -1):
-        bounds.append(best[bounds[-1]][j][2])
+    for runs in reversed(best[1:]):
+        bounds.append(runs[bounds[-1]].cut)
     return bounds[::-1]
+
+
+class _Runs(NamedTuple):
+    """Sums of the largest and the smallest of some runs, and where the last of them begins."""
+
+    largest: float
+    smallest: float
+    cut: int
+
+    def then(self, held: int, cut: int) -> "_Runs":
+        """With one more run."""
+        return _Runs(max(self.largest, held), min(self.smallest, held), cut)
+
+    def order(self) -> tuple[float, int]:
+        """The best runs have the least."""
+        return self.largest - self.smallest, -self.cut
+
+
+_IMPOSSIBLE = _Runs(inf, inf, 0)

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.experts import in_order
 from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import StateMismatchError
@@ -133,13 +133,8 @@ class _Positions:
         the run: `shown` says that masters with other weights were compared."""
         names = self._trained()
         looks = {name: self._look(name, shown) for group in names for name in group}
+        self._check_frozen(looks, shown)
         counts = Counter(looks.values())
-        known = {one.name: one for one in self.step.manifest.params}
-        for name in self.module:
-            alike = name in known and known[name].kind == "frozen" and self._look(name, shown)
-            if alike and counts[alike]:
-                twin = next(one for one, look in looks.items() if look == alike)
-                self._refuse(twin, f"{name}, which is frozen, could be meant", shown)
         # files have an expert each, the module may have a parameter for all experts of a layer
         place = {name: number for number, name in enumerate(in_order(self.module))}
         for group in names:
@@ -151,6 +146,18 @@ class _Positions:
                     self._refuse(doubtful[0], text, shown)
         if not shown and self.step.mesh.pp > 1:
             self._check_runs()
+
+    def _check_frozen(self, looks: Mapping[str, Hashable], shown: bool) -> None:
+        """Raises StateMismatchError where a frozen parameter looks like one that is stepped."""
+        twins: dict[Hashable, str] = {}
+        for name, look in looks.items():
+            twins.setdefault(look, name)
+        known = self.step.manifest.by_name
+        for name in self.module:
+            frozen = name in known and known[name].kind == "frozen"
+            look = self._look(name, shown) if frozen else None
+            if look and look in twins:
+                self._refuse(twins[look], f"{name}, which is frozen, could be meant", shown)
 
     def _check_runs(self) -> None:
         """Raises StateMismatchError where the stages may be those of DualPipeV, each of which has
@@ -170,11 +177,12 @@ class _Positions:
 
     def _trained(self) -> list[list[str]]:
         """Names of each group at each place that have elements."""
-        groups: dict[tuple[int | None, Coords], list[str]] = {}
-        for _, buffer in self.stepped:
-            for member in buffer.members:
-                if member.size and member.param in self.module:
-                    groups.setdefault((member.group, buffer.at), []).append(member.param)
+        groups = grouped(
+            ((member.group, buffer.at), member.param)
+            for _, buffer in self.stepped
+            for member in buffer.members
+            if member.size and member.param in self.module
+        )
         return list(groups.values())
 
     def _look(self, name: str, shown: bool) -> Hashable:

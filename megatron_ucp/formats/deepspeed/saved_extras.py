@@ -1,9 +1,11 @@
 """What DeepSpeed saves besides element-wise states, from a tag folder's model files."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_ucp.core.layers import TIED, Layers
+from megatron_ucp.core.manifest import Manifest
 from megatron_ucp.core.mesh import stage_of
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.base import Extras
@@ -139,17 +141,22 @@ def layers_of(source: SlotPlaces) -> Layers:
     own, tied = _by_position(names)
     filed = {layer for layer, _ in source.names.layers}
     count = 1 + max({*own, *filed}, default=-1)
-    at: list[dict[str, str]] = [dict(own.get(position, {})) for position in range(count)]
+    at = [own.get(position, {}) for position in range(count)]
     for position in sorted(filed - own.keys()):
         keys = set(source.files.tree(source.names.layers[position, 0]))
         at[position] = next((module for module in tied.values() if module.keys() <= keys), {})
-    held = source.manifest.holders
-    shared = {pipe for pipe, name in names.items() if len(held.get(name, ())) > 1}
-    placed = [pipe for layer in at for pipe in layer.values()]
-    if shared - {pipe for pipe in placed if placed.count(pipe) > 1}:
-        modules = [module.items() for module in tied.values()]
-        at.append({rest: pipe for module in modules for rest, pipe in module if pipe in shared})
-    return Layers(tuple(at), names, frozenset(position for position in filed if position < len(at)))
+    shared = _shared(source.manifest)
+    placed = Counter(pipe for layer in at for pipe in layer.values())
+    if any(placed[pipe] < 2 for pipe in shared):
+        tensors = [tensor for module in tied.values() for tensor in module.items()]
+        at.append({rest: pipe for rest, pipe in tensors if pipe in shared})
+    return Layers(tuple(at), names, frozenset(filed))
+
+
+def _shared(manifest: Manifest) -> set[str]:
+    """What several stages hold, by its names in the pipeline."""
+    holders = manifest.holders
+    return {pipe for pipe, name in manifest.names.items() if len(holders.get(name, ())) > 1}
 
 
 def _by_position(

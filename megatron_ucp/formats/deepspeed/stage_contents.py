@@ -92,21 +92,16 @@ def _renumbered(step: NamedWeights, order: Order | None, rank: int) -> Order | N
 
 
 def _joined(step: NamedWeights, stages: list[Contents]) -> Contents:
-    joined = join(
-        [
-            Stage((), found.buffers, found.groups, at=at)
-            for at, found in zip(step.places, stages, strict=True)
-        ]
-    )
+    places = zip(step.places, stages, strict=True)
+    joined = join([Stage((), found.buffers, found.groups, at=at) for at, found in places])
     indices = {
         number: index
         for numbers, found in zip(joined.numbers, stages, strict=True)
         for number, index in zip(numbers, found.indices, strict=True)
     }
-    numbers = range(len(joined.buffers))
     return replace(
         stages[0],
         buffers=joined.buffers,
         groups=joined.groups,
-        indices=tuple(indices[number] for number in numbers),
+        indices=tuple(indices[number] for number in sorted(indices)),
     )

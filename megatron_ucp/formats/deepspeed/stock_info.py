@@ -25,6 +25,7 @@ REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average
 ROW, VOCABULARY = "parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns"
 _ON_SEVERAL_STAGES = "pipeline_replicated_parameter_patterns"
 HALVES, SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
+_KINDS: Mapping[Layout, str] = {Replicate(): REPLICATED, Shard("tp", 0): "", Shard("tp", 1): ROW}
 
 
 def declared(info: Mapping[str, Any], name: str, local: Ints, tp: int, file: str) -> ParamSpec:
@@ -102,23 +103,30 @@ def patterns_of(specs: Iterable[ParamSpec], named: Callable[[str], str]) -> dict
     ]
     if any(kind is None for _, _, kind in cut):
         return {}
-    kinds: dict[str, set[str | None]] = {}
-    for name, _, kind in cut:
-        kinds.setdefault(_of_layers(name), set()).add(kind)
-    alike = all(len(found) == 1 for found in kinds.values())
+    kinds = {(_of_layers(name), kind) for name, _, kind in cut}
+    alike = len(kinds) == len({pattern for pattern, _ in kinds})
     out: dict[str, Any] = {"universal_checkpoint_version": 0.4}
     for name, spec, kind in cut:
         pattern = (_of_layers(name) if alike and kind != SUB_PARAMS else re.escape(name)) + "$"
         if kind == SUB_PARAMS and isinstance(spec.layout, ShardNC):
-            shape, dim = sub_shape(spec.layout, spec.shape)
-            out.setdefault(SUB_PARAMS, []).append(
-                {"patterns": [pattern], "shape": shape, "partition_dim": dim}
-            )
-        elif kind and pattern not in out.setdefault(kind, []):
-            out[kind].append(pattern)
-        if name.startswith(f"{TIED}.") and pattern not in out.setdefault(_ON_SEVERAL_STAGES, []):
-            out[_ON_SEVERAL_STAGES].append(pattern)
+            _add(out, kind, fused([pattern], sub_shape(spec.layout, spec.shape)))
+        elif kind:
+            _add(out, kind, pattern)
+        if name.startswith(f"{TIED}."):
+            _add(out, _ON_SEVERAL_STAGES, pattern)
     return out
+
+
+def _add(lists: dict[str, Any], kind: str, entry: object) -> None:
+    """Adds an entry to one of the lists, once."""
+    if entry not in lists.setdefault(kind, []):
+        lists[kind].append(entry)
+
+
+def fused(patterns: list[str], cut: tuple[tuple[Any, ...], int]) -> dict[str, Any]:
+    """An entry for fused parameters that are cut like `sub_shape` says."""
+    shape, dim = cut
+    return {"patterns": patterns, "shape": shape, "partition_dim": dim}
 
 
 def _of_layers(name: str) -> str:
@@ -136,17 +144,12 @@ def sub_shape(layout: ShardNC, shape: Ints) -> tuple[tuple[Any, ...], int]:
 def kind_of(layout: Layout) -> str | None:
     """Which list a parameter stands in; "" for stock's default, dim 0, None where it has no list
     for it."""
-    if isinstance(layout, Replicate | Partial):
-        return REPLICATED if isinstance(layout, Replicate) else AVERAGED
     if isinstance(layout, ShardNC) and layout.axis == "tp" and layout.unit == 1:
-        return (
-            HALVES
-            if layout.dim == 0 and len(layout.parts) == 2 and len({*layout.parts}) == 1
-            else SUB_PARAMS
-        )
-    return (
-        {Shard("tp", 0): "", Shard("tp", 1): ROW}.get(layout) if isinstance(layout, Shard) else None
-    )
+        halves = layout.dim == 0 and len(layout.parts) == 2 and len({*layout.parts}) == 1
+        return HALVES if halves else SUB_PARAMS
+    if isinstance(layout, Partial):
+        return AVERAGED
+    return _KINDS.get(layout)
 
 
 def _listed(value: Any, kind: str, file: str) -> Sequence[Any]:

@@ -8,7 +8,7 @@ files that say which parameters belong together (reference: `ds_to_universal.py`
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -55,6 +55,7 @@ from megatron_ucp.formats.plain_values import param_groups
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 _RESTORE, _PARAM = "restore it, or convert again", "param"
+_GLOBAL = f"{ATOMS}/{GLOBAL}"
 
 
 class UniversalCheckpoint(TagFolder):
@@ -86,21 +87,18 @@ class UniversalCheckpoint(TagFolder):
         names: Mapping[str, str] | None,
         rules: RuleSet | None,
     ) -> None:
-        recorded = self.recorded
-        self.main_file = self.full_path(self._first_of_ranks()[0])
-        self.meta: Mapping[str, Any] = self.tree(self._first_of_ranks()[0])
+        recorded, first = self.recorded, self._first_of_ranks()[0]
+        self.main_file = self.full_path(first)
+        self.meta: Mapping[str, Any] = self.tree(first)
         known = specs if recorded is None else recorded.by_name
         self.declared = LayoutSource(Mesh(), self.main_file, known, rules)
         canonical = names if recorded is None else recorded.names
         self._pipe = PipeNames(canonical) if canonical else None
         if not (self.folder / ATOMS / GLOBAL).is_file():
             raise self._lost(GLOBAL)
-        self._global = self.tree(f"{ATOMS}/{GLOBAL}")
+        self._global = self.tree(_GLOBAL)
         self._stacked = autoep_of(self.meta, self.main_file).experts  # whole layers here
-        self._atoms: dict[str, str] = {}  # canonical name -> folder
-        for path in sorted((self.folder / ATOMS).iterdir()):
-            for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
-                self._atoms.setdefault(name, path.name)
+        self._atoms = self._find_atoms()
         self._check_listed()
         self._experts = {**counts_of(self._atoms), **self._stacked}
         self.manifest = self._manifest(self._groups(), recorded)
@@ -108,6 +106,14 @@ class UniversalCheckpoint(TagFolder):
             self._compare(recorded)
             if rules is not None:
                 self.manifest = compared(self.manifest, rules, self.full_path(FILE_NAME))
+
+    def _find_atoms(self) -> dict[str, str]:
+        """The folder of each parameter, by its canonical name."""
+        out: dict[str, str] = {}
+        for path in sorted((self.folder / ATOMS).iterdir()):
+            for name in self._own_names(self._name(path.name)) if path.is_dir() else ():
+                out.setdefault(name, path.name)
+        return out
 
     def _own_names(self, name: str) -> list[str]:
         """A parameter's name, or those of the experts that it holds."""
@@ -162,40 +168,45 @@ class UniversalCheckpoint(TagFolder):
         files say."""
         listed = self._param_groups()
         out: list[dict[str, Ints]] = [{} for _ in listed]
-        file = self.full_path(f"{ATOMS}/{GLOBAL}")
-        sizes = [len(at_key_or(group, "params", [], file)) for group in listed]
-        for name in self._first_of_ranks():
-            shapes = shapes_by_group(self.tree(name), self.full_path(name))
-            if shapes is None:
-                raise UnsupportedError(
-                    "a model file of the universal folder does not say which parameters belong "
-                    "together",
-                    file=self.full_path(name),
-                    expected="param_shapes",
-                    found="none",
-                    fix="convert the native checkpoint with megatron-ucp convert",
-                )
-            split = len(shapes) != len(listed) and sum(sizes) == len(
-                shapes
-            )  # of ZeRO-3: one entry per sub-group
-            places = (
-                [g for g, size in enumerate(sizes) for _ in range(size)]
-                if split
-                else list(range(len(shapes)))
-            )
-            if max(places, default=-1) >= len(listed):
-                raise ForeignFileError(
-                    "the model file and the optimizer of a universal folder have different groups",
-                    file=self.full_path(name),
-                    expected=len(listed),
-                    found=len(shapes),
-                )
-            for group, named in zip(places, shapes, strict=True):
+        for file in self._first_of_ranks():
+            shapes = self._listed_shapes(file)
+            numbers = self._group_numbers(listed, len(shapes), file)
+            for number, named in zip(numbers, shapes, strict=True):
                 for param, shape in named.items():
                     name = self._name(param)
                     own = tuple(shape)[1:] if name in self._stacked else tuple(shape)
-                    out[group].update(dict.fromkeys(self._own_names(name), own))
+                    out[number].update(dict.fromkeys(self._own_names(name), own))
         return out
+
+    def _listed_shapes(self, file: str) -> list[dict[str, Any]]:
+        """Names and shapes that belong together in a model file."""
+        shapes = shapes_by_group(self.tree(file), self.full_path(file))
+        if shapes is None:
+            raise UnsupportedError(
+                "a model file of the universal folder does not say which parameters belong "
+                "together",
+                file=self.full_path(file),
+                expected="param_shapes",
+                found="none",
+                fix="convert the native checkpoint with megatron-ucp convert",
+            )
+        return shapes
+
+    def _group_numbers(self, groups: list[Any], count: int, file: str) -> Sequence[int]:
+        """The group of each of `count` entries of a model file: ZeRO-3 has one for each sub-group,
+        which is a parameter here."""
+        where = self.full_path(_GLOBAL)
+        sizes = [len(at_key_or(group, "params", [], where)) for group in groups]
+        if count != len(groups) and sum(sizes) == count:
+            return [number for number, size in enumerate(sizes) for _ in range(size)]
+        if count > len(groups):
+            raise ForeignFileError(
+                "the model file and the optimizer of a universal folder have different groups",
+                file=self.full_path(file),
+                expected=len(groups),
+                found=count,
+            )
+        return range(count)
 
     def _first_of_ranks(self) -> list[str]:
         """One model file of each model-parallel rank of the run that was converted."""
@@ -213,7 +224,7 @@ class UniversalCheckpoint(TagFolder):
             raise DamagedFileError(
                 "the universal folder does not say its parameter groups",
                 expected="param_groups",
-                file=self.full_path(f"{ATOMS}/{GLOBAL}"),
+                file=self.full_path(_GLOBAL),
                 found=type(groups).__name__,
             )
         return groups
@@ -221,7 +232,7 @@ class UniversalCheckpoint(TagFolder):
     def _manifest(self, groups: list[dict[str, Ints]], recorded: Manifest | None) -> Manifest:
         found = list(self._trainable(groups, recorded))
         found += self._values({spec.name for spec, _ in found})
-        file = self.full_path(f"{ATOMS}/{GLOBAL}")
+        file = self.full_path(_GLOBAL)
         told = param_groups(self._param_groups(), lambda ref: self.tensor(file, ref))
         said = with_rules(told, self.meta.get("ds_config"))
         run = run_of(self.meta)
@@ -285,7 +296,7 @@ class UniversalCheckpoint(TagFolder):
 
     def _states(self, name: str) -> tuple[tuple[tuple[str, str], ...], Mapping[str, float]]:
         """Element-wise states of a parameter with the masters first, and its step."""
-        folder = self.folder / ATOMS / self._folder(name)
+        folder = self._path(name)
         found = {path.stem for path in folder.iterdir() if path.suffix == ".pt"}
         if MASTER not in found:
             raise NotFoundError(
@@ -326,7 +337,7 @@ class UniversalCheckpoint(TagFolder):
         )
 
     def _step(self, name: str) -> Mapping[str, float]:
-        file = f"{ATOMS}/{self._folder(name)}/{STEP}.pt"
+        file = self._file(name, STEP)
         return {STEP: self._number(self.file(file).tree, file)}
 
     def _number(self, value: Any, file: str) -> float:
@@ -339,7 +350,7 @@ class UniversalCheckpoint(TagFolder):
 
     def _common_step(self) -> Mapping[str, float]:
         """Stock's folders of ZeRO-3 keep one step for all parameters."""
-        file = f"{ATOMS}/{GLOBAL}"
+        file = _GLOBAL
         base = self._global.get("optimizer_state_dict")
         state = base.get("state") if isinstance(base, dict) else None
         entry = state.get(0) if isinstance(state, dict) else None
@@ -358,9 +369,15 @@ class UniversalCheckpoint(TagFolder):
             )
         return self._atoms[name]
 
+    def _path(self, name: str) -> Path:
+        return self.folder / ATOMS / self._folder(name)
+
+    def _file(self, name: str, state: str) -> str:
+        return f"{ATOMS}/{self._folder(name)}/{state}.pt"
+
     def _atom(self, name: str, state: str) -> TensorRef:
         """The tensor of a state."""
-        file = f"{ATOMS}/{self._folder(name)}/{state}.pt"
+        file = self._file(name, state)
         tree: Any = self.file(file).tree
         ref = tree.get(_PARAM) if isinstance(tree, dict) else tree
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
@@ -397,7 +414,7 @@ class UniversalCheckpoint(TagFolder):
         if flat and found[0] != math.prod(said):
             raise ForeignFileError(
                 "a parameter of the universal folder has another size than the model file says",
-                file=self.folder / ATOMS / self._folder(name),
+                file=self._path(name),
                 parameter=name,
                 expected=said,
                 found=found,
@@ -406,20 +423,10 @@ class UniversalCheckpoint(TagFolder):
 
     def _compare(self, recorded: Manifest) -> None:
         """Raises ForeignFileError or NotFoundError where the folder is not what was written."""
-        ours = {spec.name: (spec.shape, spec.kind) for spec in self.manifest.params}
-        theirs = {spec.name: (spec.shape, spec.kind) for spec in recorded.params}
-        held = [
-            {
-                buffer.members[0].param: (
-                    dict(buffer.states),
-                    buffer.group,
-                    dict(buffer.members[0].scalars),
-                )
-                for buffer in manifest.buffers
-            }
-            for manifest in (self.manifest, recorded)
-        ]
-        for what, one, other in (("parameters", ours, theirs), ("states, groups or steps", *held)):
+        both = self.manifest, recorded
+        params = [{spec.name: (spec.shape, spec.kind) for spec in m.params} for m in both]
+        states = [dict(map(_kept, m.buffers)) for m in both]
+        for what, (one, other) in {"parameters": params, "states, groups or steps": states}.items():
             odd = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
             if odd:
                 raise ForeignFileError(
@@ -437,18 +444,18 @@ class UniversalCheckpoint(TagFolder):
         """Place of a slot. Raises DamagedFileError or ForeignFileError."""
         buffer = self.manifest.buffers[slot.buffer]
         name = buffer.members[0].param
-        ref = self._atom(name, MASTER if slot.state == VALUE else slot.state)
+        state = MASTER if slot.state == VALUE else slot.state
+        ref = self._atom(name, state)
         dtype = dict(buffer.states)[slot.state]
         if ref.numel != buffer.length or ref.storage.dtype != dtype:
             raise ForeignFileError(
                 "a state has another size or type than its parameter",
                 parameter=name,
-                file=self.folder / ATOMS / self._folder(name),
+                file=self._path(name),
                 expected=f"{buffer.length} of {dtype}",
                 found=f"{ref.shape} of {ref.storage.dtype}",
             )
-        state = MASTER if slot.state == VALUE else slot.state
-        return self.place(f"{ATOMS}/{self._folder(name)}/{state}.pt", ref)
+        return self.place(self._file(name, state), ref)
 
     @property
     def file_names(self) -> list[str]:
@@ -458,7 +465,7 @@ class UniversalCheckpoint(TagFolder):
             for folder in sorted(self._atoms.values())
             for path in sorted((self.folder / ATOMS / folder).glob("*.pt"))
         ]
-        return [*self.names.names, f"{ATOMS}/{GLOBAL}", *atoms]
+        return [*self.names.names, _GLOBAL, *atoms]
 
     def read_extras(self) -> Extras:
         scaler = LossScale.pickled(self._global.get("loss_scaler"))
@@ -466,6 +473,12 @@ class UniversalCheckpoint(TagFolder):
         module = at_key_or(self.meta, "module", {}, self.main_file)
         kept = {name: value for name, value in module.items() if is_extra_state(name)}
         return from_meta(self, self.meta, self._global, scheduler, scaler, kept)
+
+
+def _kept(buffer: FlatBuffer) -> tuple[str, tuple[Any, ...]]:
+    """The parameter of a buffer, and what is kept of it."""
+    member = buffer.members[0]
+    return member.param, (dict(buffer.states), buffer.group, dict(member.scalars))
 
 
 class UniversalFormat:

@@ -15,13 +15,15 @@ from typing import Any
 
 from megatron_ucp.core.layout import ShardNC
 from megatron_ucp.core.manifest import Manifest, ParamGroup, ParamSpec
+from megatron_ucp.core.mesh import Mesh
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.formats.deepspeed.native_optimizer import group_tree, scalar_tensor, scaler_of
 from megatron_ucp.formats.deepspeed.native_structure import RunSettings
-from megatron_ucp.formats.deepspeed.native_writer import model_extras, module_states
+from megatron_ucp.formats.deepspeed.native_writer import module_states, run_fields
+from megatron_ucp.formats.deepspeed.stock_info import fused, sub_shape
 from megatron_ucp.formats.pt.output import Output
 
 UNIVERSAL_VERSION = 0.4
@@ -98,13 +100,7 @@ class UniversalWriter:
             "frozen_param_shapes": self._shapes(frozen),
             "frozen_param_fragments": None,
             "shared_params": shared,
-            "lr_scheduler": output.adopt(run.scheduler(0)),
-            **model_extras(output, extras),
-            "dp_world_size": 1,
-            "mp_world_size": 1,
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-            "ds_config": output.adopt(run.config),
-            "ds_version": run.version,
+            **run_fields(output, run, Mesh(), run.scheduler(0)),
             "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
             **{key: output.adopt(value) for key, value in extras.client_state.items()},
         }
@@ -142,25 +138,10 @@ class UniversalWriter:
 def _cut(spec: ParamSpec) -> dict[str, Any]:
     """How stock cuts the atom for a tensor-parallel target: along which dim, and which
     sub-parameters each for itself."""
-    cuts = spec.layout.cuts()
-    if not cuts:
-        return {"cat_dim": 0}
     if isinstance(spec.layout, ShardNC):
         if len(set(spec.layout.parts)) == 1 and spec.layout.dim == 0:
             return {"cat_dim": 0, "param_n_sub_params": len(spec.layout.parts)}
-        shape = tuple(
-            spec.layout.parts if d == spec.layout.dim else n for d, n in enumerate(spec.shape)
-        )
-        return {
-            "cat_dim": spec.layout.dim,
-            "sub_param_shape": Stand(
-                _SUB_PARAMS,
-                (),
-                {
-                    "patterns": [re.escape(spec.name)],
-                    "shape": shape,
-                    "partition_dim": spec.layout.dim,
-                },
-            ),
-        }
-    return {"cat_dim": cuts[0].dim}
+        said = fused([re.escape(spec.name)], sub_shape(spec.layout, spec.shape))
+        return {"cat_dim": spec.layout.dim, "sub_param_shape": Stand(_SUB_PARAMS, (), said)}
+    cuts = spec.layout.cuts()
+    return {"cat_dim": cuts[0].dim if cuts else 0}

@@ -1,8 +1,8 @@
 """Where a checkpoint keeps weights and buffers: in the model file of each rank, or in one file per
 layer of a pipeline."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from megatron_ucp.core.box import Ints
 from megatron_ucp.core.manifest import Tie
@@ -14,36 +14,36 @@ from megatron_ucp.formats.foreign import texts
 from megatron_ucp.formats.pt.unpickler import TensorRef
 
 
-class Weights(Protocol):
+class Weights:
     """Weights and buffers by canonical name."""
 
     def name_of(self, name: str, file: str) -> str:
         """The canonical name of a parameter that a file calls `name`. Raises ModelMismatchError."""
-        ...
+        raise NotImplementedError
 
     def module(self, tp: int = 0) -> Mapping[str, Any]:
         """What a tensor-parallel rank has, of all stages: name -> tensor reference."""
-        ...
+        raise NotImplementedError
 
     def file_of(self, name: str, tp: int = 0) -> str:
         """Name of the file that keeps a weight of `module`."""
-        ...
+        raise NotImplementedError
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        """Names of one and the same memory."""
-        ...
+        """Names of one and the same memory; none where all stages that hold a parameter have one
+        canonical name for it."""
+        return ()
 
     def extra_states(self) -> dict[str, Any]:
         """What modules keep besides tensors, by canonical name: for most of them nothing (see
         `no_extra_state`), which a strict load asks for all the same."""
-        ...
+        raise NotImplementedError
 
     def check(self, file: str) -> None:
         """Compares a file with the first one of its kind. Raises ForeignFileError."""
-        ...
 
 
-class WholeModel:
+class WholeModel(Weights):
     """No pipeline: `module` in the model file of each tensor-parallel rank. A hook of the model's
     state dict may have `renamed` some entries: their names, and those of the model."""
 
@@ -77,53 +77,67 @@ class WholeModel:
         return self._files[tp]
 
     def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        tree, file = self._folder.tree(self._files[0]), self._folder.full_path(self._files[0])
-        return find_ties(tree, self.module(), flat, file)
+        first = self._files[0]
+        return find_ties(
+            self._folder.tree(first), self.module(), flat, self._folder.full_path(first)
+        )
 
     def extra_states(self) -> dict[str, Any]:
-        tree, file = self._folder.tree(self._files[0]), self._folder.full_path(self._files[0])
-        named = {*buffer_names(tree, file)}
+        first = self._files[0]
+        named = {*buffer_names(self._folder.tree(first), self._folder.full_path(first))}
         held = self.module().items()
         return {name: value for name, value in held if is_extra_state(name) and name not in named}
 
-    def check(self, file: str) -> None:
-        pass
+
+class PipelineWeights(Weights):
+    """Those of a pipeline, whose names are mapped. Of what several stages hold the first one's is
+    read."""
+
+    def __init__(self, names: PipeNames) -> None:
+        self._names = names
+        self._held: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
+
+    def name_of(self, name: str, file: str) -> str:
+        return self._names.find(name, file)
+
+    def module(self, tp: int = 0) -> Mapping[str, Any]:
+        return self._read(tp)[0]
+
+    def file_of(self, name: str, tp: int = 0) -> str:
+        return self._read(tp)[1].get(name, "")
+
+    def _read(self, tp: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Of a tensor-parallel rank by canonical name: tensors, and the names of their files."""
+        if tp not in self._held:
+            found: dict[str, Any] = {}
+            files: dict[str, str] = {}
+            for name, value, file in self._entries(tp):
+                if name not in files:
+                    found[name], files[name] = value, file
+            self._held[tp] = found, files
+        return self._held[tp]
+
+    def _entries(self, tp: int) -> Iterator[tuple[str, Any, str]]:
+        """Canonical name, tensor and name of the file of all that a rank has, stage by stage."""
+        raise NotImplementedError
 
 
-class StageModels:
+class StageModels(PipelineWeights):
     """A pipeline whose stages have their weights in model files, as DeepSpeed writes one with
     experts: `files` by (stage, tensor-parallel rank)."""
 
     def __init__(
         self, folder: TagFolder, names: PipeNames, files: Mapping[tuple[int, int], str]
     ) -> None:
-        self._names = names
+        super().__init__(names)
         self._stages = {at: WholeModel(folder, {0: file}, {}) for at, file in files.items()}
-        self._held: dict[int, dict[str, tuple[Any, str]]] = {}
 
-    def name_of(self, name: str, file: str) -> str:
-        return self._names.find(name, file)
-
-    def _of(self, tp: int) -> dict[str, tuple[Any, str]]:
-        """Of the first stage that has it: canonical name -> tensor, name of its file."""
-        if tp not in self._held:
-            out: dict[str, tuple[Any, str]] = {}
-            for (_, rank), stage in sorted(self._stages.items()):
-                for name, value in stage.module().items() if rank == tp else ():
-                    if not no_extra_state(name, value):
-                        file = stage.file_of(name)
-                        out.setdefault(self.name_of(name, file), (value, file))
-            self._held[tp] = out
-        return self._held[tp]
-
-    def module(self, tp: int = 0) -> Mapping[str, Any]:
-        return {name: value for name, (value, _) in self._of(tp).items()}
-
-    def file_of(self, name: str, tp: int = 0) -> str:
-        return self._of(tp).get(name, (None, ""))[1]
-
-    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        return ()  # one canonical name for all stages that hold a parameter
+    def _entries(self, tp: int) -> Iterator[tuple[str, Any, str]]:
+        for (_, rank), stage in sorted(self._stages.items()):
+            for name, value in stage.module().items() if rank == tp else ():
+                if not no_extra_state(name, value):
+                    file = stage.file_of(name)
+                    yield self.name_of(name, file), value, file
 
     def extra_states(self) -> dict[str, Any]:
         return {
@@ -133,19 +147,16 @@ class StageModels:
             if is_nothing(value)
         }
 
-    def check(self, file: str) -> None:
-        pass
 
-
-class LayerFiles:
+class LayerFiles(PipelineWeights):
     """A pipeline: one file per position and tensor-parallel rank, with names relative to the layer.
 
     Raises NotFoundError for a file that is missing, ForeignFileError for one too many.
     """
 
     def __init__(self, folder: TagFolder, names: PipeNames, tp: int) -> None:
-        self._folder, self._names, self._files = folder, names, folder.names.layers
-        self._modules: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
+        super().__init__(names)
+        self._folder, self._files = folder, folder.names.layers
         wanted = {
             (layer, rank)
             for layer in (*names.layers, *(layer for layer, _ in self._files))
@@ -171,27 +182,10 @@ class LayerFiles:
                 found=extra[0][1] + 1,
             )
 
-    def name_of(self, name: str, file: str) -> str:
-        return self._names.find(name, file)
-
-    def module(self, tp: int = 0) -> Mapping[str, Any]:
-        return self._read(tp)[0]
-
-    def file_of(self, name: str, tp: int = 0) -> str:
-        return self._read(tp)[1].get(name, "")
-
-    def _read(self, tp: int) -> tuple[dict[str, Any], dict[str, str]]:
-        if tp not in self._modules:
-            found: dict[str, Any] = {}
-            files: dict[str, str] = {}
-            for (layer, rank), file in sorted(self._files.items()):
-                for name, value in self._layer(layer, file).items() if rank == tp else ():
-                    if (
-                        name not in files
-                    ):  # the first position of a module that is tied is the one that is read
-                        found[name], files[name] = value, file
-            self._modules[tp] = found, files
-        return self._modules[tp]
+    def _entries(self, tp: int) -> Iterator[tuple[str, Any, str]]:
+        for (layer, rank), file in sorted(self._files.items()):
+            for name, value in self._layer(layer, file).items() if rank == tp else ():
+                yield name, value, file
 
     def _layer(self, layer: int, file: str) -> dict[str, Any]:
         """One file's tensors by canonical name; a megatron-core linear's `_extra_state` is none."""
@@ -209,9 +203,6 @@ class LayerFiles:
             self._names.of_layer(layer, key, frozenset(tree), path): value
             for key, value in tree.items()
         }
-
-    def ties(self, flat: Iterable[str]) -> tuple[Tie, ...]:
-        return ()  # one canonical name for all stages that hold a parameter
 
     def extra_states(self) -> dict[str, Any]:
         out: dict[str, Any] = {}

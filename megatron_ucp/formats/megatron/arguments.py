@@ -88,6 +88,15 @@ _OF_SIZES = {
     "moe_ffn_hidden_size": "expert_ffn",
 }
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+_USUAL = {
+    "add_position_embedding": True,
+    "max_position_embeddings": 0,
+    "make_vocab_size_divisible_by": 1,
+    "tokenizer_type": None,
+    "skipped_train_samples": 0,
+    "consumed_valid_samples": 0,
+    "transformer_impl": LOCAL_MODULES,
+}
 
 
 def written_arguments(
@@ -97,29 +106,14 @@ def written_arguments(
     its manifest says, and what the files are. Empty where nobody knows the model's sizes."""
     distributed = kind is Kind.DISTRIBUTED
     out = {name: _restored(value) for name, value in known.items() if name not in _ENUMS}
-    said: Any = manifest.run.get(RECORDED)
-    sizes: Any = said.get("sizes") if isinstance(said, dict) else None
-    if isinstance(sizes, dict):
-        out |= {name: sizes[key] for name, key in _OF_SIZES.items() if key in sizes}
-        out |= _of_model(sizes, said.get("architecture") or {})
-        more = _not_in_shapes(manifest.family, sizes, said.get("architecture") or {})
-        out |= {name: value for name, value in more.items() if known.get(name) is None}
+    out |= _recorded(known, manifest)
     if any(type(out.get(name)) is not int for name in _NEEDED):
         return {}
     embedding = manifest.by_name.get("embedding.word_embeddings.weight")
     if embedding is not None:
         out["padded_vocab_size"] = embedding.shape[0]
-    usual = {
-        "add_position_embedding": True,
-        "max_position_embeddings": 0,
-        "make_vocab_size_divisible_by": 1,
-        "tokenizer_type": None,
-        "skipped_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "transformer_impl": LOCAL_MODULES,
-    }
     return {
-        **usual,
+        **_USUAL,
         **out,
         **dict(zip(_SIZES, _sizes_of(mesh), strict=True)),
         "world_size": mesh.world,
@@ -128,6 +122,22 @@ def written_arguments(
         "use_distributed_optimizer": distributed,
         "ckpt_format": "torch_dist",
         "dist_ckpt_optim_fully_reshardable": distributed,
+    }
+
+
+def _recorded(known: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """What a manifest records of the model, by arguments; of what no shape shows those that are
+    `known` go before."""
+    said: Any = manifest.run.get(RECORDED)
+    sizes: Any = said.get("sizes") if isinstance(said, dict) else None
+    if not isinstance(sizes, dict):
+        return {}
+    architecture = said.get("architecture") or {}
+    more = _not_in_shapes(manifest.family, sizes, architecture)
+    return {
+        **{name: sizes[key] for name, key in _OF_SIZES.items() if key in sizes},
+        **_of_model(sizes, architecture),
+        **{name: value for name, value in more.items() if known.get(name) is None},
     }
 
 

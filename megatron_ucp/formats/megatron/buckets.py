@@ -57,6 +57,11 @@ class GradBuffer:
         before = sum(bucket.used for bucket in self.buckets[: param.bucket])
         return before + param.start - self.buckets[param.bucket].start
 
+    def starts(self, bucket: int) -> dict[InBuffer, int]:
+        """The parameters of a bucket, and where each begins in it."""
+        first = self.buckets[bucket].start
+        return {param: param.start - first for param in self.params if param.bucket == bucket}
+
 
 def bucket_cap(ranks: int, overlaps: bool, said: int | None, stage: int, chunk: int) -> int | None:
     """The elements from which on a bucket is closed; None: all is one bucket. Only the first chunk

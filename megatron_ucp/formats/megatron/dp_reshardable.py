@@ -9,16 +9,16 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.core.flat import FlatBuffer, Member
+from megatron_ucp.core.flat import FlatBuffer
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import Coords
 from megatron_ucp.core.plan import Slot
-from megatron_ucp.core.states import MASTER, VALUE
+from megatron_ucp.core.states import VALUE
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import StateMismatchError, UnsupportedError
 from megatron_ucp.formats.base import ByteFile, Record, Told, Where
@@ -28,6 +28,7 @@ from megatron_ucp.formats.megatron.assembled import AssembledTensor
 from megatron_ucp.formats.megatron.distcp import chunk_name
 from megatron_ucp.formats.megatron.extras import loss_scale_of
 from megatron_ucp.formats.megatron.flat import (
+    BUFFER_STATES,
     KNOWN_ORDERS,
     PlacedBuffer,
     RunLayout,
@@ -48,7 +49,6 @@ _KEY = re.compile(
     r"\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
 _OBJECT = re.compile(_PREFIX + r"(?P<what>optimizer|grad_scaler)/shard_[\d._]+")
-_STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         found: dict[int, list[SavedGroup]] = {}
         for key, number in self._objects("optimizer"):
             tree = of_kind(self.object(key), dict, key, self.folder)
-
-            def tensor(ref: TensorRef, key: str = key) -> Stand:
-                return tensor_at(self.place_in(key, ref), ref)
-
+            tensor = partial(self._tensor_in, key)
             own = saved_groups(tree.get("param_groups"), None, tensor, self.main_file, number)
             first = found.setdefault(number, own)
             if _values(first) != _values(own):
@@ -99,12 +96,13 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
             if (found := _OBJECT.fullmatch(key)) and found["what"] == what:
                 yield key, int(found["optimizer"] or 0)
 
+    def _tensor_in(self, key: str, ref: TensorRef) -> Stand:
+        """A small tensor of an object."""
+        return tensor_at(self.place_in(key, ref), ref)
+
     def scaler(self) -> LossScale:
         for key, _ in self._objects("grad_scaler"):
-
-            def tensor(ref: TensorRef, key: str = key) -> Stand:
-                return tensor_at(self.place_in(key, ref), ref)
-
+            tensor = partial(self._tensor_in, key)
             return loss_scale_of(self.object(key), self.arguments, tensor, self.iteration)
         return LossScale()
 
@@ -113,7 +111,25 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
     def _build(self) -> Manifest:
         self._refuse_experts_cut_alone()
         specs = {name: self._spec(weight) for name, weight in self.states.weights.items()}
-        return self._build_of(specs)
+        trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
+        on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
+        placed = self._fitting(on_mesh)
+        numbers = self.group_numbers(trained.values())
+        self._buckets = [(one, n) for one in placed for n in range(len(one.layout.buckets))]
+        buffers = [self._flat_buffer(one, number, numbers) for one, number in self._buckets]
+        chunked: list[ParamSpec] = []
+        for name in specs.keys() - trained.keys():
+            spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
+            chunked.append(spec)
+            buffers += self.chunk_buffers(name, held, None)
+        return Manifest(
+            Keeper.TORCH_DIST,
+            self.saved_on,
+            (*on_mesh.values(), *chunked),
+            tuple(buffers),
+            tuple(one.group for one in self.groups),
+            run=self.described(),
+        )
 
     def _refuse_experts_cut_alone(self) -> None:
         if self.has_experts_cut_alone:
@@ -128,44 +144,10 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 'alone (Python: allow={"weights"}, load_optimizer_states=False)',
             )
 
-    def _build_of(self, specs: Mapping[str, ParamSpec]) -> Manifest:
-        """The manifest of these parameters, whole."""
-        trained = {name: spec for name, spec in specs.items() if spec.kind != "buffer"}
-        on_mesh = {name: self.cut(spec) for name, spec in trained.items()}
-        placed = self._fitting(on_mesh)
-        membership = self.membership(self.groups)
-        numbers = {name: membership.number(spec) for name, spec in trained.items()}
-        buffers: list[FlatBuffer] = []
-        for one in placed:
-            for number in range(len(one.layout.buckets)):
-                self._buckets.append((one, number))
-                buffers.append(self._flat_buffer(one, number, numbers))
-        chunked: list[ParamSpec] = []
-        for name in specs.keys() - trained.keys():
-            spec, held = self.whole(specs[name], HeldStates({VALUE: self.states.weights[name]}))
-            chunked.append(spec)
-            buffers += self.chunk_buffers(name, held, None)
-        counters = self.counters()
-        return Manifest(
-            Keeper.TORCH_DIST,
-            self.saved_on,
-            (*on_mesh.values(), *chunked),
-            tuple(buffers),
-            tuple(one.group for one in self.groups),
-            run=self.described(counters),
-        )
-
     def _flat_buffer(self, one: PlacedBuffer, number: int, groups: Mapping[str, int]) -> FlatBuffer:
         """One bucket, without its end padding."""
-        bucket, members = one.layout.buckets[number], list[Member]()
-        for param in one.layout.params:
-            if param.bucket == number:
-                group = groups[param.name]
-                scalars = self.groups[group].scalars
-                start = param.start - bucket.start
-                members.append(Member(param.name, start, param.elems, group, scalars))
-        states = tuple((state, "float32") for state in _STATES.values())
-        return FlatBuffer(tuple(members), bucket.used, 1, "whole", states, one.at, one.axes)
+        used = one.layout.buckets[number].used
+        return self.flat_buffer(one, one.layout.starts(number), used, groups)
 
     def _fitting(self, params: Mapping[str, ParamSpec]) -> list[PlacedBuffer]:
         """The buffers of the run, with the order of registration that the buckets show. Raises
@@ -198,11 +180,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         left = {key for key, states in self._tensors.items() if states}
         for one in placed:
             for number, bucket in enumerate(one.layout.buckets):
-                starts = {
-                    param.start - bucket.start
-                    for param in one.layout.params
-                    if param.bucket == number
-                }
+                starts = {*one.layout.starts(number).values()}
                 for key in self._keys(one, number):
                     left.discard(key)
                     if fault := self._bucket_fault(key, bucket.used, starts):
@@ -211,7 +189,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
 
     def _bucket_fault(self, key: BucketKey, elems: int, starts: set[int]) -> str:
         states = self._tensors.get(key, {})
-        if {*states} != {*_STATES.values()}:
+        if {*states} != {*BUFFER_STATES.values()}:
             return f"it has {', '.join(states) or 'no states'}"
         for tensor in states.values():
             if (tensor.shape, tensor.dtype) != ((elems,), "float32"):
@@ -226,11 +204,11 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         out: dict[BucketKey, dict[str, StoredTensor]] = {}
         for key, tensor in self.states.flat.items():
             found = _KEY.fullmatch(key)
-            if found is None or found["state"] not in _STATES:
+            if found is None or found["state"] not in BUFFER_STATES:
                 raise UnsupportedError(
                     "the checkpoint holds a state of the optimizer that is not known",
                     file=self.main_file,
-                    expected=", ".join(_STATES),
+                    expected=", ".join(BUFFER_STATES),
                     found=key,
                     fix="train with --optimizer adam, or save again with --ckpt-format "
                     "torch_dist and --dist-ckpt-optim-fully-reshardable",
@@ -239,7 +217,7 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
                 int(found[name] or 0) for name in ("optimizer", "group", "buffer", "bucket")
             )
             bucket = BucketKey(optimizer, group, buffer, found["dtype"], number)
-            out.setdefault(bucket, {})[_STATES[found["state"]]] = tensor
+            out.setdefault(bucket, {})[BUFFER_STATES[found["state"]]] = tensor
         return out
 
     def _keys(self, one: PlacedBuffer, bucket: int) -> Iterator[BucketKey]:
@@ -288,12 +266,8 @@ class DpReshardableCheckpoint(TorchDistCheckpoint):
         """Chunks that no parameter has elements in."""
         out: set[str] = set()
         for one, number in self._buckets:
-            bucket = one.layout.buckets[number]
-            used = {
-                param.start - bucket.start: param.elems
-                for param in one.layout.params
-                if param.bucket == number
-            }
+            starts = one.layout.starts(number)
+            used = {start: param.elems for param, start in starts.items()}
             for key in self._keys(one, number):
                 for tensor in self._tensors[key].values():
                     out.update(_outside(tensor, used))

@@ -17,11 +17,14 @@ from megatron_ucp.core.mesh import (
     Mesh,
     on_stage,
 )
+from megatron_ucp.core.states import MASTER
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.buckets import GradBuffer, Registered, bucket_cap, grad_buffer
 from megatron_ucp.formats.megatron.names import is_expert, number_of_layer
 from megatron_ucp.formats.megatron.stages import PipelinePart
 
+# what the optimizer's files call its states
+BUFFER_STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 

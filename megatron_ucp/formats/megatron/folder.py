@@ -1,7 +1,7 @@
 """What every checkpoint of Megatron gives to the operations above, whatever its files are."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, ShardRuns
 from megatron_ucp.core.manifest import ARGUMENTS, RECORDED, SAVED_ON, Manifest, ParamSpec
@@ -28,7 +29,9 @@ from megatron_ucp.formats.foreign import no_such, of_kind
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import mesh_of, plain_arguments, rate
+from megatron_ucp.formats.megatron.buckets import InBuffer
 from megatron_ucp.formats.megatron.extras import counters_of, extras_of, iteration_of
+from megatron_ucp.formats.megatron.flat import BUFFER_STATES, PlacedBuffer
 from megatron_ucp.formats.megatron.groups import Membership, SavedGroup
 from megatron_ucp.formats.megatron.names import layout_of
 from megatron_ucp.formats.megatron.random_states import WhereOf, generators
@@ -113,12 +116,12 @@ class MegatronFolder(OpenedFolder):
             return [*self.led_here, "weights alone: no states of an optimizer"]
         return [*self.led_here]
 
-    def counters(self) -> dict[str, int]:
+    def _counters(self) -> dict[str, int]:
         """Iterations, samples and skipped iterations."""
         return counters_of(self.iteration, self.arguments, self.groups)
 
     def read_extras(self) -> Extras:
-        found = self.counters(), self.scaler(), False, self.stateless()
+        found = self._counters(), self.scaler(), False, self.stateless()
         return extras_of(self.main_tree, self.arguments, *found, self.main_file)
 
     @abstractmethod
@@ -165,11 +168,16 @@ class MegatronFolder(OpenedFolder):
 
     # ------------------------------------------------ parts of a manifest
 
-    def membership(self, groups: Sequence[SavedGroup]) -> Membership:
+    def membership(self) -> Membership:
         """Which parameter is in which group."""
         said = self.arguments
         decays = said.get("apply_wd_to_qk_layernorm") or said.get("no_weight_decay_cond_type")
-        return Membership(groups, self.main_file, bool(decays), rate(said, "decoupled_lr"))
+        return Membership(self.groups, self.main_file, bool(decays), rate(said, "decoupled_lr"))
+
+    def group_numbers(self, specs: Iterable[ParamSpec]) -> dict[str, int]:
+        """The group of each of some parameters, which the optimizer steps."""
+        membership = self.membership()
+        return {spec.name: membership.number(spec) for spec in specs}
 
     def on_mesh(self, spec: ParamSpec, behind: Ints | None) -> ParamSpec:
         """A parameter with the layout that tensor parallelism gives it in `on_mesh`: as a caller or
@@ -231,9 +239,26 @@ class MegatronFolder(OpenedFolder):
         run[RECORDED] = kept.run[RECORDED]
         return replace(found, params=params, family=kept.family, run=run)
 
-    def described(self, counters: Mapping[str, int]) -> dict[str, Any]:
+    def flat_buffer(
+        self,
+        one: PlacedBuffer,
+        starts: Mapping[InBuffer, int],
+        length: int,
+        groups: Mapping[str, int],
+    ) -> FlatBuffer:
+        """A buffer as the files hold it; `starts` say where its parameters begin there, `groups`
+        the group of each."""
+        members: list[Member] = []
+        for param, start in starts.items():
+            group = groups[param.name]
+            scalars = self.groups[group].scalars
+            members.append(Member(param.name, start, param.elems, group, scalars))
+        states = tuple((state, "float32") for state in BUFFER_STATES.values())
+        return FlatBuffer(tuple(members), length, 1, "whole", states, one.at, one.axes)
+
+    def described(self) -> dict[str, Any]:
         """What a manifest's `run` says."""
-        out: dict[str, Any] = {**counters}
+        out: dict[str, Any] = {**self._counters()}
         if self.arguments:
             out |= {SAVED_ON: str(self.saved_on), ARGUMENTS: _of_model(self.arguments)}
         elif self.recorded is not None:

@@ -7,13 +7,14 @@ Source: `Metadata` of torch.distributed.checkpoint (torch 2.13), as Megatron-cor
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ucp.core.box import Ints
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.values import Stand
 from megatron_ucp.errors import (
     DamagedFileError,
@@ -77,11 +78,11 @@ class Index:
     @cached_property
     def chunks_by_file(self) -> Mapping[str, Sequence[tuple[StoredTensor, Chunk]]]:
         """What each file has of tensors."""
-        out: dict[str, list[tuple[StoredTensor, Chunk]]] = {}
-        for tensor in self.tensors.values():
-            for chunk in tensor.chunks:
-                out.setdefault(chunk.place.file, []).append((tensor, chunk))
-        return out
+        return grouped(
+            (chunk.place.file, (tensor, chunk))
+            for tensor in self.tensors.values()
+            for chunk in tensor.chunks
+        )
 
     @cached_property
     def objects_by_file(self) -> Mapping[str, Mapping[str, ArchivePlace]]:
@@ -122,11 +123,7 @@ class _Reader:
     def index(self, tree: Any) -> Index:
         said = of_kind(tree, Stand, "the index", self.path).state
         entries = at_key(said, "state_dict_metadata", dict, self.path)
-        places: dict[Any, ArchivePlace] = {}
-        for index, info in at_key(said, "storage_data", dict, self.path).items():
-            key, *start = of_kind(index, Stand, "a place", self.path).args or (None,)
-            at = tuple(None if one is None else self._ints(str(key), one) for one in start[:1])
-            places[(key, *at)] = self._place(of_kind(info, Stand, "a place", self.path))
+        places = self._places(at_key(said, "storage_data", dict, self.path))
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, ArchivePlace] = {}
         for key, entry in entries.items():
@@ -140,6 +137,15 @@ class _Reader:
             (key, start), *_ = places
             self._fail("bytes are listed that belong to no entry", key, f"{len(places)}: {start}")
         return Index(tensors, objects)
+
+    def _places(self, listed: Mapping[Any, Any]) -> dict[Any, ArchivePlace]:
+        """Where things lie, by key and first element; of what is no tensor by its key and None."""
+        out: dict[Any, ArchivePlace] = {}
+        for index, info in listed.items():
+            key, *start = of_kind(index, Stand, "a place", self.path).args or (None,)
+            at = tuple(None if one is None else self._ints(str(key), one) for one in start[:1])
+            out[(key, *at)] = self._place(of_kind(info, Stand, "a place", self.path))
+        return out
 
     def _tensor(self, key: str, entry: Stand, places: dict[Any, ArchivePlace]) -> StoredTensor:
         said = entry.state
@@ -201,25 +207,26 @@ def tiling_fault(shape: Ints, chunks: Sequence[Chunk]) -> str:
         inside = len(chunk.start) == len(chunk.shape) == len(shape)
         if not inside or any(b > n for b, n in zip(chunk.stop, shape, strict=True)):
             return f"one lies outside, at {chunk.start}"
-    borders = [
-        sorted({0, size, *(c.start[dim] for c in chunks), *(c.stop[dim] for c in chunks)})
-        for dim, size in enumerate(shape)
-    ]
-    cells = math.prod(len(at) - 1 for at in borders)
+    numbers = [_border_numbers(dim, size, chunks) for dim, size in enumerate(shape)]
+    cells = math.prod(len(borders) - 1 for borders in numbers)
     if cells > _MAX_CELLS:
         return f"they have borders at too many places ({cells} cells)"
-    numbers = [{at: number for number, at in enumerate(one)} for one in borders]
     seen: set[Ints] = set()
     for chunk in chunks:
-        spans = [
-            range(known[a], known[b])
-            for known, a, b in zip(numbers, chunk.start, chunk.stop, strict=True)
-        ]
-        for cell in itertools.product(*spans):
+        sides = zip(numbers, chunk.start, chunk.stop, strict=True)
+        for cell in itertools.product(*(range(known[a], known[b]) for known, a, b in sides)):
             if cell in seen:
                 return f"two overlap at {chunk.start}"
             seen.add(cell)
     return "" if len(seen) == cells else f"they leave a gap ({cells - len(seen)} of {cells} cells)"
+
+
+def _border_numbers(dim: int, size: int, chunks: Sequence[Chunk]) -> dict[int, int]:
+    """The borders along a dim, each with its number."""
+    borders = {0, size}
+    for chunk in chunks:
+        borders |= {chunk.start[dim], chunk.stop[dim]}
+    return {at: number for number, at in enumerate(sorted(borders))}
 
 
 def _check_files(folder: Path, index: Index) -> None:
@@ -234,7 +241,7 @@ def _check_files(folder: Path, index: Index) -> None:
             found=f"no {some_of(missing)}",
             fix="restore them, or load another tag",
         )
-    for name, places in _by_file(index.places()).items():
+    for name, places in grouped((place.file, place) for place in index.places()).items():
         at = 0
         for place in sorted(places, key=lambda place: place.offset_bytes):
             if place.offset_bytes < at:
@@ -252,10 +259,3 @@ def _check_files(folder: Path, index: Index) -> None:
                 expected=f"{at} bytes",
                 found=f"{size} bytes",
             )
-
-
-def _by_file(places: Iterable[ArchivePlace]) -> dict[str, list[ArchivePlace]]:
-    out: dict[str, list[ArchivePlace]] = {}
-    for place in places:
-        out.setdefault(place.file, []).append(place)
-    return out

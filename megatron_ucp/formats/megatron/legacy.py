@@ -5,6 +5,7 @@ The model's dict has the order in which parameters were registered, from which `
 each one lies in the buffers; every master is compared with its weight.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.box import Ints
-from megatron_ucp.core.flat import FlatBuffer, Member, alone
+from megatron_ucp.core.flat import FlatBuffer, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamSpec
 from megatron_ucp.core.mesh import (
@@ -40,8 +41,14 @@ from megatron_ucp.formats.foreign import at_key, each, of_kind, texts
 from megatron_ucp.formats.loss_scale import LossScale
 from megatron_ucp.formats.megatron.arguments import size
 from megatron_ucp.formats.megatron.closed_list import OF_VALUES
-from megatron_ucp.formats.megatron.extras import counters_of, loss_scale_of
-from megatron_ucp.formats.megatron.flat import EMBEDDING, HEAD, PlacedBuffer, RunLayout
+from megatron_ucp.formats.megatron.extras import loss_scale_of
+from megatron_ucp.formats.megatron.flat import (
+    BUFFER_STATES,
+    EMBEDDING,
+    HEAD,
+    PlacedBuffer,
+    RunLayout,
+)
 from megatron_ucp.formats.megatron.folder import MegatronFolder, not_proved
 from megatron_ucp.formats.megatron.groups import SavedGroup, saved_groups
 from megatron_ucp.formats.megatron.names import (
@@ -62,7 +69,6 @@ _MOST_MISSING = 10_000  # folders of ranks
 _FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 _MODEL_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANDOM = "rng_state"
-_STATES = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,12 @@ class RankFolder:
     tp: int
     stage: int
     expert: int
+
+    def name(self, mesh: Mesh) -> str:
+        """As Megatron-LM calls it in a run on a mesh."""
+        stage = f"_{self.stage:03d}" if mesh.pp > 1 else ""
+        expert = f"_{self.expert:03d}" if mesh.ep > 1 else ""
+        return f"mp_rank_{self.tp:02d}{stage}{expert}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,7 @@ class LegacyCheckpoint(MegatronFolder):
 
     def _model(self, rank: RankFolder, chunk: int) -> Mapping[str, Any]:
         """The weights of a chunk of a rank, by their local names."""
-        name = f"{self._folders[rank]}/{_MODEL_FILE}"
+        name = self._model_file(rank)
         key = "model" if self.saved_on.vpp == 1 else f"model{chunk}"
         held = at_key(self._tree(name), key, dict, self.folder / name)
         texts(list(held), key, self.folder / name)
@@ -154,22 +166,12 @@ class LegacyCheckpoint(MegatronFolder):
                 fix="save it again with --ckpt-format torch_dist",
             )
         self._require_listable()
-        out: dict[RankFolder, str] = {}
-        for stage in range(mesh.pp):
-            for expert in range(mesh.ep):
-                for tp in range(mesh.tp):
-                    name = f"mp_rank_{tp:02d}"
-                    name += f"_{stage:03d}" if mesh.pp > 1 else ""
-                    name += f"_{expert:03d}" if mesh.ep > 1 else ""
-                    out[RankFolder(tp, stage, expert)] = name
+        ranks = itertools.product(range(mesh.pp), range(mesh.ep), range(mesh.tp))
+        out = {rank: rank.name(mesh) for rank in (RankFolder(tp, pp, ep) for pp, ep, tp in ranks)}
         missing = [name for name in self._names(out) if not (self.folder / name).is_file()]
         if missing:
-            raise NotFoundError(
-                "files of model-parallel ranks are missing",
-                file=self.folder / missing[0],
-                expected=f"those of {mesh}",
-                found=f"{len(missing)} missing",
-                fix="restore them, or load another tag",
+            raise self._missing(
+                self.folder / missing[0], f"those of {mesh}", f"{len(missing)} missing"
             )
         found = {path.name for path in self.folder.iterdir() if _FOLDER.fullmatch(path.name)}
         if odd := sorted(found - {*out.values()}):
@@ -186,13 +188,16 @@ class LegacyCheckpoint(MegatronFolder):
         mesh, here = self.saved_on, sum(1 for _ in self.folder.iterdir())
         wanted = mesh.pp * mesh.ep * mesh.tp
         if wanted > here + _MOST_MISSING:
-            raise NotFoundError(
-                "files of model-parallel ranks are missing",
-                file=self.folder,
-                expected=f"{wanted} folders, those of {mesh}",
-                found=f"{here}",
-                fix="restore them, or load another tag",
-            )
+            raise self._missing(self.folder, f"{wanted} folders, those of {mesh}", f"{here}")
+
+    def _missing(self, file: Path, expected: str, found: str) -> NotFoundError:
+        return NotFoundError(
+            "files of model-parallel ranks are missing",
+            file=file,
+            expected=expected,
+            found=found,
+            fix="restore them, or load another tag",
+        )
 
     def _names(self, folders: Mapping[RankFolder, str]) -> list[str]:
         kinds = [_MODEL_FILE, *([_OPTIMIZER_FILE] if self._has_optimizer else [])]
@@ -271,7 +276,7 @@ class LegacyCheckpoint(MegatronFolder):
             if found != {*range(part.last - part.first)}:
                 raise ForeignFileError(
                     "a stage has other layers than the arguments of the run say",
-                    file=self.folder / self._folders[RankFolder(0, part.stage, 0)] / _MODEL_FILE,
+                    file=self.folder / self._model_file(RankFolder(0, part.stage, 0)),
                     expected=f"{part.last - part.first} layers, from number {part.first} on",
                     found=f"{len(found)}",
                     fix="load another tag, or save it again with --ckpt-format torch_dist",
@@ -309,19 +314,17 @@ class LegacyCheckpoint(MegatronFolder):
         return replace(spec, shape=found.shape, layout=found.layout, extent=found.extent)
 
     def _build(self) -> Manifest:
-        membership = self.membership(self.groups)
         trained = [spec for spec in self._params.values() if spec.kind == "trainable"]
-        groups = {spec.name: membership.number(spec) for spec in trained}
+        groups = self.group_numbers(trained)
         flat = [self._flat_buffer(one, groups) for one in self._buffers]
         buffers = (*flat, *self._alone({*self._params} - {*groups}))
-        counters = self.counters()
         found = tuple(one.group for one in self.groups)
         params = tuple(self._params.values())
-        run = self.described(counters)
+        run = self.described()
         manifest = Manifest(Keeper.LEGACY, self.saved_on, params, buffers, found, run=run)
         for number, buffer in enumerate(flat):
             for cut in manifest.cuts_of(buffer):
-                for state in _STATES.values():
+                for state in BUFFER_STATES.values():
                     self._check_size(self._ref(number, cut, state), buffer, number, cut)
         return manifest
 
@@ -332,7 +335,7 @@ class LegacyCheckpoint(MegatronFolder):
             for spec in self._params.values()
         )
         buffers = tuple(self._alone(self._params.keys()))
-        run = self.described(counters_of(self.iteration, self.arguments, ()))
+        run = self.described()
         return Manifest(Keeper.WEIGHTS, self.saved_on, params, buffers, run=run)
 
     def _alone(self, names: Collection[str]) -> Iterator[FlatBuffer]:
@@ -353,44 +356,42 @@ class LegacyCheckpoint(MegatronFolder):
     def _where_weight(self, slot: Slot) -> Where:
         one = self._weights[slot.buffer - len(self._buffers)]
         ((_, tp),) = slot.cut
-        weights = dict(self._local(one.part, tp, one.expert_rank))
+        held = dict(self._local(one.part, tp, one.expert_rank))
         rank = RankFolder(tp, one.part.stage, one.expert_rank)
-        buffer, ref = self.manifest.buffers[slot.buffer], weights.get(one.name)
-        if ref is None or not ref.is_contiguous or ref.numel != buffer.length:
-            raise self._odd_weight(rank, one.name, buffer.length, ref)
-        return self.place(f"{self._folders[rank]}/{_MODEL_FILE}", ref)
+        return self._weight(rank, held, one.name, self.manifest.buffers[slot.buffer].length)
 
-    def _odd_weight(
-        self, rank: RankFolder, name: str, elems: int, ref: TensorRef | None
-    ) -> DamagedFileError:
-        return DamagedFileError(
-            "a rank's weights are not those of the others",
-            file=self.folder / self._folders[rank] / _MODEL_FILE,
-            parameter=name,
-            expected=f"{elems} elements",
-            found="none" if ref is None else ref.shape,
-        )
+    def _weight(
+        self, rank: RankFolder, held: Mapping[str, TensorRef], name: str, elems: int
+    ) -> Where:
+        """Where one of the weights that a rank has lies. Raises DamagedFileError for another size
+        than that of the first rank."""
+        file, ref = self._model_file(rank), held.get(name)
+        if ref is None or not ref.is_contiguous or ref.numel != elems:
+            raise DamagedFileError(
+                "a rank's weights are not those of the others",
+                file=self.folder / file,
+                parameter=name,
+                expected=f"{elems} elements",
+                found="none" if ref is None else ref.shape,
+            )
+        return self.place(file, ref)
 
     def _flat_buffer(self, one: PlacedBuffer, groups: Mapping[str, int]) -> FlatBuffer:
-        members: list[Member] = []
-        for param in one.layout.params:
-            group = groups[param.name]
-            scalars = self.groups[group].scalars
-            start = one.layout.unpadded_start(param)
-            members.append(Member(param.name, start, param.elems, group, scalars))
-        states = tuple((state, "float32") for state in _STATES.values())
+        starts = {param: one.layout.unpadded_start(param) for param in one.layout.params}
         length = sum(bucket.used for bucket in one.layout.buckets)
-        return FlatBuffer(tuple(members), length, 1, "whole", states, one.at, one.axes)
+        return self.flat_buffer(one, starts, length, groups)
 
-    def _rank(self, one: PlacedBuffer, cut: Coords) -> RankFolder:
-        """The rank whose file has a buffer."""
-        ((_, tp),) = cut
-        return RankFolder(tp, one.stage, one.expert_rank)
+    def _optimizer_file(self, one: PlacedBuffer, cut: Coords) -> str:
+        """The file with a buffer at a place."""
+        return f"{self._folders[_rank_of(one, cut)]}/{_OPTIMIZER_FILE}"
+
+    def _model_file(self, rank: RankFolder) -> str:
+        return f"{self._folders[rank]}/{_MODEL_FILE}"
 
     def _ref(self, number: int, cut: Coords, state: str) -> TensorRef:
         """A state of a buffer at a place."""
         one = self._buffers[number]
-        name = f"{self._folders[self._rank(one, cut)]}/{_OPTIMIZER_FILE}"
+        name = self._optimizer_file(one, cut)
         tree, file = self._tree(name), self.folder / name
         optimizer = tree
         if isinstance(self.file(name).tree, list):
@@ -403,16 +404,15 @@ class LegacyCheckpoint(MegatronFolder):
             )
         buffers = of_kind(optimizer.get(one.number), dict, "a buffer", file)
         (by_state,) = each([*buffers.values()][:1] or [None], dict, "a buffer", file)
-        theirs = next(theirs for theirs, ours in _STATES.items() if ours == state)
+        theirs = next(theirs for theirs, ours in BUFFER_STATES.items() if ours == state)
         return of_kind(by_state.get(theirs), TensorRef, theirs, file)
 
     def _check_size(self, ref: Any, buffer: FlatBuffer, number: int, cut: Coords) -> None:
         good = isinstance(ref, TensorRef) and ref.is_contiguous
         if not good or (ref.shape, ref.storage.dtype) != ((buffer.length,), "float32"):
-            folder = self._folders[self._rank(self._buffers[number], cut)]
             raise StateMismatchError(
                 "a buffer of the optimizer is not the one of the run that the arguments describe",
-                file=self.folder / folder / _OPTIMIZER_FILE,
+                file=self.folder / self._optimizer_file(self._buffers[number], cut),
                 expected=f"{buffer.length} elements in float32",
                 found=f"{getattr(ref, 'shape', ref)}"[:100],
                 fix="load the weights alone, or another tag",
@@ -423,13 +423,12 @@ class LegacyCheckpoint(MegatronFolder):
     def check(self, name: str, allow: Collection[str] = (), optimizer: bool = True) -> None:
         """Opens a file; with a rank's optimizer its masters are proved."""
         self.file(name)
-        folder, _, kind = name.partition("/")
-        if kind != _OPTIMIZER_FILE:
+        if not name.endswith(f"/{_OPTIMIZER_FILE}"):
             return
         wrong: list[str] = []
         for number, one in enumerate(self._buffers):
             for cut in self.saved_on.everywhere(one.axes):
-                if self._folders[self._rank(one, cut)] == folder:
+                if self._optimizer_file(one, cut) == name:
                     wrong += self._unproved(number, cut)
         if wrong:
             raise not_proved(wrong, self.arguments, str(self.folder / name))
@@ -437,18 +436,14 @@ class LegacyCheckpoint(MegatronFolder):
     def _unproved(self, number: int, cut: Coords) -> list[str]:
         """The parameters of a buffer at a place whose masters are not the weights beside them."""
         one = self._buffers[number]
-        rank = self._rank(one, cut)
+        rank = _rank_of(one, cut)
         part = next(p for p in self._parts if (p.stage, p.chunk) == (one.stage, one.chunk))
-        weights = dict(self._local(part, rank.tp, rank.expert))
+        held = dict(self._local(part, rank.tp, rank.expert))
         master = self.where(Slot(number, cut, 0, MASTER))
-        file = f"{self._folders[rank]}/{_MODEL_FILE}"
         out: list[str] = []
         for member in self.manifest.buffers[number].members:
-            ref = weights.get(member.param)
-            if ref is None or not ref.is_contiguous or ref.numel != member.size:
-                raise self._odd_weight(rank, member.param, member.size, ref)
-            weight = Run(self.place(file, ref), 0)
-            if not same_run(Run(master, member.start), weight, member.size):
+            weight = self._weight(rank, held, member.param, member.size)
+            if not same_run(Run(master, member.start), Run(weight, 0), member.size):
                 out.append(member.param)
         return out
 
@@ -458,7 +453,7 @@ class LegacyCheckpoint(MegatronFolder):
             return self._where_weight(slot)
         one = self._buffers[slot.buffer]
         ref = self._ref(slot.buffer, slot.cut, slot.state)
-        return self.place(f"{self._folders[self._rank(one, slot.cut)]}/{_OPTIMIZER_FILE}", ref)
+        return self.place(self._optimizer_file(one, slot.cut), ref)
 
     @property
     def has_random_states(self) -> bool:
@@ -467,7 +462,7 @@ class LegacyCheckpoint(MegatronFolder):
     def random_entry(self, here: Mesh, rank: int) -> tuple[Any, WhereOf, str]:
         """Each model-parallel rank has its own file, written by the first of its copies."""
         at, (expert, _) = here.coord(rank), here.expert_place(rank)
-        name = f"{self._folders[RankFolder(at.tp, at.pp, expert)]}/{_MODEL_FILE}"
+        name = self._model_file(RankFolder(at.tp, at.pp, expert))
         entry = self._tree(name).get(_RANDOM)
         path = self.full_path(name)
         return entry, lambda ref: self.place_apart(path, ref), path
@@ -487,6 +482,12 @@ class LegacyCheckpoint(MegatronFolder):
                 for name, value in tree.items():
                     if value is None and name.endswith("._extra_state"):
                         yield global_name(name, part.first, rank * experts)
+
+
+def _rank_of(one: PlacedBuffer, cut: Coords) -> RankFolder:
+    """The rank whose file has a buffer."""
+    ((_, tp),) = cut
+    return RankFolder(tp, one.stage, one.expert_rank)
 
 
 class LegacyFormat:

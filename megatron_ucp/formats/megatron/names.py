@@ -134,7 +134,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 
 def whole_shape(name: str, local: Ints, ranks: int) -> Ints:
     """The shape of a parameter of which `ranks` tensor-parallel ranks have `local` each."""
-    dim = _cut_dim(name)
+    dim = _CUT_DIMS.get(_short(name))
     if dim is None or dim >= len(local):
         return local
     return (*local[:dim], local[dim] * ranks, *local[dim + 1 :])
@@ -144,10 +144,6 @@ def _short(name: str) -> str:
     """The name of a parameter in its layer, the first and the second matrix of any MLP alike."""
     short = re.sub(r"^decoder\.layers\.\d+\.", "", name)
     return re.sub(r"^mlp\..*?(linear_fc[12]\.)", r"\1", short)
-
-
-def _cut_dim(name: str) -> int | None:
-    return _CUT_DIMS.get(_short(name))
 
 
 _EXTRA_STATE = re.compile(r"(?P<key>.+\._extra_state)/shard_(?P<index>[\d.]+)_[\d.]+")

@@ -33,51 +33,57 @@ class PipelinePart:
 def parts_of(arguments: Mapping[str, Any], mesh: Mesh, file: str) -> list[PipelinePart]:
     """The parts of the model, in their order. Raises UnsupportedError for a division that the
     arguments don't say, or that holds what is no layer of a decoder."""
-    stages, chunks = mesh.pp, mesh.vpp
-    count = stages * chunks
     written = arguments.get("pipeline_model_parallel_layout")
-    if written is not None and stages > 1:
-        texts = _unrolled(written, file)
-        if len(texts) != count or set("".join(texts)) - {_EMBEDDING, _HEAD, _LAYER}:
-            raise _unknown(file, f"{count} parts of E, t and L", written)
-        sizes = [text.count(_LAYER) for text in texts]
-        ends = [_EMBEDDING in text for text in texts], [_HEAD in text for text in texts]
+    if written is not None and mesh.pp > 1:
+        contents = _written(written, mesh.pp * mesh.vpp, file)
     else:
-        sizes = _sizes(arguments, stages, chunks, file)
-        ends = [at == 0 for at in range(count)], [at == count - 1 for at in range(count)]
-    if sum(sizes) != size(arguments, "num_layers", 0):
-        raise _unknown(file, f"{arguments.get('num_layers')} layers", sizes)
+        sizes = _sizes(arguments, mesh.pp, mesh.vpp, file)
+        contents = [(n, at == 0, at == len(sizes) - 1) for at, n in enumerate(sizes)]
+    counts = [layers for layers, _, _ in contents]
+    if sum(counts) != size(arguments, "num_layers", 0):
+        raise _unknown(file, f"{arguments.get('num_layers')} layers", counts)
     out: list[PipelinePart] = []
     first = 0
-    for at, layers in enumerate(sizes):
-        chunk, stage = divmod(at, stages)
-        out.append(PipelinePart(stage, chunk, first, first + layers, ends[0][at], ends[1][at]))
-        first += layers
+    for at, (layers, has_embedding, has_head) in enumerate(contents):
+        chunk, stage = divmod(at, mesh.pp)
+        last = first + layers
+        out.append(PipelinePart(stage, chunk, first, last, has_embedding, has_head))
+        first = last
     return out
+
+
+def _written(layout: object, count: int, file: str) -> list[tuple[int, bool, bool]]:
+    """The layers of each part, and whether it has the embedding and the head, where a layout says
+    them."""
+    texts = _unrolled(layout, file)
+    if len(texts) != count or set("".join(texts)) - {_EMBEDDING, _HEAD, _LAYER}:
+        raise _unknown(file, f"{count} parts of E, t and L", layout)
+    return [(text.count(_LAYER), _EMBEDDING in text, _HEAD in text) for text in texts]
 
 
 def _sizes(arguments: Mapping[str, Any], stages: int, chunks: int, file: str) -> list[int]:
     """The layers of each part, where the division is by numbers."""
     layers = size(arguments, "num_layers", 0)
-    first, last = (
-        arguments.get(f"decoder_{which}_pipeline_num_layers") for which in ("first", "last")
-    )
+    first = arguments.get("decoder_first_pipeline_num_layers")
+    last = arguments.get("decoder_last_pipeline_num_layers")
     if not isinstance(first, int | None) or not isinstance(last, int | None):
         raise _unknown(file, "numbers of layers", f"{first} and {last}")
     before = bool(arguments.get("account_for_embedding_in_pipeline_split"))
     behind = bool(arguments.get("account_for_loss_in_pipeline_split"))
-    left = stages - (first is not None) - (last is not None)
-    rest = layers + before + behind - (first or 0) - (last or 0)
-    if rest % max(left, 1):
+    said = [count for count in (first, last) if count is not None]
+    left = stages - len(said)
+    rest = layers + before + behind - sum(said)
+    each, over = divmod(rest, max(left, 1))
+    if over:
         raise _unknown(file, f"layers that {left} stages share evenly", rest)
-    by_stage = [rest // max(left, 1)] * stages
+    by_stage = [each] * stages
     if first is not None:
         by_stage[0] = first
     if last is not None:
         by_stage[-1] = last
     if any(count % chunks for count in by_stage):
         raise _unknown(file, f"stages that {chunks} chunks divide", by_stage)
-    sizes = [count // chunks for _ in range(chunks) for count in by_stage]
+    sizes = [count // chunks for count in by_stage] * chunks
     sizes[0] -= before
     sizes[-1] -= behind
     return sizes

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_ucp.core.box import Ints, flat_index
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.megatron.index import Chunk, StoredTensor
 from megatron_ucp.formats.megatron.names import LOCAL_EXPERTS, ROUTER, Key, read_key
@@ -42,10 +43,11 @@ def stored_params(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, S
     """Every parameter that lies in tensors, by canonical name; the tensors are by the keys of the
     model. Raises DamagedFileError where two keys are one parameter's, or a half of one or an expert
     is missing."""
-    found: dict[str, list[_Part]] = {}
-    for key, tensor in tensors.items():
-        for part in _parts(read_key(key), tensor):
-            found.setdefault(part.name, []).append(part)
+    found = grouped(
+        (part.name, part)
+        for key, tensor in tensors.items()
+        for part in _parts(read_key(key), tensor)
+    )
     counts = _experts_by_layer(found, file)
     return {name: _joined(name, parts, counts, file) for name, parts in found.items()}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ucp.core.flat import FlatBuffer, alone
+from megatron_ucp.core.grouping import grouped
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Chunks
 from megatron_ucp.core.manifest import Manifest, ParamSpec
@@ -118,7 +119,7 @@ class TorchDistCheckpoint(MegatronFolder):
     def _build(self) -> Manifest:
         params: list[ParamSpec] = []
         buffers: list[FlatBuffer] = []
-        membership = self.membership(self.groups)
+        membership = self.membership()
         for name, weight in self.states.weights.items():
             spec = self._spec(weight)
             held = self.states.held(name) if spec.kind == "trainable" else None
@@ -126,14 +127,13 @@ class TorchDistCheckpoint(MegatronFolder):
             params.append(spec)
             group = membership.number(spec) if held.stepped else None
             buffers += self.chunk_buffers(name, held, group)
-        counters = self.counters()
         found = Manifest(
             Keeper.TORCH_DIST if self.groups else Keeper.WEIGHTS,
             Mesh(),
             tuple(params),
             tuple(buffers),
             tuple(one.group for one in self.groups),
-            run=self.described(counters),
+            run=self.described(),
         )
         return self.as_recorded(found)
 
@@ -199,11 +199,8 @@ class TorchDistCheckpoint(MegatronFolder):
     @cached_property
     def _weights_by_file(self) -> Mapping[str, Sequence[StoredParam]]:
         """Each weight in the file that has its first chunk."""
-        out: dict[str, list[StoredParam]] = {}
-        for weight in self.states.weights.values():
-            if weight.blocks:
-                out.setdefault(weight.blocks[0].chunk.place.file, []).append(weight)
-        return out
+        weights = self.states.weights.values()
+        return grouped((one.blocks[0].chunk.place.file, one) for one in weights if one.blocks)
 
     def _is_proved(self, weight: StoredParam) -> bool:
         """Whether the masters of a weight are stored beside it, and are not it."""

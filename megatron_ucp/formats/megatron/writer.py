@@ -151,21 +151,33 @@ def plan_torch_dist(
     to which a list says what its layers hold, whatever it says."""
     stacked = layers_are_alike(params) and not apart
     room = _Room(files)
-    saved = {key: _saved([value]) for key, value in (objects or {}).items()}
-    saved = {**extra_states(params, stacked), **saved}
+    saved = extra_states(params, stacked)
+    saved |= {key: _saved([value]) for key, value in (objects or {}).items()}
     places = {key: room.object(data) for key, data in saved.items()}
     shapes: dict[str, Ints] = {}
     placed: list[PlannedChunk] = []
     for wish, at in _stacked(wishes, params, stacked):
-        key = at.key if wish.state == WEIGHT else f"optimizer.state.{_name(wish, kind)}.{at.key}"
+        key = _stored_key(wish, at.key, kind)
         whole = (*(n + 1 for n in at.index), *params[wish.param].shape)
         shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
-        for number, box in enumerate(wish.boxes):
-            archive = tensor_archive(wish.dtype, _stored_shape(at.index, box))
-            owner = wish.owners[number] if wish.owners else None
-            file, offset = room.take(archive.size_bytes, owner)
-            placed.append(PlannedChunk(wish, number, key, at.index, file, offset, archive))
+        placed += _placed(wish, key, at.index, room)
     return TorchDistPlan(tuple(placed), shapes, places, room.sizes)
+
+
+def _stored_key(wish: Wish, key: str, kind: Kind) -> str:
+    """The key of a state of the parameter that has a `key` among the weights."""
+    if wish.state == WEIGHT:
+        return key
+    return f"optimizer.state.{kind.value if wish.state == MASTER else wish.state}.{key}"
+
+
+def _placed(wish: Wish, key: str, index: Ints, room: "_Room") -> Iterator[PlannedChunk]:
+    """The chunks of a state, each in a file with room."""
+    for number, box in enumerate(wish.boxes):
+        archive = tensor_archive(wish.dtype, _stored_shape(index, box))
+        owner = wish.owners[number] if wish.owners else None
+        file, offset = room.take(archive.size_bytes, owner)
+        yield PlannedChunk(wish, number, key, index, file, offset, archive)
 
 
 def _stacked(
@@ -208,10 +220,6 @@ class _Room:
 
 def _file_of(number: int) -> str:
     return f"__{number}_0{_DATA}"
-
-
-def _name(wish: Wish, kind: Kind) -> str:
-    return kind.value if wish.state == MASTER else wish.state
 
 
 def layers_are_alike(params: Iterable[str]) -> bool:

@@ -12,10 +12,12 @@ MAX_RECORDS = 4_000_000
 MAX_DIRECTORY_BYTES = 512 * 2**20
 _CAP16, _CAP32 = 0xFFFF, 0xFFFFFFFF  # "the value stands in the ZIP64 field"
 
-_END = struct.Struct("<4s4H2LH")  # end of central directory
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
+END = struct.Struct("<4s4H2LH")  # end of central directory
+END64_LOCATOR = struct.Struct("<4sLQL")
+END64 = struct.Struct("<4sQ2H2L4Q")
+# signature, flags, method, CRC-32, stored size, size, lengths of name, extra field and comment,
+# disk, offset of the local header
+_CENTRAL = struct.Struct("<4s4x2H4x3L4H6xL")
 LOCAL = struct.Struct("<4s5H3L2H")
 # how a torch file of before 1.6 begins
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -36,32 +38,25 @@ def find_directory(
 ) -> tuple[int, bytes]:
     """Offset and bytes of the central directory of a file of `size_bytes`, whose place is checked
     against that size; `read(offset, size)` gives its bytes. Raises DamagedFileError."""
-    head = read(0, min(size_bytes, len(_LEGACY_TORCH)))
-    if head == _LEGACY_TORCH:
-        damaged(
-            path,
-            "the file is a legacy torch file of before version 1.6",
-            "a zip archive",
-            None,
-            "load and save it again with torch",
-        )
-    if not head.startswith(b"PK\3\4"):
-        damaged(
-            path,
-            "the file is no torch .pt file",
-            "a zip archive",
-            f"it begins with {head[:8]!r}",
-        )
+    _check_head(read(0, min(size_bytes, len(_LEGACY_TORCH))), path)
     tail = read(size_bytes - min(size_bytes, 98), min(size_bytes, 98))
-    if len(tail) < _END.size or not tail[-_END.size :].startswith(b"PK\5\6"):
+    count, length, start = _bounds(tail, size_bytes, path)
+    if count > MAX_RECORDS or length > MAX_DIRECTORY_BYTES or count * _CENTRAL.size > length:
         damaged(
             path,
-            "the file is truncated",
-            "a zip directory at its end",
-            f"{size_bytes} bytes",
+            "the zip directory is of an impossible size",
+            f"at most {MAX_RECORDS} records",
+            f"{count} records in {length} bytes",
         )
-    _, disk, first_disk, here, count, length, start, comment = _END.unpack(tail[-_END.size :])
-    end = size_bytes - _END.size
+    return start, read(start, length)
+
+
+def _bounds(tail: bytes, size_bytes: int, path: str) -> tuple[int, int, int]:
+    """Records of the directory, its bytes and its offset, as the `tail` of the file says them."""
+    if len(tail) < END.size or not tail[-END.size :].startswith(b"PK\5\6"):
+        damaged(path, "the file is truncated", "a zip directory at its end", f"{size_bytes} bytes")
+    _, disk, first_disk, here, count, length, start, comment = END.unpack(tail[-END.size :])
+    end = size_bytes - END.size
     if start + length != end:  # torch always writes ZIP64 records, between directory and end
         end = size_bytes - 98
         here, count, length, start = _zip64_end(
@@ -74,22 +69,31 @@ def find_directory(
             f"it ends at byte {end}",
             f"{length} bytes from byte {start}",
         )
-    if count > MAX_RECORDS or length > MAX_DIRECTORY_BYTES or count * _CENTRAL.size > length:
+    return count, length, start
+
+
+def _check_head(head: bytes, path: str) -> None:
+    """Raises DamagedFileError for the first bytes of what is no archive."""
+    if head == _LEGACY_TORCH:
         damaged(
             path,
-            "the zip directory is of an impossible size",
-            f"at most {MAX_RECORDS} records",
-            f"{count} records in {length} bytes",
+            "the file is a legacy torch file of before version 1.6",
+            "a zip archive",
+            None,
+            "load and save it again with torch",
         )
-    return start, read(start, length)
+    if not head.startswith(b"PK\3\4"):
+        damaged(
+            path, "the file is no torch .pt file", "a zip archive", f"it begins with {head[:8]!r}"
+        )
 
 
 def _zip64_end(tail: bytes, short: tuple[int, ...], size_bytes: int, path: str) -> tuple[int, ...]:
     """(records here, records, directory bytes, its offset) of the ZIP64 end, which agrees with
     the `short` one."""
     if len(tail) == 98 and tail.startswith(b"PK\6\6") and tail.startswith(b"PK\6\7", 56):
-        _, disk, end, disks = _END64_LOCATOR.unpack_from(tail, 56)
-        _, length, _, _, here_disk, first_disk, *found = _END64.unpack_from(tail)
+        _, disk, end, disks = END64_LOCATOR.unpack_from(tail, 56)
+        _, length, _, _, here_disk, first_disk, *found = END64.unpack_from(tail)
         agree = all(
             few in (many, cap)
             for few, many, cap in zip(short, found, (_CAP16, _CAP16, _CAP32, _CAP32), strict=True)
@@ -97,7 +101,7 @@ def _zip64_end(tail: bytes, short: tuple[int, ...], size_bytes: int, path: str) 
         if (
             agree
             and end == size_bytes - 98
-            and length == _END64.size - 12
+            and length == END64.size - 12
             and disks == 1
             and not (disk or here_disk or first_disk)
         ):
@@ -128,12 +132,8 @@ def parse_directory(directory: bytes, start: int, path: str) -> dict[str, ZipEnt
             )
         (
             mark,
-            _,
-            _,
             flags,
             method,
-            _,
-            _,
             crc32,
             stored,
             size_bytes,
@@ -141,8 +141,6 @@ def parse_directory(directory: bytes, start: int, path: str) -> dict[str, ZipEnt
             extra_bytes,
             comment_bytes,
             disk,
-            _,
-            _,
             header,
         ) = _CENTRAL.unpack_from(directory, at)
         name_at = at + _CENTRAL.size

@@ -16,6 +16,7 @@ from megatron_ucp.core.values import (
     ARRAY,
     DTYPE,
     FACTORIES,
+    NAMED_TYPES,
     TENSOR,
     DeviceName,
     Global,
@@ -239,22 +240,25 @@ def _default_dict(machine: Machine, name: str, args: tuple[object, ...]) -> obje
 
 def _builtin(machine: Machine, name: str, args: tuple[object, ...]) -> object:
     """Plain values that have no opcode of their own in some protocol."""
-    if (
-        name in ("builtins.set", "builtins.frozenset")
-        and len(args) == 1
-        and isinstance(args[0], list)
-    ):
+    kind = _BUILTINS[name]
+    if kind in (set, frozenset) and len(args) == 1 and isinstance(args[0], list):
         machine.check_keys(args[0])
         machine.spend(32 * len(args[0]))
-        return (set if name == "builtins.set" else frozenset)(args[0])
-    if name in ("builtins.bytearray", "builtins.bytes"):
-        return (bytearray if name == "builtins.bytearray" else bytes)(_raw(machine, args))
-    if name == "builtins.complex" and [type(item) for item in args] == [float, float]:
+        return kind(args[0])
+    if kind in (bytearray, bytes):
+        return kind(_raw(machine, args))
+    if kind is complex and [type(item) for item in args] == [float, float]:
         return complex(*args)  # type: ignore[arg-type]
-    if name in ("builtins.range", "builtins.slice") and len(args) == 3:
+    if kind in (range, slice) and len(args) == 3:
         if all(item is None or type(item) is int and abs(item) < 2**63 for item in args):
-            return (range if name == "builtins.range" else slice)(*args)  # type: ignore[arg-type]
+            return kind(*args)
     machine.fail(f"{name} is malformed", found=args)
+
+
+_BUILTINS: dict[str, type] = {
+    f"builtins.{kind.__name__}": kind
+    for kind in (set, frozenset, complex, bytearray, bytes, slice, range)
+}
 
 
 def _raw(machine: Machine, args: tuple[object, ...]) -> bytes:
@@ -430,16 +434,10 @@ KNOWN: dict[str, _Build | None] = {
             *_TENSOR_CLASSES,
             "torch.storage.TypedStorage",
             "numpy.ndarray",
-            *(
-                f"builtins.{kind}"
-                for kind in ("list", "dict", "int", "float", "str", "bool", "tuple")
-            ),
+            *NAMED_TYPES,
         ]
     ),
-    **{
-        f"builtins.{kind}": _builtin
-        for kind in ("set", "frozenset", "complex", "bytearray", "bytes", "slice", "range")
-    },
+    **dict.fromkeys(_BUILTINS, _builtin),
     **{f"datetime.{kind}": _time for kind in ("date", "datetime", "time", "timedelta", "timezone")},
     **{f"pathlib.{kind}Path": _path for kind in ("Posix", "PurePosix", "Windows", "PureWindows")},
     "torch.device": _device,

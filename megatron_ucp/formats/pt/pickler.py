@@ -1,8 +1,6 @@
 """Pickles of the closed list of values, as torch writes them: protocol 2, tensors by storage,
 foreign objects by name."""
 
-import datetime
-import pathlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -12,20 +10,18 @@ from typing import Any
 from megatron_ucp.core.value_bytes import is_name
 from megatron_ucp.core.values import (
     ARRAY,
+    DATES,
     DTYPE,
-    FACTORIES,
+    NUMPY_SCALARS,
+    PATHS,
     DeviceName,
     DtypeName,
     Global,
-    NumpyBytes,
-    NumpyComplex,
-    NumpyFloat,
-    NumpyInt,
     NumpyScalar,
-    NumpyText,
     Size,
     Stand,
     VersionName,
+    factory_name,
 )
 from megatron_ucp.errors import UnsafePickleError, UnsupportedError
 from megatron_ucp.formats.pt.known import STORAGE_DTYPES, is_call
@@ -139,8 +135,9 @@ def _counter(write: _Write, value: "Counter[object]", depth: int) -> None:
 
 
 def _default_dict(write: _Write, value: "defaultdict[object, object]", depth: int) -> None:
-    names = [name for name, kind in FACTORIES.items() if kind is value.default_factory]
-    _call(write, "collections.defaultdict", tuple(map(Global, names)), depth)
+    factory = factory_name(value)
+    args = () if factory is None else (Global(factory),)
+    _call(write, "collections.defaultdict", args, depth)
     _items(write, value, depth)
 
 
@@ -320,10 +317,6 @@ def _stand(write: _Write, value: Stand, depth: int) -> None:
         write(b"b")
 
 
-_OF_PYTHON = (
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
-)
 _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     type(None): lambda write, _, __: write(b"N") and None,
     float: lambda write, value, _: write(b"G" + struct.pack(">d", value)) and None,
@@ -344,8 +337,8 @@ _WRITERS: dict[type, Callable[[_Write, "object", int], None]] = {
     bytearray: _byte_array,
     range: _span,
     slice: _span,
-    **dict.fromkeys(_OF_PYTHON, _as_python_does),
-    **dict.fromkeys((NumpyInt, NumpyFloat, NumpyComplex, NumpyText, NumpyBytes), _numpy_scalar),
+    **dict.fromkeys((*DATES, *PATHS), _as_python_does),
+    **dict.fromkeys(NUMPY_SCALARS, _numpy_scalar),
     DeviceName: _device_name,
     VersionName: _version_name,
     DtypeName: _dtype_name,

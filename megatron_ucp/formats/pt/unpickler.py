@@ -20,6 +20,7 @@ from megatron_ucp.core.values import (
     Global,
     Size,
     Stand,
+    empty_like,
 )
 from megatron_ucp.errors import DamagedFileError
 from megatron_ucp.formats.pt.known import KNOWN, STATES, STORAGE_DTYPES
@@ -124,11 +125,7 @@ def _check_extent(value: object, machine: Machine) -> None:
             continue
         left.pop()
         if found[id(item)] == (0, 0):  # else it is here a second time
-            size, depth = own, 1
-            for part in parts:
-                written, levels = found[id(part)]
-                size, depth = size + written, max(depth, 1 + levels)
-            found[id(item)] = size, depth
+            found[id(item)] = size, depth = _extent_of(own, parts, found)
             # deep by a part that was seen elsewhere
             level = depth if depth > MAX_DEPTH else level - 1
             if size > limit:
@@ -138,6 +135,15 @@ def _check_extent(value: object, machine: Machine) -> None:
                 )
     if level > MAX_DEPTH:
         machine.fail("the value is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+
+
+def _extent_of(own: int, parts: list[object], found: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Values written out and levels of a container, from those of its parts."""
+    size, depth = own, 1
+    for part in parts:
+        written, levels = found[id(part)]
+        size, depth = size + written, max(depth, 1 + levels)
+    return size, depth
 
 
 def _parts(item: object) -> tuple[int, list[object]]:
@@ -211,10 +217,7 @@ class _Copier:
     def _container(self, item: object, depth: int) -> object:
         """A copy that is known before its parts, as they may hold it."""
         if isinstance(item, dict):
-            kind = type(item)
-            plain = not isinstance(item, defaultdict)
-            made: dict[object, object] = kind() if plain else defaultdict(item.default_factory)
-            self._memo[id(item)] = made
+            made = self._memo[id(item)] = empty_like(item)
             self._fill(made, item.items(), depth)
             return made
         if isinstance(item, Stand):
@@ -222,10 +225,7 @@ class _Copier:
             stand.args = tuple([self.walk(part, depth + 1) for part in item.args])
             self._fill(stand.state, item.state.items(), depth)  # type: ignore[arg-type]
             return stand
-        parts: list[object] | deque[object] = []
-        if isinstance(item, deque):
-            parts = deque(maxlen=item.maxlen)
-        self._memo[id(item)] = parts
+        parts = self._memo[id(item)] = empty_like(item)
         parts.extend(self.walk(part, depth + 1) for part in item)  # type: ignore[attr-defined]
         return parts
 

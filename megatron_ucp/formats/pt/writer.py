@@ -15,16 +15,13 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 from megatron_ucp.errors import PlanError
+from megatron_ucp.formats.pt.directory import END, END64, END64_LOCATOR, LOCAL
 from megatron_ucp.formats.pt.pickler import dumps
 from megatron_ucp.formats.pt.values import ITEMSIZE, StorageRef, TensorRef, storages_of
 
 RECORD_ALIGNMENT = 64
 LIMIT = 0xFFFFFFFF  # from here on a number stands in the ZIP64 field
-_LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
 _VERSION, _FLAGS, _DATE = 45, 0x0800, 0x21  # ZIP64, names in UTF-8, the first day of 1980
 _SIZES_BYTES = 20  # room for two sizes in the header, used or not: the size is known at the end
 _ZIP64, _FILL = 0x0001, 0x4246  # ids of extra fields; the second one is torch's own, "FB"
@@ -88,12 +85,12 @@ class _Record:
 
     def header(self, crc: int) -> bytes:
         """What stands before it: the padding makes its first byte an aligned one."""
-        fill = self.header_bytes - _LOCAL.size - len(self.name) - _SIZES_BYTES - 4
+        fill = self.header_bytes - LOCAL.size - len(self.name) - _SIZES_BYTES - 4
         is_large = self.size >= LIMIT
         size = self.size if is_large else 0
         extra = struct.pack("<2H2Q", _ZIP64 if is_large else _FILL, 16, size, size)
         lengths = len(self.name), _SIZES_BYTES + 4 + fill
-        fixed = _LOCAL.pack(b"PK\3\4", _VERSION, _FLAGS, 0, 0, _DATE, crc, *self._sizes, *lengths)
+        fixed = LOCAL.pack(b"PK\3\4", _VERSION, _FLAGS, 0, 0, _DATE, crc, *self._sizes, *lengths)
         return fixed + self.name + extra + struct.pack("<2H", _FILL, fill) + bytes(fill)
 
     def entry(self, crc: int) -> bytes:
@@ -149,10 +146,10 @@ class ArchiveLayout:
         end, far = start + size, b""
         if end >= LIMIT or count > 0xFFFF:
             versions = _VERSION, _VERSION, 0, 0
-            far = _END64.pack(b"PK\6\6", _END64.size - 12, *versions, count, count, size, start)
-            far += _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1)
+            far = END64.pack(b"PK\6\6", END64.size - 12, *versions, count, count, size, start)
+            far += END64_LOCATOR.pack(b"PK\6\7", 0, end, 1)
         few = min(count, 0xFFFF)
-        last = _END.pack(b"PK\5\6", 0, 0, few, few, min(size, LIMIT), min(start, LIMIT), 0)
+        last = END.pack(b"PK\5\6", 0, 0, few, few, min(size, LIMIT), min(start, LIMIT), 0)
         return entries + far + last
 
 
@@ -184,7 +181,7 @@ def archive_of(root: str, pickled: bytes, storages: Mapping[str, int]) -> Archiv
     ]
     for number, (name, size, key) in enumerate(named):
         full = f"{root}/{name}".encode()
-        least = at + _LOCAL.size + len(full) + _SIZES_BYTES + 4
+        least = at + LOCAL.size + len(full) + _SIZES_BYTES + 4
         record = _Record(full, at, least + -least % RECORD_ALIGNMENT - at, size)
         records.append(record)
         at = record.start + size
