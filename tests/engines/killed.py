@@ -70,19 +70,22 @@ def together(ranks: int, store: Path, work: Callable[..., None], *args: Any) -> 
         sys.exit(f"{work.__name__} on {ranks} ranks: exit codes {codes}")
 
 
-def make(zero: int, seed: int) -> Any:
+def make(zero: int, seed: int, way: str = "stock") -> Any:
+    import megatron_ucp as ucp
     from tests.engines.model import Setup, make_engine
 
-    return make_engine(Setup(zero, "fp32", seed=seed))
+    return ucp.attach(make_engine(Setup(zero, "fp32", seed=seed), attach=False), save=way)
 
 
-def save_on_and_on(zero: int, folder: Path, steps: int) -> None:
-    """A save after every step."""
+def save_on_and_on(zero: int, folder: Path, steps: int, way: str = "stock") -> None:
+    """A save after every step; in the background, after every other one."""
     from tests.engines.model import train
 
-    engine = make(zero, seed=1)
+    engine = make(zero, seed=1, way=way)
     for step in range(1, steps + 1):
         train(engine, 1, first=step)
+        if way == "background" and step % 2:
+            continue
         # new tags, then old ones again
         engine.save_checkpoint(folder, tag=f"step{step % 3}" if step > 6 else f"step{step}")
 
@@ -137,11 +140,11 @@ def wait_for(path: Path) -> None:
 
 
 def save_and_kill(
-    zero: int, ranks: int, folder: Path, store: Path, dice: random.Random
+    zero: int, ranks: int, folder: Path, store: Path, dice: random.Random, way: str
 ) -> tuple[float, list[int]]:
     """How long after the end of its first save a run was killed, and the exit codes of its
     ranks."""
-    job = ranks, store, save_on_and_on, zero, folder, STEPS
+    job = ranks, store, save_on_and_on, zero, folder, STEPS, way
     pids = [start(rank, *job) for rank in range(ranks)]
     wait_for(folder / "latest")
     after_s = dice.uniform(0, SAVES_S)
@@ -154,7 +157,7 @@ def save_and_kill(
     return after_s, codes
 
 
-def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
+def trial(number: int, folder: Path, dice: random.Random, way: str) -> dict[str, Any]:
     """One run that is killed, and what can be loaded after it."""
     import torch
 
@@ -162,7 +165,7 @@ def trial(number: int, folder: Path, dice: random.Random) -> dict[str, Any]:
 
     (zero, ranks), (target, others) = dice.choice(MESHES), dice.choice(MESHES)
     checkpoints, store = folder / f"trial{number}", folder / f"store{number}"
-    after_s, codes = save_and_kill(zero, ranks, checkpoints, store, dice)
+    after_s, codes = save_and_kill(zero, ranks, checkpoints, store, dice, way)
     result, oracle = folder / f"result{number}.pt", folder / f"oracle{number}.pt"
     together(others, folder / f"store{number}b", load, target, checkpoints, result)
     found = torch.load(result, weights_only=False)
@@ -201,11 +204,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", default="stock", help="stock, direct, background")
     args = parser.parse_args()
     prepare()
     dice = random.Random(args.seed)
     for number in range(args.trials):
-        print(json.dumps(trial(number, args.folder, dice)), flush=True)
+        print(json.dumps(trial(number, args.folder, dice, args.save)), flush=True)
 
 
 if __name__ == "__main__":

@@ -310,10 +310,17 @@ def test_what_the_manifest_says_about_the_save(three: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "trials", [pytest.param(10, id="10"), pytest.param(50, id="50", marks=pytest.mark.slow)]
+    ("save", "trials"),
+    [
+        ("stock", 10),
+        ("background", 20),
+        pytest.param("stock", 50, marks=pytest.mark.slow),
+        pytest.param("direct", 50, marks=pytest.mark.slow),
+        pytest.param("background", 50, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
-    tmp_path: Path, trials: int
+    tmp_path: Path, save: str, trials: int
 ) -> None:
     done = subprocess.run(
         [
@@ -325,6 +332,8 @@ def test_killed_at_random_moments_the_newest_whole_tag_loads_bit_for_bit(
             str(trials),
             "--seed",
             str(trials),
+            "--save",
+            save,
         ],
         cwd=ROOT,
         capture_output=True,
