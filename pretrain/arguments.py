@@ -258,6 +258,7 @@ def _choices(args: argparse.Namespace) -> None:
     for needs, what in (
         ("save_interval", "save"),
         ("keep_latest", "save"),
+        ("async_save", "save"),
         ("ckpt_step", "load"),
         ("load_tag", "load"),
         ("universal_checkpoint", "load"),

@@ -429,7 +429,8 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
             "checkpoint_version": 3.0,
         },
     )
-    say(f"saved {Path(args.save) / tag} at iteration {position.iteration}")
+    done = "saving" if args.async_save else "saved"
+    say(f"{done} {Path(args.save) / tag} at iteration {position.iteration}")
 
 
 def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> None:

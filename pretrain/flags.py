@@ -285,6 +285,12 @@ CHECKPOINT = (
         False,
         "saves don't wait for the disk: a power cut may take the newest ones",
     ),
+    Flag(
+        "--async-save",
+        bool,
+        False,
+        "a save goes on while training does, once a snapshot of it is in host memory",
+    ),
     Flag("--no-save-rng", bool, False),
     Flag("--load", help="folder; a run starts afresh where it is empty"),
     Flag("--ckpt-step", int, help="iteration to load; default the newest that is whole"),
@@ -468,5 +474,4 @@ REFUSED: dict[str, tuple[int | None, tuple[str, ...], str]] = {
         "this tokenizer is not supported; --tokenizer-type HuggingFaceTokenizer reads a local "
         "folder",
     ),
-    "--async-save": (0, (), "saves are synchronous"),
 }

@@ -145,7 +145,9 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_clipping": args.clip_grad,
     }
     config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": args.zero_stage}
-    keep = {} if args.keep_latest is None else {"keep_latest": args.keep_latest}
+    keep: dict[str, Any] = {} if args.keep_latest is None else {"keep_latest": args.keep_latest}
+    if args.async_save:
+        keep["save"] = "background"
     config["universal_checkpoint"] = {
         **config.get("universal_checkpoint", {}),
         "enabled": True,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import megatron_ucp as ucp
 from megatron_ucp.engines.megatron import experts, models
 from megatron_ucp.reshard import agree
 from pretrain import checkpoint, same_data, setup
@@ -192,6 +193,7 @@ class Run:
                         self.save()
             if args.save:
                 self.save()
+                ucp.wait(self.engine)
             if args.export_hf:
                 checkpoint.export(self.engine, args)
             if args.eval_iters and result.losses and result.stopped_by == "--train-iters":
