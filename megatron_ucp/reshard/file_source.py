@@ -21,14 +21,13 @@ from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
     Counts,
     Staging,
-    SummedRun,
     TensorOf,
     bytes_of,
-    check_runs,
     execute,
     read_run,
 )
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.summed_runs import SummedRun, check_runs
 from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there

@@ -16,7 +16,8 @@ from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.reshard.execute import TORCH_DTYPES, check_runs, execute
+from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
+from megatron_ucp.reshard.summed_runs import check_runs
 
 
 def one_parameter(

@@ -15,7 +15,7 @@ from megatron_ucp.core.flat import FlatBuffer, States, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coord, Mesh
-from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows
+from megatron_ucp.core.plan import Op, Side, Slot, Windows
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
@@ -214,7 +214,7 @@ class _Reads:
 
     def _count(self, op: Op, states: States, files: Counter[str]) -> None:
         """Adds what an operation reads, for all of some states of a buffer."""
-        for side in _sources(op):
+        for side in op.sources:
             if side.slot not in self._read_of:
                 held = dict(self.source.buffers[side.slot.buffer].states)
                 self._read_of[side.slot] = [
@@ -223,10 +223,6 @@ class _Reads:
                 ]
             for file, itemsize in self._read_of[side.slot]:
                 files[file] += read_size(op, side, itemsize)
-
-
-def _sources(op: Op) -> tuple[Side, ...]:
-    return op.sources if isinstance(op, Mean) else (op.source,)
 
 
 def read_size(op: Op, side: Side, itemsize: int) -> int:
