@@ -260,21 +260,22 @@ def require_alone(target: Manifest, fit: Fit, one_step: bool, file: str) -> None
 
 
 def one_value(
-    members: Iterable[Member], of: Callable[[str], Mapping[str, Any]], what: str, file: str
+    params: Iterable[str], of: Callable[[str], Mapping[str, Any]], what: str, file: str
 ) -> Mapping[str, Any]:
-    """What all members agree on. Raises StateMismatchError that names two members that do not."""
+    """What all parameters of a group agree on. Raises StateMismatchError that names two that do
+    not."""
     first: tuple[str, Mapping[str, Any]] | None = None
-    for member in members:
-        value = of(member.param)
+    for param in params:
+        value = of(param)
         if first is None:
-            first = (member.param, value)
+            first = (param, value)
         elif not alike(value, first[1]):
             both = {*value, *first[1]}
             keys = sorted(k for k in both if not alike(value.get(k), first[1].get(k)))
             raise StateMismatchError(
                 f"parameters of one group of the engine have different {what} in the checkpoint",
                 file=file,
-                parameter=f"{first[0]} and {member.param}",
+                parameter=f"{first[0]} and {param}",
                 expected=f"equal {', '.join(keys)}",
                 found="; ".join(
                     f"{k}: {shown(first[1].get(k))} and {shown(value.get(k))}" for k in keys
@@ -330,12 +331,12 @@ def group_values(
 ) -> list[Mapping[str, Any]]:
     """The hyper-parameters that each target group gets, from its members but those `without`.
     Raises StateMismatchError where they disagree."""
-    members: list[list[Member]] = [[] for _ in target.groups]
+    params: list[list[str]] = [[] for _ in target.groups]
     for buffer in target.buffers:
         for member in buffer.members:
             if member.group is not None and member.param not in without:
-                members[member.group].append(member)
-    return [one_value(every, of, "hyper-parameters", file) for every in members]
+                params[member.group].append(member.param)
+    return [one_value(every, of, "hyper-parameters", file) for every in params]
 
 
 UNTOLD = "the files don't say by which rule of Adam the run stepped; the engine steps by {}"

@@ -4,7 +4,7 @@ to exist."""
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -294,15 +294,8 @@ def _numbers(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-# What `paper_sizes` finds by itself where it is not said.
-_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
-
-
-def paper_sizes(family: str, text: str) -> Sizes:
-    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
-    Raises UsageError."""
-    found = find_family(family)
-    known = found.sizes.__dataclass_fields__
+def _numbers_in(text: str, known: Collection[str]) -> dict[str, int]:
+    """The sizes that a text says. Raises UsageError for one that is not `known`."""
     given: dict[str, int] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         name, _, value = item.partition("=")
@@ -314,6 +307,19 @@ def paper_sizes(family: str, text: str) -> Sizes:
                 fix="write --sizes as name=number, with these names",
             )
         given[name] = int(value)
+    return given
+
+
+# What `paper_sizes` finds by itself where it is not said.
+_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
+
+
+def paper_sizes(family: str, text: str) -> Sizes:
+    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
+    Raises UsageError."""
+    found = find_family(family)
+    known = found.sizes.__dataclass_fields__
+    given = _numbers_in(text, known)
     needed = [
         name
         for name, one in known.items()

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import RUN, Manifest
+from megatron_ucp.core.manifest import RUN, Manifest, ParamGroup
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -187,17 +187,16 @@ def _states_of(buffer: FlatBuffer, bare: Manifest, source: Manifest, file: str) 
     def names_of(param: str) -> Mapping[str, bool]:
         return dict.fromkeys(source_states(source, param), True)
 
-    found = one_value(buffer.members, names_of, "states", file)
-    scalars = one_value(buffer.members, source.scalars_of, "steps", file)
-    first = buffer.members[0]
-    group = bare.groups[first.group] if first.group is not None else None
-    keeps = kept_by(group.optimizer if group else "", group.settings if group else {})
+    params = [member.param for member in buffer.members]
+    found = one_value(params, names_of, "states", file)
+    scalars = one_value(params, source.scalars_of, "steps", file)
+    group = ParamGroup({}) if buffer.group is None else bare.groups[buffer.group]
+    keeps = kept_by(group.optimizer, group.settings)
     if found or scalars:
-        require_equal(keeps.element, found, first.param, file)
-        require_equal(keeps.scalar, scalars, first.param, file)
+        require_equal(keeps.element, found, params[0], file)
+        require_equal(keeps.scalar, scalars, params[0], file)
     elif keeps.element or keeps.scalar:  # from before the first step, or never saved
-        settings = source.group_of(first.param)
-        check_not_lost(source, settings, group.optimizer if group else "", file)
+        check_not_lost(source, source.group_of(params[0]), group.optimizer, file)
     return tuple(found)
 
 
