@@ -27,6 +27,7 @@ from megatron_ucp.formats.rank_differences import apart_in
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
+from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.hugging_face.twin import told_by
 from megatron_ucp.reshard.one_parameter import one_parameter, slots_of
 from megatron_ucp.reshard.transfer import SinkPart, WindowReader, proved
@@ -50,7 +51,7 @@ def diff(
     a: str | Path,
     b: str | Path,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     rules: str | Path | None = None,
     rules_b: str | Path | None = None,
 ) -> list[Difference]:
@@ -88,7 +89,7 @@ def diff(
 def weight_differences(
     one: Checkpoint,
     two: Checkpoint,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     among: Mapping[str, ParamSpec] | None = None,
 ) -> list[Difference]:
     """Every difference in the weights of two checkpoints, of which at least one holds nothing else:
@@ -118,11 +119,11 @@ def _differences(
     two: Checkpoint,
     first: Iterable[Difference],
     compare: "Compare",
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     among: Collection[str] | None = None,
 ) -> list[Difference]:
     """What differs of the runs comes `first`, then what `compare` says of each parameter."""
-    out: list[Difference | _Values] = [*first]
+    out: list[Difference | Compared] = [*first]
     with pool() as threads:  # they compare while the next parameter is planned
         job = _Job(FileSource(one), FileSource(two), threads)
         known = [manifest.by_name for manifest in job.manifests]
@@ -133,13 +134,13 @@ def _differences(
                 else:
                     here = ("present" if name in specs else "missing" for specs in known)
                     out.append(Difference(name, "parameter", *here))
-            found = job.collect(progress)
+            job.finish(progress)
         finally:  # also for Ctrl-C: what has not begun does not begin
             job.cancel()
     return [
         difference
         for one in out
-        for difference in (found[one] if isinstance(one, _Values) else [one])
+        for difference in ([one] if isinstance(one, Difference) else one.result())
     ]
 
 
@@ -178,7 +179,7 @@ def _same_apart(a: Apart, b: Apart) -> bool:
     )
 
 
-def _parameter(name: str, job: "_Job") -> "Iterator[Difference | _Values]":
+def _parameter(name: str, job: "_Job") -> "Iterator[Difference | Compared]":
     a, b = job.specs(name)
     for what in ("shape", "kind"):
         if getattr(a, what) != getattr(b, what):
@@ -192,7 +193,7 @@ def _parameter(name: str, job: "_Job") -> "Iterator[Difference | _Values]":
 
 def _weights(
     known: Mapping[str, ParamSpec], name: str, job: "_Job"
-) -> "Iterator[Difference | _Values]":
+) -> "Iterator[Difference | Compared]":
     """The weights of a parameter, in the dtype of the side that holds nothing else; `known` are
     parameters without padding."""
     a, b = job.specs(name)
@@ -208,8 +209,7 @@ def _weights(
     alone = two if two.keeper == Keeper.WEIGHTS else one
     target = one_parameter(alone, name, {VALUE: alone.states_of(name)[VALUE]})
     first, second = ({VALUE: state} for state, _ in sides)
-    job.compare(name, target, (first, second), frozenset({"narrow"}))
-    yield _Values(name, VALUE)
+    yield job.compare(name, target, (first, second), frozenset({"narrow"}))[VALUE]
 
 
 def _padded(larger: ParamSpec, smaller: ParamSpec) -> bool:
@@ -225,19 +225,18 @@ def weight_of(manifest: Manifest, name: str) -> tuple[str, str]:
     return state, states[state]
 
 
-def _states(name: str, job: "_Job") -> "Iterator[Difference | _Values]":
+def _states(name: str, job: "_Job") -> "Iterator[Difference | Compared]":
     """States that one side lacks or has in another dtype; those of both are compared."""
     states = [manifest.states_of(name) for manifest in job.manifests]
     both = {state: dtype for state, dtype in states[0].items() if states[1].get(state) == dtype}
-    if both:
-        job.want(name, both)
+    compared = job.want(name, both) if both else {}
     for state in dict.fromkeys([*states[0], *states[1]]):
         if state not in states[0] or state not in states[1]:
             yield Difference(name, state, *("present" if state in s else "missing" for s in states))
         elif state not in both:
             yield Difference(name, f"{state} dtype", *(f"torch.{s[state]}" for s in states))
         else:
-            yield _Values(name, state)
+            yield compared[state]
 
 
 def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
@@ -246,15 +245,8 @@ def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator
             yield Difference(name, key, shown(a.get(key)), shown(b.get(key)))
 
 
-@dataclass(frozen=True)
-class _Values:
-    """One state of one parameter, which both sides have in one dtype."""
-
-    name: str
-    state: str
-
-
-Compare = Callable[[str, "_Job"], "Iterator[Difference | _Values]"]
+Compared = Future[list[Difference]]  # of one state of one parameter
+Compare = Callable[[str, "_Job"], "Iterator[Difference | Compared]"]
 
 
 class _Job:
@@ -263,13 +255,13 @@ class _Job:
     def __init__(self, one: FileSource, two: FileSource, threads: ThreadPoolExecutor) -> None:
         self.sources, self.threads, self.memory = (one, two), threads, ThreadMemory()
         self.manifests = one.manifest, two.manifest
-        self.waiting: dict[_Values, tuple[int, Future[list[Difference]]]] = {}
+        self._waiting: list[tuple[int, Compared]] = []  # bytes, and what differs in them
 
     def specs(self, name: str) -> list[ParamSpec]:
         """A parameter as each side has it."""
         return [manifest.by_name[name] for manifest in self.manifests]
 
-    def want(self, name: str, states: Mapping[str, str]) -> None:
+    def want(self, name: str, states: Mapping[str, str]) -> dict[str, Compared]:
         """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Copies
         of which every rank has its own are compared one by one, or as their mean where the sides
         have other numbers of them. Raises a UcpError."""
@@ -282,7 +274,7 @@ class _Job:
         target = one_parameter(self.manifests[0], name, states, averaged)
         allow = frozenset({"mean"}) if averaged else frozenset[str]()
         same = {state: state for state in states}
-        self.compare(name, target, (same, same), allow)
+        return self.compare(name, target, (same, same), allow)
 
     def compare(
         self,
@@ -290,35 +282,33 @@ class _Job:
         target: Manifest,
         states: tuple[Mapping[str, str], Mapping[str, str]],
         allow: frozenset[str],
-    ) -> None:
-        """Starts the comparison of a parameter in the states of a target; `states` say which state
-        each side has for them. Raises a UcpError."""
+    ) -> dict[str, Compared]:
+        """Starts the comparison of a parameter in the states of a target, one by one; `states` say
+        which state each side has for them. Raises a UcpError."""
         sides: list[WindowReader] = []
         for source, named in zip(self.sources, states, strict=True):
             wants = tuple((s, own) for state, own in named.items() for s in slots_of(target, state))
             sides.append(source.windows(proved(source, SinkPart(target, wants), allow)))
-        for state in states[0]:
-            size_bytes = _bytes_of(target, state)
-            compared = self.threads.submit(self._compare, name, target, state, sides)
-            self.waiting[_Values(name, state)] = size_bytes, compared
+        compared = {
+            state: self.threads.submit(self._compare, name, target, state, sides)
+            for state in states[0]
+        }
+        self._waiting += [(_bytes_of(target, state), one) for state, one in compared.items()]
+        return compared
 
-    def collect(
-        self, progress: Callable[[int, int], None] | None
-    ) -> dict[_Values, list[Difference]]:
-        """What differs. Raises DamagedFileError."""
-        found: dict[_Values, list[Difference]] = {}
-        total, done = sum(size for size, _ in self.waiting.values()), 0
-        for key, (size, one) in self.waiting.items():
-            found[key] = one.result()
+    def finish(self, progress: Progress | None) -> None:
+        """Waits until all is compared, and was read as it is saved. Raises DamagedFileError."""
+        total, done = sum(size for size, _ in self._waiting), 0
+        for size, one in self._waiting:
+            one.result()
             done += size
             if progress is not None:
                 progress(done, total)
         for source in self.sources:
             source.check(thorough=False)
-        return found
 
     def cancel(self) -> None:
-        for _, one in self.waiting.values():
+        for _, one in self._waiting:
             one.cancel()
 
     def _compare(

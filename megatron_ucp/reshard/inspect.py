@@ -77,7 +77,8 @@ class Inspected:
 
     def details(self) -> str:
         """Steps and versions, groups, states, the model's sizes, the table of parameters."""
-        return "\n".join([*_details(self), "", *_table(self.rows)])
+        heads = ("name", "shape", "dtype", "kind", "group", "states", "also")
+        return "\n".join([*_details(self), "", *say.table([heads, *map(_texts, self.rows)])])
 
     @property
     def _model_type(self) -> str:
@@ -233,17 +234,6 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pairs(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
-
-
-def _table(rows: list[ParamRow]) -> list[str]:
-    heads = ("name", "shape", "dtype", "kind", "group", "states", "also")
-    texts = [heads, *(_texts(row) for row in rows)]
-    widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
-    lines = [
-        "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True))
-        for row in texts
-    ]
-    return [line.rstrip() for line in lines]
 
 
 def _texts(row: ParamRow) -> tuple[str, ...]:

@@ -53,15 +53,8 @@ class Listed:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [
-            ("tag", "step", "mesh", "saved", "size", "state"),
-            *(one.texts for one in self.tags),
-        ]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-        lines = [
-            "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        heads = ("tag", "step", "mesh", "saved", "size", "state")
+        lines = say.table([heads, *(one.texts for one in self.tags)])
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 

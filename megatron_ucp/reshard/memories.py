@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,28 +22,11 @@ from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.transfer import Proved
 
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
-
-
-class Holder(Protocol):
-    """What holds values on this rank: a live engine."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of all ranks."""
-        ...
-
-    def parts(self) -> list[BufferPart]:
-        """What this rank holds."""
-        ...
-
-    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
-        """Elements [first, last) of what this rank has of one parameter in a slot, as they lie:
-        flat, detached."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +90,6 @@ class MemoryWindows:
         """What makes up a window."""
         return self._planner.plan(slot, self._states[slot], low, high)
 
-    def fill(self, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        """Of memories all ranks fill windows together."""
-        raise PlanError("a window of memories is filled by all ranks together", found=slot)
-
-    def exact(self, slot: Slot, low: int, elems: int) -> torch.Tensor:
-        """As `fill`."""
-        raise PlanError("a window of memories is filled by all ranks together", found=slot)
-
-    def window_bytes(self, slot: Slot) -> int:
-        """Those of a message."""
-        return MESSAGE_BYTES
-
 
 class Memories:
     """The source. Each part of a sink has a holder of its own, or the last one. Making one is
@@ -153,11 +124,7 @@ class Memories:
         for slot in one.plan.sources:
             if _held(slot) not in self._of(one.number).ranks:
                 raise PlanError("no rank holds what the plan reads", found=slot)
-
-    def windows(self, one: Proved) -> MemoryWindows:
-        """What says who has what of a part."""
         self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
-        return self._windows[one.number]
 
     def check(self, thorough: bool) -> None:
         """Memory has no checksums."""

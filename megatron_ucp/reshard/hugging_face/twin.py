@@ -39,7 +39,6 @@ _COMPUTED = (
     *("hidden_act", "activation_function", "sliding_window", "tie_word_embeddings"),
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
 )
-_PLAIN = (bool, int, float, str)
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
