@@ -151,6 +151,10 @@ class FlatBuffer:
         """Whether an optimizer steps it; else it is a frozen parameter or a module's buffer."""
         return VALUE not in dict(self.states)
 
+    def dtype_of(self, state: str) -> str:
+        """That of a state which it holds."""
+        return dict(self.states)[state]
+
     @property
     def group(self) -> int | None:
         """The parameter group of all members; that of the first one where they differ."""

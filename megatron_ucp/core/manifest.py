@@ -1,6 +1,7 @@
 """The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. Evidence,
 no authority."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,11 @@ class ParamSpec:
     order: Ints | None = None
     expert: tuple[int, int] | None = None
     on_mesh: Layout | None = None
+
+    @property
+    def elems(self) -> int:
+        """Elements of all of it."""
+        return math.prod(self.shape)
 
     def without_chunks(self) -> "ParamSpec":
         """The parameter as a mesh cuts it, whatever chunks files hold it in."""

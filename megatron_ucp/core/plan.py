@@ -339,7 +339,7 @@ class _Planner:
             )
             return Mean(copies, target, shape, index, move.box)
         have = dict(self.source.buffers[b].states).get(state)
-        want = dict(self.target.buffers[slot.buffer].states)[slot.state]
+        want = self.target.buffers[slot.buffer].dtype_of(slot.state)
         if have is None:
             raise PlanError(f"the checkpoint does not hold the state {state}", parameter=param)
         if have == want:

@@ -326,7 +326,7 @@ class _Job:
 
 def _bytes_of(target: Manifest, state: str) -> int:
     buffer = target.buffers[0]
-    return buffer.length * ITEMSIZE[dict(buffer.states)[state]]
+    return buffer.length * ITEMSIZE[buffer.dtype_of(state)]
 
 
 def unequal(
@@ -335,7 +335,7 @@ def unequal(
     """How many elements of a slot differ between two sides, and the first one: its position, and
     both values."""
     buffer = target.buffers[slot.buffer]
-    dtype = dict(buffer.states)[slot.state]
+    dtype = buffer.dtype_of(slot.state)
     size, wrong, first = ITEMSIZE[dtype], 0, None
     step = WINDOW_BYTES // size
     for low in range(0, buffer.length, step):

@@ -221,7 +221,7 @@ class FileWindows:
             if slot not in self._exact:
                 self._exact[slot] = self._as_saved(slot)
             windows = self._exact[slot]
-        dtype = dict(windows._buffer(slot).states)[slot.state]
+        dtype = windows._buffer(slot).dtype_of(slot.state)
         out = torch.empty(elems, dtype=TORCH_DTYPES[dtype])
         windows.fill(slot, low, out)
         return out
@@ -293,7 +293,7 @@ class FileWindows:
 
     def _fits_a_window(self, slot: Slot) -> bool:
         buffer = self._buffer(slot)
-        size = ITEMSIZE[dict(buffer.states)[slot.state]]
+        size = ITEMSIZE[buffer.dtype_of(slot.state)]
         return buffer.elems(slot.part) * size <= WIDE_WINDOW_BYTES
 
 

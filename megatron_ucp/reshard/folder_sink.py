@@ -64,7 +64,7 @@ class FolderOutput:
             for piece in pieces_of(file):
                 buffer = self.parts[piece.part].target.buffers[piece.slot.buffer]
                 elems = buffer.of(piece.slot.state).elems(piece.slot.part)
-                if elems != piece.elems or dict(buffer.states)[piece.slot.state] != piece.dtype:
+                if elems != piece.elems or buffer.dtype_of(piece.slot.state) != piece.dtype:
                     raise PlanError(
                         "a piece of a file is not all of what it stands for",
                         file=file.name,

@@ -1,6 +1,5 @@
 """What a checkpoint is, in the words of those who ask."""
 
-import math
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -68,7 +67,7 @@ class Inspected:
     @property
     def elems(self) -> int:
         """Elements of all parameters and buffers."""
-        return sum(math.prod(spec.shape) for spec in self.manifest.params)
+        return sum(spec.elems for spec in self.manifest.params)
 
     def __str__(self) -> str:
         lines = [f"{name:12} {text}" for name, text in self._lines() if text]

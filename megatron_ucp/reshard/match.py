@@ -1,6 +1,7 @@
 """Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is
 moved."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,14 +70,16 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     kinds and ties."""
     if wrapped := other_prefix(source.by_name, target.by_name, file):
         raise wrapped
-    fates: list[tuple[str, str]] = []  # what is let pass: a field of Fit, and a line of it
+    passed = defaultdict[str, list[str]](list)  # lines about what is let pass, by the field of Fit
     for spec in target.params:
-        fates += _fates(source.by_name.get(spec.name), spec, source, target, allow, file)
+        have = source.by_name.get(spec.name)
+        for fate, line in _fates(have, spec, source, target, allow, file):
+            passed[fate].append(line)
     wanted = {spec.name for spec in target.params}
     extra = [spec for spec in source.params if spec.name not in wanted]
     for spec in extra:
         if spec.kind != "trainable" and "extra" in allow:
-            fates.append(("dropped", spec.name))
+            passed["dropped"].append(spec.name)
             continue
         tied = next((tie.canonical for tie in target.ties if spec.name in tie.aliases), None)
         raise ModelMismatchError(
@@ -86,12 +89,9 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             expected=f"{len(wanted)} parameters",
             found=f"{len(extra)} more in the checkpoint"
             + (f"; the model ties it to {tied}" if tied else ""),
-            fix=_FIRST_NAME if ("skipped", tied) in fates else None,
+            fix=_FIRST_NAME if tied in passed["skipped"] else None,
         )
-    names: dict[str, tuple[str, ...]] = {}
-    for fate, name in fates:
-        names[fate] = (*names.get(fate, ()), name)
-    return replace(Fit(), **names)
+    return replace(Fit(), **{fate: tuple(lines) for fate, lines in passed.items()})
 
 
 def _fates(

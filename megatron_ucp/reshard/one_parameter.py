@@ -1,7 +1,6 @@
 """One parameter for itself, whole and once, whatever the mesh that holds it: what checkpoints are
 compared in."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,7 @@ def one_parameter(
     if isinstance(spec.layout, Partial) and not averaged:
         axis, layout = spec.layout.axis, spec.layout
         mesh, axes = replace(mesh, **{axis: source.mesh.size(axis)}), (axis,)
-    buffer = alone(name, math.prod(spec.shape), tuple(states.items()), axes=axes)
+    buffer = alone(name, spec.elems, tuple(states.items()), axes=axes)
     return Manifest(Keeper.PAPER, mesh, (replace(spec, layout=layout, order=None),), (buffer,))
 
 

@@ -149,7 +149,7 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
     model = Model(family, sizes)
     params = tuple(declared.spec(name, "bfloat16") for name, declared in model.table.items())
     buffers = [
-        alone(spec.name, math.prod(spec.shape), _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
+        alone(spec.name, spec.elems, _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
         for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
     ]
     groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
@@ -172,7 +172,7 @@ def of_manifests(
         if progress is not None:
             progress(rank + 1, target.mesh.world)
     stored = sum(
-        math.prod(source.by_name[name].shape) * ITEMSIZE[dtype]
+        source.by_name[name].elems * ITEMSIZE[dtype]
         for name in source.holders
         for dtype in source.states_of(name).values()
     )

@@ -225,13 +225,11 @@ def universal_manifest(wanted: Wanted) -> Manifest:
     for number, one in enumerate(groups):
         states = _states(wanted, one, Keeper.UNIVERSAL)
         for name in one.names:
-            size = math.prod(specs[name].shape)
             scalars = source.scalars_of(name)
-            buffers.append(alone(name, size, states, number, scalars, axes=()))
+            buffers.append(alone(name, specs[name].elems, states, number, scalars, axes=()))
     for spec in specs.values():
         if spec.kind != "trainable":
-            size = math.prod(spec.shape)
-            buffers.append(alone(spec.name, size, ((VALUE, spec.dtype),), axes=()))
+            buffers.append(alone(spec.name, spec.elems, ((VALUE, spec.dtype),), axes=()))
     return Manifest(
         Keeper.UNIVERSAL,
         Mesh(),

@@ -168,7 +168,7 @@ class Rounding:
     def rounded(self, part: int, slot: Slot, low: int, exact: torch.Tensor) -> torch.Tensor:
         """Elements from `low` of a slot, which are there as the source has them, in its dtype."""
         buffer = self._parts[part].target.buffers[slot.buffer]
-        memory = exact.to(TORCH_DTYPES[dict(buffer.states)[slot.state]])
+        memory = exact.to(TORCH_DTYPES[buffer.dtype_of(slot.state)])
         if self._is_lossy(part, slot, memory):
             self._look(part, slot, low, exact, memory)
         return memory
@@ -217,7 +217,7 @@ def _looked_at(source: Source, one: Proved) -> frozenset[Slot]:
     out: set[Slot] = set()
     for slot, state in part.wants:
         buffer = part.target.buffers[slot.buffer]
-        dtype = dict(buffer.states)[slot.state]
+        dtype = buffer.dtype_of(slot.state)
         params = {member.param for member in buffer.members}
         if any(is_looked_at(held, name, state, dtype, part.as_trained) for name in params):
             out.add(slot)

@@ -1,6 +1,5 @@
 """A folder of a Hugging Face model as a native checkpoint for any mesh, before its first step."""
 
-import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -187,7 +186,7 @@ def _before_training(model: Model, architecture: Architecture, dtype: str) -> Ma
     """The model before its first step, each parameter whole and in one group."""
     specs = [declared.spec(name, dtype) for name, declared in model.table.items()]
     masters = ((MASTER, "float32"),)
-    buffers = [alone(spec.name, math.prod(spec.shape), masters, 0) for spec in specs]
+    buffers = [alone(spec.name, spec.elems, masters, 0) for spec in specs]
     says = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
     run = {"global_steps": 0, "skipped_steps": 0, "ds_version": VERSION, RECORDED: says}
     return Manifest(
