@@ -156,6 +156,11 @@ class FlatBuffer:
         return dict(self.states)[state]
 
     @property
+    def first_param(self) -> str:
+        """The parameter of the first member; "" where there is none."""
+        return self.members[0].param if self.members else ""
+
+    @property
     def group(self) -> int | None:
         """The parameter group of all members; that of the first one where they differ."""
         return self.members[0].group if self.members else None

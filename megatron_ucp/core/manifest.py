@@ -2,7 +2,7 @@
 no authority."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -210,6 +210,13 @@ class Manifest:
 
     def member(self, buffer: int, number: int) -> Member:
         return self.buffers[buffer].members[number]
+
+    def stepped(self) -> Iterator[tuple[FlatBuffer, Member, int]]:
+        """Every member that an optimizer steps, with its buffer and the number of its group."""
+        for buffer in self.buffers:
+            for member in buffer.members:
+                if member.group is not None:
+                    yield buffer, member, member.group
 
     def first_holder(self, param: str) -> tuple[FlatBuffer, Member]:
         """The buffer that is read for a parameter, and its member there. Raises KeyError."""

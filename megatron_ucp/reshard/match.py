@@ -332,10 +332,9 @@ def group_values(
     """The hyper-parameters that each target group gets, from its members but those `without`.
     Raises StateMismatchError where they disagree."""
     params: list[list[str]] = [[] for _ in target.groups]
-    for buffer in target.buffers:
-        for member in buffer.members:
-            if member.group is not None and member.param not in without:
-                params[member.group].append(member.param)
+    for _, member, group in target.stepped():
+        if member.param not in without:
+            params[group].append(member.param)
     return [one_value(every, of, "hyper-parameters", file) for every in params]
 
 
@@ -350,17 +349,16 @@ def match_optimizers(
     nothing says. Raises StateMismatchError unless another one is allowed."""
     other: dict[tuple[str, str], str] = {}
     untold: dict[str, None] = {}
-    for buffer in target.buffers:
-        for member in buffer.members:
-            number = source.group_number(member.param)
-            if member.group is None or number is None or member.param in fresh:
-                continue
-            groups = source.groups[number], target.groups[member.group]
-            rules = rule_of(groups[0]), rule_of(groups[1])
-            if rules[1] in ADAMS and rule_untold(groups[0]):
-                untold[UNTOLD.format(rules[1])] = None
-            elif all(rules) and rules[0] != rules[1]:
-                other.setdefault(rules, member.param)
+    for _, member, group in target.stepped():
+        number = source.group_number(member.param)
+        if number is None or member.param in fresh:
+            continue
+        groups = source.groups[number], target.groups[group]
+        rules = rule_of(groups[0]), rule_of(groups[1])
+        if rules[1] in ADAMS and rule_untold(groups[0]):
+            untold[UNTOLD.format(rules[1])] = None
+        elif all(rules) and rules[0] != rules[1]:
+            other.setdefault(rules, member.param)
     for (theirs, ours), param in other.items():
         if "optimizer" not in allow:
             raise StateMismatchError(

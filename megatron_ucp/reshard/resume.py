@@ -215,7 +215,8 @@ def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
     """Every slot of this rank, and the source state that fills it."""
     wants: list[Want] = []
     for number, cut, part in engine.parts():
-        buffer, first = target.buffers[number], _first_of(target, number)
+        buffer = target.buffers[number]
+        first = buffer.first_param
         if first in fit.new or (not buffer.stepped and first in fit.skipped):
             continue
         trained = first in target.by_name and target.by_name[first].kind == "trainable"
@@ -240,11 +241,6 @@ def _groups(
     return groups, notes + left
 
 
-def _first_of(target: Manifest, buffer: int) -> str:
-    members = target.buffers[buffer].members
-    return members[0].param if members else ""
-
-
 def _parts(
     engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
 ) -> tuple[SinkPart, ...]:
@@ -252,7 +248,7 @@ def _parts(
     did, and so are the weights of an engine without an optimizer; nothing else without `allow`."""
     allow = allow if engine.has_optimizer else allow | {"narrow"}
     wants = _wants(engine, target, fit)
-    frozen = [want for want in wants if _first_of(target, want[0].buffer) in fit.frozen]
+    frozen = [want for want in wants if target.buffers[want[0].buffer].first_param in fit.frozen]
     others = [want for want in wants if want not in frozen]
     parts = [SinkPart(target, tuple(others), allow, as_trained=True)]
     if frozen:
@@ -274,10 +270,9 @@ def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
     """For each group of the engine the group of the checkpoint that its parameters come from, the
     first one that comes from any."""
     found: dict[int, int | None] = {}
-    for buffer in bare.buffers:
-        for member in buffer.members:
-            if member.group is not None and found.get(member.group) is None:
-                found[member.group] = source.group_number(member.param)
+    for _, member, group in bare.stepped():
+        if found.get(group) is None:
+            found[group] = source.group_number(member.param)
     return [found.get(number) for number in range(len(bare.groups))]
 
 

@@ -369,11 +369,9 @@ def _no_optimizer(source: Manifest, file: str) -> StateMismatchError:
 def _groups_by_stage(source: Manifest) -> dict[int, dict[int, list[str]]]:
     """Names by stage and by number of the group, in the order of the buffers."""
     out: dict[int, dict[int, dict[str, None]]] = {}
-    for buffer in source.buffers:
-        for member in buffer.members:
-            if member.group is not None:
-                groups = out.setdefault(buffer.stage, {})
-                groups.setdefault(member.group, {})[member.param] = None
+    for buffer, member, group in source.stepped():
+        groups = out.setdefault(buffer.stage, {})
+        groups.setdefault(group, {})[member.param] = None
     return {
         stage: {number: list(names) for number, names in groups.items()}
         for stage, groups in out.items()
