@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
@@ -40,6 +41,7 @@ from megatron_ucp.reshard.one_parameter import (
     slots_of,
 )
 
+_T = TypeVar("_T")
 _BLOCK_BYTES = 2 * 2**20  # fits a core's cache
 _PIECE_BYTES = (
     64 * 2**20
@@ -153,22 +155,23 @@ def _look(
     were read."""
     names = checkpoint.file_names
     for name in names:
-        _note(findings, lambda name=name: checkpoint.check(name))
-    _note(findings, checkpoint.check_beside)
+        _noted(findings, lambda name=name: checkpoint.check(name))
+    _noted(findings, checkpoint.check_beside)
     bare = [name for name in names if not checkpoint.file(name).has_checksums]
     notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in bare)]
     if not deep:
-        _note(findings, lambda: _check_cover(checkpoint.manifest))
+        _noted(findings, lambda: _check_cover(checkpoint.manifest))
         return notes, 0
     read_bytes, more = _check_records(checkpoint, names, allow_nan, findings, progress)
     findings += _copies(checkpoint)
-    _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
+    _noted(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
     return notes + more, read_bytes
 
 
-def _note(findings: list[Finding], check: Callable[[], object]) -> None:
+def _noted(findings: list[Finding], check: Callable[[], _T]) -> _T | None:
+    """What a check returns. What it raises is a finding."""
     try:
-        check()
+        return check()
     except UsageError:
         raise
     except UcpError as error:
@@ -204,12 +207,12 @@ def _check_records(
         for name in names
         for record, dtype in checkpoint.records(name)
     ]
-    unused = {} if allow_nan else _unused(checkpoint, findings)
+    unused = {} if allow_nan else _noted(findings, lambda: _padding(checkpoint)) or {}
     pieces = [piece for one in scanned for piece in one.pieces(unused)]
     total, done = sum(piece.size for piece in pieces), 0
     with pool() as threads:
         scans = threads.map(_scan, pieces)
-        _note(findings, lambda: _check_cover(checkpoint.manifest))
+        _noted(findings, lambda: _check_cover(checkpoint.manifest))
         for piece, (crc, has_nan) in zip(pieces, scans, strict=True):
             piece.of.add(crc, piece.size, has_nan)
             done += piece.size
@@ -269,15 +272,6 @@ def _wrong_records(scanned: list[_Scanned]) -> Iterator[Finding]:
     for one in scanned:
         if one.file.has_checksums and one.crc != one.record.crc32:
             yield Finding("a record has a wrong checksum", one.file.path, one.record.name)
-
-
-def _unused(
-    checkpoint: Checkpoint, findings: list[Finding]
-) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """As `_padding`; what it raises is a finding."""
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    _note(findings, lambda: found.update(_padding(checkpoint)))
-    return found
 
 
 def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
