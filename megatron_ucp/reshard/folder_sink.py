@@ -34,7 +34,7 @@ from megatron_ucp.reshard.transfer import Proved, Readers, SinkPart, TransferRun
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
-FileRun = tuple[Path, int, int]  # file, first byte, how many bytes (0: all from there on)
+FileRun = tuple[Path, int, int]  # file, first byte, how many bytes
 
 
 @dataclass(frozen=True)
@@ -333,9 +333,9 @@ def in_threads(
             one.cancel()
 
 
-def begin_sync(path: Path, start: int = 0, size: int = 0) -> None:
-    """Lets the disk begin with `size` bytes of a file from `start` on (0: to its end) while others
-    are made. Only a hint: `sync_all` waits for all of them."""
+def begin_sync(path: Path, start: int, size: int) -> None:
+    """Lets the disk begin with `size` bytes of a file from `start` on while others are made. Only a
+    hint: `sync_all` waits for all of them."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
     if call is not None:
         handle = os.open(path, os.O_RDONLY)

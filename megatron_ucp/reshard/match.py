@@ -327,7 +327,7 @@ def group_values(
     target: Manifest,
     of: Callable[[str], Mapping[str, Any]],
     file: str,
-    without: Collection[str] = (),
+    without: Collection[str],
 ) -> list[Mapping[str, Any]]:
     """The hyper-parameters that each target group gets, from its members but those `without`.
     Raises StateMismatchError where they disagree."""

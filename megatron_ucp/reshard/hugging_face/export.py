@@ -299,8 +299,8 @@ class _Written:
         back = replace(part, wants=tuple((slot, VALUE) for slot, _ in part.wants))
         file = FileSource(found, str(found.folder))
         sides = [
-            self.values.windows(proved(self.values, part, frozenset())),
-            file.windows(proved(file, back, frozenset())),
+            self.values.windows(proved(self.values, part)),
+            file.windows(proved(file, back)),
         ]
         out: list[Difference] = []
         memory = Memory()

@@ -297,7 +297,7 @@ class _Tensors:
             (Slot(number, (), 0, VALUE), state) for number, (state, _) in enumerate(states)
         )
         part = SinkPart(weights_manifest(self._specs, rows), wants)
-        self._windows = self.source.windows(proved(self.source, part, frozenset()))
+        self._windows = self.source.windows(proved(self.source, part))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._specs[name].shape
