@@ -179,6 +179,13 @@ def duration(seconds: float) -> str:
     )
 
 
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return ["  ".join(f"{text:{width}}" for text, width in line).rstrip() for line in lines]
+
+
 def is_rank_0() -> bool:
     """Whether this process is the one that speaks: rank 0 of torch.distributed, or of the launcher
     before that is there."""

@@ -151,6 +151,15 @@ class FlatBuffer:
         """Whether an optimizer steps it; else it is a frozen parameter or a module's buffer."""
         return VALUE not in dict(self.states)
 
+    def dtype_of(self, state: str) -> str:
+        """That of a state which it holds."""
+        return dict(self.states)[state]
+
+    @property
+    def first_param(self) -> str:
+        """The parameter of the first member; "" where there is none."""
+        return self.members[0].param if self.members else ""
+
     @property
     def group(self) -> int | None:
         """The parameter group of all members; that of the first one where they differ."""

@@ -1,7 +1,8 @@
 """The whole checkpoint without its bytes: mesh, parameters, flat buffers, groups, files. Evidence,
 no authority."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -45,6 +46,11 @@ class ParamSpec:
     order: Ints | None = None
     expert: tuple[int, int] | None = None
     on_mesh: Layout | None = None
+
+    @property
+    def elems(self) -> int:
+        """Elements of all of it."""
+        return math.prod(self.shape)
 
     def without_chunks(self) -> "ParamSpec":
         """The parameter as a mesh cuts it, whatever chunks files hold it in."""
@@ -204,6 +210,13 @@ class Manifest:
 
     def member(self, buffer: int, number: int) -> Member:
         return self.buffers[buffer].members[number]
+
+    def stepped(self) -> Iterator[tuple[FlatBuffer, Member, int]]:
+        """Every member that an optimizer steps, with its buffer and the number of its group."""
+        for buffer in self.buffers:
+            for member in buffer.members:
+                if member.group is not None:
+                    yield buffer, member, member.group
 
     def first_holder(self, param: str) -> tuple[FlatBuffer, Member]:
         """The buffer that is read for a parameter, and its member there. Raises KeyError."""

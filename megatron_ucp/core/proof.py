@@ -29,7 +29,7 @@ def prove(plan: Plan, source: Manifest, target: Manifest) -> None:
         by_slot[op.target.slot].setdefault(op.member, []).append(op)
         if isinstance(op, Mean):
             _prove_mean(op, source, target)
-        for side in op.sources if isinstance(op, Mean) else (op.source,):
+        for side in op.sources:
             last = side.offset + sum(
                 (n - 1) * s for n, s in zip(op.shape, side.strides, strict=True)
             )

@@ -6,7 +6,7 @@ the source that a copy used is compared with its record's CRC-32 before that.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ def convert(
     """
     started, folder = time.perf_counter(), Path(plain_path(dst))
     asked, row = _check_arguments(folder, to, mesh, target, latest, allow)
+    writing = Writing(folder, row, latest, allow, progress, started)
     config = parsed_config(ds_config)
     with open_checkpoint(src, tag, rules) as source:
         check_source(source, folder, allow)
@@ -126,12 +127,8 @@ def convert(
         wanted = _wanted(origin, asked, row, config)
         origin.take_values(wanted.target.mesh if row.for_ranks else None, allow)
         output = row.plan(origin, wanted, config, folder)
-        moved = moved_into(folder, output, source, allow, progress)
-        steps = int(source.extras.counters.get("global_steps", 0))
-        pointer, proved = point_at(folder, row, latest, steps), checked(source)
-    meshes = str(source.manifest.written_on), str(wanted.target.mesh) if row.for_ranks else row.name
-    notes, seconds = (*source.notes, *origin.notes), time.perf_counter() - started
-    return Converted(str(folder), *meshes, *moved, seconds, pointer, notes, proved)
+        mesh = str(wanted.target.mesh) if row.for_ranks else row.name
+        return writing.write(source, output, str(source.manifest.written_on), mesh, origin.notes)
 
 
 def _wanted(
@@ -143,17 +140,43 @@ def _wanted(
     return origin.wanted(asked, config)
 
 
-def moved_into(
-    folder: Path,
-    output: FolderOutput,
-    source: Checkpoint,
-    allow: Collection[str],
-    progress: Progress | None,
-) -> tuple[int, int, int]:
-    """Writes a folder from the files of a checkpoint. Files, bytes read, bytes written."""
-    values, run = FileSource(source, str(source.folder)), TransferRun(progress=progress)
-    transfer(values, FolderSink(folder, output), frozenset(allow), run=run, alone=True)
-    return len(output.files), values.read_bytes, run.done
+@dataclass(frozen=True)
+class Writing:
+    """A folder that is written from the files of a checkpoint, in a format: `latest`, `allow` and
+    `progress` as of `convert`, `started` as a clock says it."""
+
+    folder: Path
+    to: Writable
+    latest: bool
+    allow: Collection[str]
+    progress: Progress | None
+    started: float
+
+    def write(
+        self,
+        source: Checkpoint,
+        output: FolderOutput,
+        source_mesh: str,
+        mesh: str,
+        notes: Sequence[str],
+    ) -> Converted:
+        """Writes it, and its pointer. Raises a UcpError."""
+        values, run = FileSource(source, str(source.folder)), TransferRun(progress=self.progress)
+        sink = FolderSink(self.folder, output)
+        transfer(values, sink, frozenset(self.allow), run=run, alone=True)
+        steps = int(source.extras.counters.get("global_steps", 0))
+        return Converted(
+            str(self.folder),
+            source_mesh,
+            mesh,
+            files=len(output.files),
+            read_bytes=values.read_bytes,
+            written_bytes=run.done,
+            pointer=point_at(self.folder, self.to, self.latest, steps),
+            proved=checked(source),
+            notes=(*source.notes, *notes),
+            seconds=time.perf_counter() - self.started,
+        )
 
 
 def _check_arguments(

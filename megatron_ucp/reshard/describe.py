@@ -1,6 +1,5 @@
 """What a checkpoint is, from its directories and pickles alone."""
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from megatron_ucp.formats.deepspeed.paths import is_universal
 from megatron_ucp.formats.listed_files import Recorded
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import checkpoint_folder, open_checkpoint
+from megatron_ucp.reshard.each_file import check_size
 
 
 def describe(path: str | Path, tag: str | None = None, rules: str | Path | None = None) -> Manifest:
@@ -59,13 +59,7 @@ def look(path: str | Path, tag: str | None = None, rules: str | Path | None = No
     )
     recorded.close()
     for entry in recorded.files.values():
-        if (found := os.stat(f"{folder}/{entry.name}").st_size) != entry.size_bytes:
-            raise DamagedFileError(
-                "a file has another size than the manifest says",
-                file=folder / entry.name,
-                expected=f"{entry.size_bytes} bytes",
-                found=f"{found} bytes",
-            )
+        check_size(f"{folder}/{entry.name}", entry)
     if recorded.manifest is None:
         raise DamagedFileError("the manifest went away while it was read", file=folder / FILE_NAME)
     return recorded.manifest
@@ -96,6 +90,6 @@ def sizes(manifest: Manifest) -> dict[str, tuple[tuple[str, ...], int]]:
         copies = [] if has_one_copy else [("weights", spec.dtype)]
         for state, dtype in (*copies, *manifest.states_of(spec.name).items()):
             dtypes.setdefault(state, set()).add(dtype)
-            size = math.prod(spec.shape) * ITEMSIZE.get(dtype, 0)
+            size = spec.elems * ITEMSIZE.get(dtype, 0)
             sizes[state] = sizes.get(state, 0) + size
     return {state: (tuple(sorted(dtypes[state])), sizes[state]) for state in sizes}

@@ -27,9 +27,10 @@ from megatron_ucp.formats.rank_differences import apart_in
 from megatron_ucp.formats.registry import checkpoint_folder, is_hugging_face, open_checkpoint
 from megatron_ucp.formats.schedules import without_groups
 from megatron_ucp.reshard.file_source import WINDOW_BYTES, FileSource, Memory, ThreadMemory, pool
+from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.hugging_face.twin import told_by
 from megatron_ucp.reshard.one_parameter import one_parameter, slots_of
-from megatron_ucp.reshard.transfer import SinkPart, Source, WindowReader, proved
+from megatron_ucp.reshard.transfer import SinkPart, WindowReader, proved
 
 _MEMCMP = ctypes.CDLL(None).memcmp  # bits, not numbers: NaN equals itself, and -0.0 is not 0.0
 
@@ -50,7 +51,7 @@ def diff(
     a: str | Path,
     b: str | Path,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     rules: str | Path | None = None,
     rules_b: str | Path | None = None,
 ) -> list[Difference]:
@@ -88,7 +89,7 @@ def diff(
 def weight_differences(
     one: Checkpoint,
     two: Checkpoint,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     among: Mapping[str, ParamSpec] | None = None,
 ) -> list[Difference]:
     """Every difference in the weights of two checkpoints, of which at least one holds nothing else:
@@ -118,25 +119,28 @@ def _differences(
     two: Checkpoint,
     first: Iterable[Difference],
     compare: "Compare",
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     among: Collection[str] | None = None,
 ) -> list[Difference]:
     """What differs of the runs comes `first`, then what `compare` says of each parameter."""
-    names = dict.fromkeys([*one.manifest.by_name, *two.manifest.by_name])
-    out: list[Difference | _Values] = [*first]
+    out: list[Difference | Compared] = [*first]
     with pool() as threads:  # they compare while the next parameter is planned
-        sides = FileSource(one), FileSource(two)
-        job = _Job(*sides, threads)
+        job = _Job(FileSource(one), FileSource(two), threads)
+        known = [manifest.by_name for manifest in job.manifests]
         try:
-            for name in names if among is None else among:
-                out += compare(one, two, name, job)
-            found = job.collect(progress)
+            for name in {**known[0], **known[1]} if among is None else among:
+                if all(name in specs for specs in known):
+                    out += compare(name, job)
+                else:
+                    here = ("present" if name in specs else "missing" for specs in known)
+                    out.append(Difference(name, "parameter", *here))
+            job.finish(progress)
         finally:  # also for Ctrl-C: what has not begun does not begin
             job.cancel()
     return [
         difference
         for one in out
-        for difference in (found[one] if isinstance(one, _Values) else [one])
+        for difference in ([one] if isinstance(one, Difference) else one.result())
     ]
 
 
@@ -175,58 +179,37 @@ def _same_apart(a: Apart, b: Apart) -> bool:
     )
 
 
-def _of_both(
-    one: Checkpoint, two: Checkpoint, name: str
-) -> "tuple[ParamSpec, ParamSpec] | Difference":
-    """A parameter as each side has it; the difference, where one of them has none."""
-    a, b = one.manifest.by_name.get(name), two.manifest.by_name.get(name)
-    if a is not None and b is not None:
-        return a, b
-    here = ["missing" if spec is None else "present" for spec in (a, b)]
-    return Difference(name, "parameter", *here)
-
-
-def _parameter(
-    one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
-) -> "Iterator[Difference | _Values]":
-    specs = _of_both(one, two, name)
-    if isinstance(specs, Difference):
-        yield specs
-        return
-    a, b = specs
+def _parameter(name: str, job: "_Job") -> "Iterator[Difference | Compared]":
+    a, b = job.specs(name)
     for what in ("shape", "kind"):
         if getattr(a, what) != getattr(b, what):
             yield Difference(name, what, str(getattr(a, what)), str(getattr(b, what)))
     if a.shape != b.shape:
         return
-    yield from _states(one.manifest, two.manifest, name, job)
+    yield from _states(name, job)
     for what in ("scalars_of", "group_of"):
-        yield from _settings(name, *(getattr(c.manifest, what)(name) for c in (one, two)))
+        yield from _settings(name, *(getattr(one, what)(name) for one in job.manifests))
 
 
 def _weights(
-    known: Mapping[str, ParamSpec], one: Checkpoint, two: Checkpoint, name: str, job: "_Job"
-) -> "Iterator[Difference | _Values]":
+    known: Mapping[str, ParamSpec], name: str, job: "_Job"
+) -> "Iterator[Difference | Compared]":
     """The weights of a parameter, in the dtype of the side that holds nothing else; `known` are
     parameters without padding."""
-    specs = _of_both(one, two, name)
-    if isinstance(specs, Difference):
-        yield specs
-        return
-    a, b = specs
+    a, b = job.specs(name)
     alike = a.shape == b.shape or _padded(a, b) or _padded(b, a)
     if not alike and not (name in known and known[name].shape == b.shape):
         yield Difference(name, "shape", str(a.shape), str(b.shape))
         return
-    sides = [weight_of(checkpoint.manifest, name) for checkpoint in (one, two)]
-    if one.manifest.keeper == two.manifest.keeper and sides[0] != sides[1]:
+    one, two = job.manifests
+    sides = [weight_of(manifest, name) for manifest in job.manifests]
+    if one.keeper == two.keeper and sides[0] != sides[1]:
         yield Difference(name, "dtype", *(f"torch.{dtype}" for _, dtype in sides))
         return
-    alone = two.manifest if two.manifest.keeper == Keeper.WEIGHTS else one.manifest
+    alone = two if two.keeper == Keeper.WEIGHTS else one
     target = one_parameter(alone, name, {VALUE: alone.states_of(name)[VALUE]})
     first, second = ({VALUE: state} for state, _ in sides)
-    job.compare(name, target, (first, second), frozenset({"narrow"}))
-    yield _Values(name, VALUE)
+    yield job.compare(name, target, (first, second), frozenset({"narrow"}))[VALUE]
 
 
 def _padded(larger: ParamSpec, smaller: ParamSpec) -> bool:
@@ -242,19 +225,18 @@ def weight_of(manifest: Manifest, name: str) -> tuple[str, str]:
     return state, states[state]
 
 
-def _states(a: Manifest, b: Manifest, name: str, job: "_Job") -> "Iterator[Difference | _Values]":
+def _states(name: str, job: "_Job") -> "Iterator[Difference | Compared]":
     """States that one side lacks or has in another dtype; those of both are compared."""
-    states = [manifest.states_of(name) for manifest in (a, b)]
+    states = [manifest.states_of(name) for manifest in job.manifests]
     both = {state: dtype for state, dtype in states[0].items() if states[1].get(state) == dtype}
-    if both:
-        job.want(a, b, name, both)
+    compared = job.want(name, both) if both else {}
     for state in dict.fromkeys([*states[0], *states[1]]):
         if state not in states[0] or state not in states[1]:
             yield Difference(name, state, *("present" if state in s else "missing" for s in states))
         elif state not in both:
             yield Difference(name, f"{state} dtype", *(f"torch.{s[state]}" for s in states))
         else:
-            yield _Values(name, state)
+            yield compared[state]
 
 
 def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
@@ -263,38 +245,36 @@ def _settings(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator
             yield Difference(name, key, shown(a.get(key)), shown(b.get(key)))
 
 
-@dataclass(frozen=True)
-class _Values:
-    """One state of one parameter, which both sides have in one dtype."""
-
-    name: str
-    state: str
-
-
-Compare = Callable[[Checkpoint, Checkpoint, str, "_Job"], "Iterator[Difference | _Values]"]
+Compared = Future[list[Difference]]  # of one state of one parameter
+Compare = Callable[[str, "_Job"], "Iterator[Difference | Compared]"]
 
 
 class _Job:
     """What is read and compared, window by window."""
 
-    def __init__(self, one: Source, two: Source, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, one: FileSource, two: FileSource, threads: ThreadPoolExecutor) -> None:
         self.sources, self.threads, self.memory = (one, two), threads, ThreadMemory()
-        self.waiting: dict[_Values, tuple[int, Future[list[Difference]]]] = {}
+        self.manifests = one.manifest, two.manifest
+        self._waiting: list[tuple[int, Compared]] = []  # bytes, and what differs in them
 
-    def want(self, a: Manifest, b: Manifest, name: str, states: Mapping[str, str]) -> None:
+    def specs(self, name: str) -> list[ParamSpec]:
+        """A parameter as each side has it."""
+        return [manifest.by_name[name] for manifest in self.manifests]
+
+    def want(self, name: str, states: Mapping[str, str]) -> dict[str, Compared]:
         """Plans the comparison of some states (name -> dtype) of a parameter, and starts it. Copies
         of which every rank has its own are compared one by one, or as their mean where the sides
         have other numbers of them. Raises a UcpError."""
-        layouts = [manifest.by_name[name].layout for manifest in (a, b)]
-        copies = [
+        layouts = [spec.layout for spec in self.specs(name)]
+        copies = {
             manifest.mesh.size(layout.axis) if isinstance(layout, Partial) else 1
-            for manifest, layout in zip((a, b), layouts, strict=True)
-        ]
-        averaged = copies[0] != copies[1]
-        target = one_parameter(a, name, states, averaged)
+            for manifest, layout in zip(self.manifests, layouts, strict=True)
+        }
+        averaged = len(copies) > 1
+        target = one_parameter(self.manifests[0], name, states, averaged)
         allow = frozenset({"mean"}) if averaged else frozenset[str]()
         same = {state: state for state in states}
-        self.compare(name, target, (same, same), allow)
+        return self.compare(name, target, (same, same), allow)
 
     def compare(
         self,
@@ -302,35 +282,33 @@ class _Job:
         target: Manifest,
         states: tuple[Mapping[str, str], Mapping[str, str]],
         allow: frozenset[str],
-    ) -> None:
-        """Starts the comparison of a parameter in the states of a target; `states` say which state
-        each side has for them. Raises a UcpError."""
+    ) -> dict[str, Compared]:
+        """Starts the comparison of a parameter in the states of a target, one by one; `states` say
+        which state each side has for them. Raises a UcpError."""
         sides: list[WindowReader] = []
         for source, named in zip(self.sources, states, strict=True):
             wants = tuple((s, own) for state, own in named.items() for s in slots_of(target, state))
             sides.append(source.windows(proved(source, SinkPart(target, wants), allow)))
-        for state in states[0]:
-            size_bytes = _bytes_of(target, state)
-            compared = self.threads.submit(self._compare, name, target, state, sides)
-            self.waiting[_Values(name, state)] = size_bytes, compared
+        compared = {
+            state: self.threads.submit(self._compare, name, target, state, sides)
+            for state in states[0]
+        }
+        self._waiting += [(_bytes_of(target, state), one) for state, one in compared.items()]
+        return compared
 
-    def collect(
-        self, progress: Callable[[int, int], None] | None
-    ) -> dict[_Values, list[Difference]]:
-        """What differs. Raises DamagedFileError."""
-        found: dict[_Values, list[Difference]] = {}
-        total, done = sum(size for size, _ in self.waiting.values()), 0
-        for key, (size, one) in self.waiting.items():
-            found[key] = one.result()
+    def finish(self, progress: Progress | None) -> None:
+        """Waits until all is compared, and was read as it is saved. Raises DamagedFileError."""
+        total, done = sum(size for size, _ in self._waiting), 0
+        for size, one in self._waiting:
+            one.result()
             done += size
             if progress is not None:
                 progress(done, total)
         for source in self.sources:
             source.check(thorough=False)
-        return found
 
     def cancel(self) -> None:
-        for _, one in self.waiting.values():
+        for _, one in self._waiting:
             one.cancel()
 
     def _compare(
@@ -348,7 +326,7 @@ class _Job:
 
 def _bytes_of(target: Manifest, state: str) -> int:
     buffer = target.buffers[0]
-    return buffer.length * ITEMSIZE[dict(buffer.states)[state]]
+    return buffer.length * ITEMSIZE[buffer.dtype_of(state)]
 
 
 def unequal(
@@ -357,7 +335,7 @@ def unequal(
     """How many elements of a slot differ between two sides, and the first one: its position, and
     both values."""
     buffer = target.buffers[slot.buffer]
-    dtype = dict(buffer.states)[slot.state]
+    dtype = buffer.dtype_of(slot.state)
     size, wrong, first = ITEMSIZE[dtype], 0, None
     step = WINDOW_BYTES // size
     for low in range(0, buffer.length, step):

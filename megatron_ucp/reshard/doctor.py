@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megatron_ucp import say
 from megatron_ucp.reshard.arguments import parsed_config
 from megatron_ucp.reshard.ds_section import SECTION, options_of
 
@@ -46,11 +47,7 @@ class Diagnosis:
         return all(row.ok for row in self.rows)
 
     def __str__(self) -> str:
-        widths = [max(len(row.name) for row in self.rows), max(len(r.found) for r in self.rows)]
-        lines = (
-            f"{row.name:{widths[0]}}  {row.found:{widths[1]}}  {row.says}".rstrip()
-            for row in self.rows
-        )
+        lines = say.table([(row.name, row.found, row.says) for row in self.rows])
         return "\n".join([*lines, "all right" if self else "something that is needed is missing"])
 
 

@@ -39,6 +39,18 @@ def damaged_files(folder: Path, deep: bool) -> tuple[list[Finding], int, int]:
     return found, len(names), read_bytes
 
 
+def check_size(path: str, entry: FileEntry) -> None:
+    """Raises DamagedFileError for a file of another size than the manifest lists."""
+    found = os.stat(path).st_size
+    if found != entry.size_bytes:
+        raise DamagedFileError(
+            "a file has another size than the manifest says",
+            file=path,
+            expected=f"{entry.size_bytes} bytes",
+            found=f"{found} bytes",
+        )
+
+
 def _listed(folder: Path) -> dict[str, FileEntry]:
     """What the manifest lists; nothing where there is none that can be read."""
     path = folder / FILE_NAME
@@ -78,13 +90,8 @@ def _open(path: Path, entry: FileEntry | None) -> None:
             file=path,
             fix="restore the file, or load another tag",
         )
-    if entry is not None and (found := os.stat(path).st_size) != entry.size_bytes:
-        raise DamagedFileError(
-            "a file has another size than the manifest says",
-            file=path,
-            expected=f"{entry.size_bytes} bytes",
-            found=f"{found} bytes",
-        )
+    if entry is not None:
+        check_size(str(path), entry)
     if path.suffix == ".pt":
         with PtFile(path, strangers=_ANYTHING) as file:
             file.tree  # noqa: B018  reading it is the check

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ucp.core.flat import Scalars
-from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.mesh import Coords
+from megatron_ucp.core.manifest import BufferPart, Manifest
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.formats.base import Checkpoint, Told
 from megatron_ucp.formats.of_ranks import OwnValues, PerRank
@@ -63,25 +62,37 @@ class TakenExtras(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Holder(Protocol):
+    """What holds values on this rank: a live engine, or states that lie beside it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of all ranks."""
+        ...
+
+    def parts(self) -> list[BufferPart]:
+        """What this rank holds."""
+        ...
+
+    def read(self, slot: Slot, first: int, last: int) -> "torch.Tensor":
+        """Elements [first, last) of what this rank has of one parameter in a slot, as they lie:
+        flat, detached, a view of the engine's own memory. At any time; nothing is moved."""
+        ...
+
+
+class Engine(Holder, Protocol):
     """A live engine on this rank, and what the ranks together hold.
 
-    `manifest` describes the whole engine: of its optimizer's states the masters alone, as the
+    Its `manifest` describes the whole engine: of its optimizer's states the masters alone, as the
     others come with a checkpoint. Describing it changed nothing in the engine. `has_one_step` says
     that its optimizer counts one step for all parameters.
     """
 
-    manifest: Manifest
     has_optimizer: bool
     has_one_step: bool
 
     def told(self) -> Told:
         """What the engine knows of checkpoints of its own model."""
-        ...
-
-    def parts(self) -> list[tuple[int, Coords, int]]:
-        """What this rank fills: number of the buffer, place along the axes that cut it,
-        partition."""
         ...
 
     def state_dtype(self, buffer: int, state: str) -> str:
@@ -91,11 +102,6 @@ class Engine(Protocol):
     def tensor(self, slot: Slot) -> "torch.Tensor":
         """The memory of one of this rank's slots, flat, detached: what a load writes, once the
         engine is marked unusable and has room for it."""
-        ...
-
-    def read(self, slot: Slot, first: int, last: int) -> "torch.Tensor":
-        """Elements [first, last) of what this rank has of one parameter in a slot, as they lie:
-        flat, detached, a view of the engine's own memory. At any time; nothing is moved."""
         ...
 
     def check(self, source: Checkpoint, optimizer: bool) -> None:

@@ -13,9 +13,9 @@ from megatron_ucp.formats.base import Readable
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
-from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow
+from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow, param_of
 from megatron_ucp.reshard.own_values import set_buffers
-from megatron_ucp.reshard.transfer import Proved, SinkPart, Source, TransferRun
+from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun
 
 _NAMED = 5  # parameters that a note lists by name
 
@@ -60,10 +60,8 @@ class EngineSink:
     def __exit__(self, *_: object) -> None:
         """What was filled in part stays unusable."""
 
-    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
+    def move(self, source: SharedFiles, parts: Sequence[Proved], run: TransferRun) -> None:
         """All bytes that this rank needs, straight into its memory."""
-        if not isinstance(source, SharedFiles):
-            raise TypeError(f"an engine is filled from files, not from {type(source).__name__}")
         plan = _joined([one.plan for one in parts])
         self._read = source.checkpoint, plan
         source.read(plan, self.engine.tensor, run.progress)
@@ -126,9 +124,9 @@ def _inexact(plan: Plan, target: Manifest) -> tuple[int, int]:
     rounded = averaged = 0
     for op in plan.ops:
         if isinstance(op, Mean):
-            averaged |= number[target.member(op.target.slot.buffer, op.member).param]
+            averaged |= number[param_of(op, target)]
         elif isinstance(op, Cast) and not op.lossless:
-            rounded |= number[target.member(op.target.slot.buffer, op.member).param]
+            rounded |= number[param_of(op, target)]
     return rounded, averaged
 
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from mmap import PAGESIZE
 from typing import Any, cast
@@ -22,37 +22,24 @@ from isal import isal_zlib
 from megatron_ucp.core.box import Ints, span, strides
 from megatron_ucp.core.plan import Cast, Copy, Fill, Mean, Op, Plan, Side, Slot
 from megatron_ucp.core.values import Stand
-from megatron_ucp.errors import DamagedFileError, UnsupportedError
-from megatron_ucp.formats.base import ByteFile, Record, Where
+from megatron_ucp.errors import UnsupportedError
+from megatron_ucp.formats.base import Record, Where
 from megatron_ucp.formats.pt.unpickler import ITEMSIZE, TensorRef
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.summed_runs import CRC_CHUNK_BYTES, SummedRun
 
 STAGING_BYTES = 8 * 2**20
 ROWS_FROM_BYTES = (
     64 * 2**10
 )  # below this one read over the gaps costs less than a system call per row
 SHORT_GAP_BYTES = 32 * 2**10  # a disk reads on over it anyway
-GAP_BYTES = (
-    4096  # padding that nobody needs is read for a checksum up to this size, or 1/256 of the record
-)
-CRC_CHUNK_BYTES = 2**20  # small enough that the bytes are still in the cache when they are summed
 POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 _MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 Locate = Callable[[Slot], Where]
 TensorOf = Callable[[Slot], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class SummedRun:
-    """Bytes [start, start + size) of a record that were read, and their CRC-32."""
-
-    file: str
-    record: str
-    start: int
-    size: int
-    crc: int
+Put = Callable[[torch.Tensor, torch.Tensor], object]  # of values into a view of the target
 
 
 @dataclass
@@ -102,33 +89,16 @@ def execute(
     over short gaps where that takes at most `over_gaps` times the bytes that are wanted. Raises
     DamagedFileError where a file ends early or can't be read.
     """
-    counts, staging = Counts(), staging or Staging()
     places = {slot: locate(slot) for slot in plan.sources}
-    tensor_of = functools.cache(target)
-    ordered = sorted(plan.ops, key=lambda op: _file_order(op, places))
+    tensor_of, staging = functools.cache(target), staging or Staging()
+    reading = _Reading(places, tensor_of, staging, checksums, over_gaps)
+    ordered = sorted(plan.ops, key=reading.file_order)
     advance = _advancing(plan, places, progress)
-    for _, ops in itertools.groupby(ordered, key=lambda op: _record_of(op, places)):
-        blocks: list[_Block] = []
-        for op in ops:
-            tensor = tensor_of(op.target.slot)
-            out = _view(tensor, op.target, op.shape)
-            if isinstance(op, Mean):
-                _mean(op, places, out, staging, counts)
-                continue
-            where = places[op.source.slot]
-            way = _in_place(op, where, out, over_gaps)
-            if way == "run":
-                read_run(where, _byte_offset(where, op.source), bytes_of(out), counts, checksums)
-            elif way == "rows":
-                _read_rows(where, op.source, op.shape, _rows_of(op, tensor), counts)
-            else:
-                most = staging.size_bytes
-                blocks += _blocks_of(op.source, op.shape, where, out, most, over_gaps)
-        if blocks:
-            _read_blocks(blocks, _copy, staging, checksums, counts)
-        advance(counts.read_bytes)
+    for _, ops in itertools.groupby(ordered, key=reading.record_of):
+        reading.read_record(ops)
+        advance(reading.counts.read_bytes)
     fill_padding(plan.fills, target)
-    return counts
+    return reading.counts
 
 
 def _advancing(
@@ -137,9 +107,8 @@ def _advancing(
     """What takes the bytes that were read, and tells `progress` of how many that is."""
     if progress is None:
         return lambda _: None
-    sides = [(op, op.sources if isinstance(op, Mean) else (op.source,)) for op in plan.ops]
-    sizes = ((op.box.numel, ITEMSIZE[places[side.slot].dtype]) for op, of in sides for side in of)
-    total = sum(elems * itemsize for elems, itemsize in sizes)
+    sides = ((op.box.numel, side) for op in plan.ops for side in op.sources)
+    total = sum(elems * ITEMSIZE[places[side.slot].dtype] for elems, side in sides)
     return lambda read_bytes: progress(min(read_bytes, total), total)
 
 
@@ -176,18 +145,6 @@ def fill_padding(fills: Sequence[Fill], target: TensorOf) -> None:
         target(fill.slot)[fill.start : fill.stop].zero_()
 
 
-def _file_order(op: Op, places: dict[Slot, Where]) -> tuple[str, int, int]:
-    side = op.sources[0] if isinstance(op, Mean) else op.source
-    where = places[side.slot]
-    return (*_record_of(op, places), _byte_offset(where, side))
-
-
-def _record_of(op: Op, places: dict[Slot, Where]) -> tuple[str, int]:
-    """The record that an operation reads: its file, and where it begins there."""
-    where = places[(op.sources[0] if isinstance(op, Mean) else op.source).slot]
-    return str(where.file.path), where.record.offset_bytes
-
-
 def _byte_offset(where: Where, side: Side) -> int:
     return where.offset_bytes + side.offset * ITEMSIZE[where.dtype]
 
@@ -215,11 +172,6 @@ def _in_place(op: Copy, where: Where, out: torch.Tensor, over_gaps: int) -> str:
     if len(op.shape) == 1:
         return "run"
     return "rows" if _has_gaps(op.source, op.shape, where, over_gaps) else ""
-
-
-def _rows_of(op: Copy, tensor: torch.Tensor) -> "_Rows":
-    """Where the rows of a copy go in the target."""
-    return _Rows(bytes_of(tensor), op.target.offset * tensor.element_size(), op.target.strides)
 
 
 def _has_gaps(side: Side, shape: Ints, where: Where, over_gaps: int) -> bool:
@@ -350,35 +302,6 @@ def _blocks(shape: Ints, strides: Ints, most: int) -> Iterator[tuple[slice, ...]
             )
 
 
-def _read_blocks(
-    blocks: list[_Block],
-    put: Callable[[torch.Tensor, torch.Tensor], object],
-    staging: Staging,
-    checksums: bool,
-    counts: Counts,
-) -> None:
-    """Reads blocks of one record, and puts the values of each one into its view of the target."""
-    for together in _together(blocks, staging.size_bytes):
-        where, start = together[0].where, together[0].start
-        dtype, itemsize = TORCH_DTYPES[where.dtype], ITEMSIZE[where.dtype]
-        if together[0].by_rows:
-            (block,) = together
-            shape = tuple(block.out.shape)
-            values, memory = staging.take(math.prod(shape) * itemsize)
-            into = _Rows(memory, 0, strides(shape))
-            _read_rows(where, block.side, shape, into, counts)
-            put(block.out, values.view(dtype).view(shape))
-            continue
-        size = max(block.stop for block in together) - start
-        values, memory = staging.take(size)
-        wanted = sum(block.out.numel() for block in together) * itemsize
-        read_run(where, start, memory, counts, checksums and wanted == size)
-        values = values.view(dtype)
-        for block in together:
-            at = (block.start - start) // itemsize
-            put(block.out, values.as_strided(block.out.shape, block.side.strides, at))
-
-
 def _together(blocks: list[_Block], most: int) -> Iterator[list[_Block]]:
     """Blocks whose bytes interleave, so that one reading of up to `most` bytes serves them all: the
     heads of a fused tensor that is stored transposed take turns in each of its rows."""
@@ -405,96 +328,102 @@ def _copy(out: torch.Tensor, values: torch.Tensor) -> None:
     goal.copy_(turned if goal.is_contiguous() else turned.contiguous())
 
 
-def _mean(
-    op: Mean, places: dict[Slot, Where], out: torch.Tensor, staging: Staging, counts: Counts
-) -> None:
-    if not out.dtype.is_floating_point:
-        raise UnsupportedError(
-            "the mean of copies that are no floating-point numbers",
-            found=str(out.dtype),
-            fix="keep the size of the axis along which the ranks have copies",
-        )
-    total = torch.zeros(op.shape, dtype=torch.float64)
-    for side in op.sources:
-        blocks = [*_blocks_of(side, op.shape, places[side.slot], total, staging.size_bytes)]
-        _read_blocks(blocks, torch.Tensor.add_, staging, False, counts)
-    out.copy_(total / len(op.sources))
+# ------------------------------------------------ a plan, record by record
 
 
-def check_runs(
-    runs: Sequence[SummedRun],
-    records: dict[tuple[str, str], Record],
-    opened: Callable[[str], ByteFile],
-    *,
-    rank: int = 0,
-    world: int = 1,
-    thorough: bool = False,
-) -> tuple[int, int, int]:
-    """Compares the CRC-32 of records with the stored one; this rank takes every `world`-th record.
+class _Reading:
+    """Carries out operations, and counts what they read. `places` are those of their sources."""
 
-    `runs` are those of all ranks. What nobody read of a record (padding) is read here where it is
-    little enough, and with `thorough` whatever it is. Returns bytes (checked, not checked, read
-    here); unchecked are the runs of records of which a large part was not read. Raises
-    DamagedFileError.
-    """
-    by_record: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
-    for run in runs:
-        held = by_record.setdefault((run.file, run.record), {})
-        if held.setdefault((run.start, run.size), run.crc) != run.crc:
-            raise DamagedFileError(
-                "two ranks read different bytes from one place",
-                file=run.file,
-                parameter=run.record,
-                fix="check the storage; load again",
+    def __init__(
+        self,
+        places: dict[Slot, Where],
+        target: TensorOf,
+        staging: Staging,
+        checksums: bool,
+        over_gaps: int,
+    ) -> None:
+        self.counts = Counts()
+        self._places, self._target, self._staging = places, target, staging
+        self._checksums, self._over_gaps = checksums, over_gaps
+
+    def file_order(self, op: Op) -> tuple[str, int, int]:
+        """Where an operation reads first: the record, and the byte."""
+        side = op.sources[0]
+        return (*self.record_of(op), _byte_offset(self._places[side.slot], side))
+
+    def record_of(self, op: Op) -> tuple[str, int]:
+        """The record that an operation reads: its file, and where it begins there."""
+        where = self._places[op.sources[0].slot]
+        return str(where.file.path), where.record.offset_bytes
+
+    def read_record(self, ops: Iterable[Op]) -> None:
+        """All operations on one record."""
+        blocks = [block for op in ops for block in self._read(op)]
+        if blocks:
+            self._read_blocks(blocks, _copy, self._checksums)
+
+    def _read(self, op: Op) -> Iterable[_Block]:
+        """Carries out an operation; of one that can't be read straight into the target's memory
+        the blocks that are left to be read."""
+        tensor = self._target(op.target.slot)
+        out = _view(tensor, op.target, op.shape)
+        if isinstance(op, Mean):
+            self._mean(op, out)
+            return ()
+        where = self._places[op.source.slot]
+        way = _in_place(op, where, out, self._over_gaps)
+        if not way:
+            most = self._staging.size_bytes
+            return _blocks_of(op.source, op.shape, where, out, most, self._over_gaps)
+        if way == "run":
+            start = _byte_offset(where, op.source)
+            read_run(where, start, bytes_of(out), self.counts, self._checksums)
+        else:
+            first_byte = op.target.offset * tensor.element_size()
+            into = _Rows(bytes_of(tensor), first_byte, op.target.strides)
+            _read_rows(where, op.source, op.shape, into, self.counts)
+        return ()
+
+    def _mean(self, op: Mean, out: torch.Tensor) -> None:
+        if not out.dtype.is_floating_point:
+            raise UnsupportedError(
+                "the mean of copies that are no floating-point numbers",
+                found=str(out.dtype),
+                fix="keep the size of the axis along which the ranks have copies",
             )
-    checked = unchecked = extra = 0
-    for key in sorted(records if thorough else by_record)[rank::world]:
-        parts, record = by_record.get(key, {}), records[key]
-        whole = _completed(opened(key[0]), record, parts, thorough)
-        read = sum(size for _, size in parts)
-        if whole is None and thorough:  # runs that overlap
-            opened(key[0]).check(record)
-            checked, extra = checked + read, extra + record.size_bytes
-            continue
-        if whole is None:
-            unchecked += read
-            continue
-        crc, gap_bytes = whole
-        if crc != record.crc32:
-            raise DamagedFileError(
-                "a tensor record is damaged",
-                file=key[0],
-                parameter=key[1],
-                expected=f"CRC-32 {record.crc32:#010x}",
-                found=f"{crc:#010x}",
-            )
-        checked += read
-        extra += gap_bytes
-    return checked, unchecked, extra
+        total = torch.zeros(op.shape, dtype=torch.float64)
+        most = self._staging.size_bytes
+        for side in op.sources:
+            blocks = [*_blocks_of(side, op.shape, self._places[side.slot], total, most)]
+            self._read_blocks(blocks, torch.Tensor.add_, False)
+        out.copy_(total / len(op.sources))
 
+    def _read_blocks(self, blocks: list[_Block], put: Put, checksums: bool) -> None:
+        """Reads blocks of one record, and puts the values of each one into its view of the
+        target."""
+        for together in _together(blocks, self._staging.size_bytes):
+            if together[0].by_rows:
+                self._read_by_rows(together[0], put)
+            else:
+                self._read_together(together, put, checksums)
 
-def _completed(
-    file: ByteFile, record: Record, parts: dict[tuple[int, int], int], thorough: bool
-) -> tuple[int, int] | None:
-    """CRC-32 of a whole record from its runs and the gaps between them, and the bytes of the gaps;
-    None for large gaps, which are read too if it is to be `thorough`, and for runs that overlap.
+    def _read_by_rows(self, block: _Block, put: Put) -> None:
+        where, shape = block.where, tuple(block.out.shape)
+        size = block.out.numel() * ITEMSIZE[where.dtype]
+        values, memory = self._staging.take(size)
+        _read_rows(where, block.side, shape, _Rows(memory, 0, strides(shape)), self.counts)
+        put(block.out, values.view(TORCH_DTYPES[where.dtype]).view(shape))
 
-    Of runs that start together (ranks that need the same bytes) the longest is taken.
-    """
-    crc = at = gap_bytes = 0
-    longest = {start: (size, part) for (start, size), part in sorted(parts.items())}
-    for start in (*sorted(longest), record.size_bytes):
-        if start < at:
-            return None
-        gap_bytes += start - at
-        if gap_bytes > max(GAP_BYTES, record.size_bytes // 256) and not thorough:
-            return None
-        memory = bytearray(min(start - at, CRC_CHUNK_BYTES))
-        while at < start:
-            block = memoryview(memory)[: start - at]
-            file.read_into(record, at, block)
-            crc, at = isal_zlib.crc32(block, crc), at + len(block)
-        if start in longest:
-            size, part = longest[start]
-            crc, at = isal_zlib.crc32_combine(crc, part, size), at + size
-    return crc, gap_bytes
+    def _read_together(self, blocks: list[_Block], put: Put, checksums: bool) -> None:
+        """Blocks whose bytes interleave, in one reading. What lies between has no CRC-32 of its
+        own."""
+        where, start = blocks[0].where, blocks[0].start
+        itemsize = ITEMSIZE[where.dtype]
+        size = max(block.stop for block in blocks) - start
+        wanted = sum(block.out.numel() for block in blocks) * itemsize
+        values, memory = self._staging.take(size)
+        read_run(where, start, memory, self.counts, checksums and wanted == size)
+        values = values.view(TORCH_DTYPES[where.dtype])
+        for block in blocks:
+            at = (block.start - start) // itemsize
+            put(block.out, values.as_strided(block.out.shape, block.side.strides, at))

@@ -21,14 +21,13 @@ from megatron_ucp.reshard.execute import (
     TORCH_DTYPES,
     Counts,
     Staging,
-    SummedRun,
     TensorOf,
     bytes_of,
-    check_runs,
     execute,
     read_run,
 )
 from megatron_ucp.reshard.findings import Progress
+from megatron_ucp.reshard.summed_runs import SummedRun, check_runs
 from megatron_ucp.reshard.transfer import Proved, SinkPart, proved
 
 WINDOW_BYTES = 2 * 2**20  # fits a core's cache: every byte is read, summed and looked at there
@@ -222,7 +221,7 @@ class FileWindows:
             if slot not in self._exact:
                 self._exact[slot] = self._as_saved(slot)
             windows = self._exact[slot]
-        dtype = dict(windows._buffer(slot).states)[slot.state]
+        dtype = windows._buffer(slot).dtype_of(slot.state)
         out = torch.empty(elems, dtype=TORCH_DTYPES[dtype])
         windows.fill(slot, low, out)
         return out
@@ -294,7 +293,7 @@ class FileWindows:
 
     def _fits_a_window(self, slot: Slot) -> bool:
         buffer = self._buffer(slot)
-        size = ITEMSIZE[dict(buffer.states)[slot.state]]
+        size = ITEMSIZE[buffer.dtype_of(slot.state)]
         return buffer.elems(slot.part) * size <= WIDE_WINDOW_BYTES
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ucp.errors import UcpError
 from megatron_ucp.formats.base import Checkpoint
@@ -29,6 +30,11 @@ def checked(source: Checkpoint) -> str:
     """What a line says of checksums: everything that was read was compared, where there are any."""
     has_all = all(source.file(name).has_checksums for name in source.file_names)
     return "every byte read was checked" if has_all else "not all of the source has checksums"
+
+
+def in_short(error: UcpError) -> str:
+    """What an error says, and of which file."""
+    return error.problem + (f" ({Path(error.file).name})" if error.file else "")
 
 
 def finding_of(error: UcpError) -> Finding:

@@ -30,11 +30,11 @@ from megatron_ucp.reshard.file_source import (
     pool,
 )
 from megatron_ucp.reshard.overflows import Lost
-from megatron_ucp.reshard.transfer import Proved, Readers, SinkPart, Source, TransferRun
+from megatron_ucp.reshard.transfer import Proved, Readers, SinkPart, TransferRun, WindowSource
 
 ROWS_AT_ONCE = 128  # of tiles that are joined
 _JOB_BYTES = 16 * 2**20  # of one file that a thread writes before it takes the next job
-FileRun = tuple[Path, int, int]  # file, first byte, how many bytes (0: all from there on)
+FileRun = tuple[Path, int, int]  # file, first byte, how many bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FolderOutput:
             for piece in pieces_of(file):
                 buffer = self.parts[piece.part].target.buffers[piece.slot.buffer]
                 elems = buffer.of(piece.slot.state).elems(piece.slot.part)
-                if elems != piece.elems or dict(buffer.states)[piece.slot.state] != piece.dtype:
+                if elems != piece.elems or buffer.dtype_of(piece.slot.state) != piece.dtype:
                     raise PlanError(
                         "a piece of a file is not all of what it stands for",
                         file=file.name,
@@ -92,8 +92,8 @@ def pieces_of(file: FileLayout) -> list[FilePiece]:
     return [*file.pieces, *(tile for rows in file.tiled for tile in rows.tiles)]
 
 
-class FolderSink:
-    """One folder that is written by the threads of one process."""
+class OutputFolder:
+    """One folder, from the making of the one aside to its name."""
 
     thorough = True
     what_failed = "the output could not be written; nothing is left of it"
@@ -135,17 +135,6 @@ class FolderSink:
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
-
-    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
-        """Several pieces at a time, each window by window: read, summed, written."""
-        readers, run.total = Readers(source, parts), self.output.size_bytes
-        places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
-        writer = _Threads(self.aside, readers, run)
-        with self._as_save_error(), pool() as threads:
-            for place in places:
-                place.mkdir(parents=True, exist_ok=True)
-            writer.write(threads, self.output.files)
-        self._lost = readers.overflows.found
 
     def lost(self) -> Lost:
         """What was looked at as it was written."""
@@ -189,6 +178,21 @@ def _require_whole(path: Path, size_bytes: int) -> None:
 
 
 # ------------------------------------------------ by the threads of one process
+
+
+class FolderSink(OutputFolder):
+    """A folder that is written by the threads of one process."""
+
+    def move(self, source: WindowSource, parts: Sequence[Proved], run: TransferRun) -> None:
+        """Several pieces at a time, each window by window: read, summed, written."""
+        readers, run.total = Readers(source, parts), self.output.size_bytes
+        places = {(self.aside / file.name).parent for file in self.output.files} - {self.aside}
+        writer = _Threads(self.aside, readers, run)
+        with self._as_save_error(), pool() as threads:
+            for place in places:
+                place.mkdir(parents=True, exist_ok=True)
+            writer.write(threads, self.output.files)
+        self._lost = readers.overflows.found
 
 
 @dataclass
@@ -329,9 +333,9 @@ def in_threads(
             one.cancel()
 
 
-def begin_sync(path: Path, start: int = 0, size: int = 0) -> None:
-    """Lets the disk begin with `size` bytes of a file from `start` on (0: to its end) while others
-    are made. Only a hint: `sync_all` waits for all of them."""
+def begin_sync(path: Path, start: int, size: int) -> None:
+    """Lets the disk begin with `size` bytes of a file from `start` on while others are made. Only a
+    hint: `sync_all` waits for all of them."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux
     if call is not None:
         handle = os.open(path, os.O_RDONLY)

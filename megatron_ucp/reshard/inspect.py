@@ -1,6 +1,5 @@
 """What a checkpoint is, in the words of those who ask."""
 
-import math
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -68,7 +67,7 @@ class Inspected:
     @property
     def elems(self) -> int:
         """Elements of all parameters and buffers."""
-        return sum(math.prod(spec.shape) for spec in self.manifest.params)
+        return sum(spec.elems for spec in self.manifest.params)
 
     def __str__(self) -> str:
         lines = [f"{name:12} {text}" for name, text in self._lines() if text]
@@ -77,7 +76,8 @@ class Inspected:
 
     def details(self) -> str:
         """Steps and versions, groups, states, the model's sizes, the table of parameters."""
-        return "\n".join([*_details(self), "", *_table(self.rows)])
+        heads = ("name", "shape", "dtype", "kind", "group", "states", "also")
+        return "\n".join([*_details(self), "", *say.table([heads, *map(_texts, self.rows)])])
 
     @property
     def _model_type(self) -> str:
@@ -233,17 +233,6 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pairs(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
-
-
-def _table(rows: list[ParamRow]) -> list[str]:
-    heads = ("name", "shape", "dtype", "kind", "group", "states", "also")
-    texts = [heads, *(_texts(row) for row in rows)]
-    widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
-    lines = [
-        "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True))
-        for row in texts
-    ]
-    return [line.rstrip() for line in lines]
 
 
 def _texts(row: ParamRow) -> tuple[str, ...]:

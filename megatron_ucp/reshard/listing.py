@@ -5,13 +5,14 @@ from pathlib import Path
 
 from megatron_ucp import say
 from megatron_ucp.errors import NotFoundError, UcpError
-from megatron_ucp.formats.pointers import newest_named
+from megatron_ucp.formats.pointers import Named, newest_named
 from megatron_ucp.formats.registry import is_hugging_face
-from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files, is_unfinished, tag_folder
+from megatron_ucp.formats.tags import LATEST_UNIVERSAL, has_state_files, tag_folder
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.describe import look
+from megatron_ucp.reshard.findings import in_short
 from megatron_ucp.reshard.inspect import date
-from megatron_ucp.reshard.newest_tag import check_whole, time_of_save
+from megatron_ucp.reshard.newest_tag import check_whole, time_of_save, unfinished
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,8 @@ class Listed:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [
-            ("tag", "step", "mesh", "saved", "size", "state"),
-            *(one.texts for one in self.tags),
-        ]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-        lines = [
-            "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        heads = ("tag", "step", "mesh", "saved", "size", "state")
+        lines = say.table([heads, *(one.texts for one in self.tags)])
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -85,31 +79,29 @@ def ls(path: str | Path) -> Listed:
     folder = Path(plain_path(path))
     if not folder.is_dir() or (has_state_files(folder) and newest_named(folder) is None):
         return Listed(str(folder), (_listed(tag_folder(folder), ""),), ())
-    named = newest_named(folder)
-    newest, pointer = ("", "") if named is None else (named.tag, named.pointer)
+    named = newest_named(folder) or Named("", "")
     found = [one for one in folder.iterdir() if one.is_dir() and has_state_files(one)]
     if not found:
-        if not is_hugging_face(folder):
-            tag_folder(folder)  # which says what is there instead
-        raise NotFoundError(
-            "this folder holds no tags",
-            file=folder,
-            expected="tag folders",
-            found="a Hugging Face folder, or files alone",
-            fix="give the folder of a run; `megatron-ucp inspect` takes this one",
-        )
-    tags = [_listed(one, pointer if one.name == newest else "") for one in found]
-    notes = [named.note] if named is not None and named.note else []
-    notes += [
-        f"{one.name}: a save that was not finished"
-        for one in sorted(folder.iterdir())
-        if is_unfinished(one.name)
-    ]
+        raise _no_tags(folder)
+    tags = [_listed(one, named.pointer if one.name == named.tag else "") for one in found]
+    notes = [*([named.note] if named.note else []), *unfinished(folder)]
     if (folder / LATEST_UNIVERSAL).is_file():
         text = (folder / LATEST_UNIVERSAL).read_text(errors="replace").strip()
         notes.append(f"{LATEST_UNIVERSAL} names {text[:80]}, which counts where no other does")
     ordered = sorted(tags, key=lambda one: (one.step is None, one.step or 0, one.tag))
     return Listed(str(folder), tuple(ordered), tuple(notes))
+
+
+def _no_tags(folder: Path) -> NotFoundError:
+    if not is_hugging_face(folder):
+        tag_folder(folder)  # which says what is there instead
+    return NotFoundError(
+        "this folder holds no tags",
+        file=folder,
+        expected="tag folders",
+        found="a Hugging Face folder, or files alone",
+        fix="give the folder of a run; `megatron-ucp inspect` takes this one",
+    )
 
 
 def _listed(folder: Path, pointer: str) -> ListedTag:
@@ -120,6 +112,6 @@ def _listed(folder: Path, pointer: str) -> ListedTag:
         saved = date(time_of_save(folder))
         check_whole(folder)
     except UcpError as error:
-        wrong = error.problem + (f" ({Path(error.file).name})" if error.file else "")
+        wrong = in_short(error)
     size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
     return ListedTag(folder.name, step, mesh, saved, size, wrong, pointer)

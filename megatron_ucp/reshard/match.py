@@ -1,6 +1,7 @@
 """Whether a checkpoint fits a target: parameters, states, groups. What can be said before a byte is
 moved."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,14 +70,16 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
     kinds and ties."""
     if wrapped := other_prefix(source.by_name, target.by_name, file):
         raise wrapped
-    fates: list[tuple[str, str]] = []  # what is let pass: a field of Fit, and a line of it
+    passed = defaultdict[str, list[str]](list)  # lines about what is let pass, by the field of Fit
     for spec in target.params:
-        fates += _fates(source.by_name.get(spec.name), spec, source, target, allow, file)
+        have = source.by_name.get(spec.name)
+        for fate, line in _fates(have, spec, source, target, allow, file):
+            passed[fate].append(line)
     wanted = {spec.name for spec in target.params}
     extra = [spec for spec in source.params if spec.name not in wanted]
     for spec in extra:
         if spec.kind != "trainable" and "extra" in allow:
-            fates.append(("dropped", spec.name))
+            passed["dropped"].append(spec.name)
             continue
         tied = next((tie.canonical for tie in target.ties if spec.name in tie.aliases), None)
         raise ModelMismatchError(
@@ -86,12 +89,9 @@ def match_params(source: Manifest, target: Manifest, allow: frozenset[str], file
             expected=f"{len(wanted)} parameters",
             found=f"{len(extra)} more in the checkpoint"
             + (f"; the model ties it to {tied}" if tied else ""),
-            fix=_FIRST_NAME if ("skipped", tied) in fates else None,
+            fix=_FIRST_NAME if tied in passed["skipped"] else None,
         )
-    names: dict[str, tuple[str, ...]] = {}
-    for fate, name in fates:
-        names[fate] = (*names.get(fate, ()), name)
-    return replace(Fit(), **names)
+    return replace(Fit(), **{fate: tuple(lines) for fate, lines in passed.items()})
 
 
 def _fates(
@@ -260,21 +260,22 @@ def require_alone(target: Manifest, fit: Fit, one_step: bool, file: str) -> None
 
 
 def one_value(
-    members: Iterable[Member], of: Callable[[str], Mapping[str, Any]], what: str, file: str
+    params: Iterable[str], of: Callable[[str], Mapping[str, Any]], what: str, file: str
 ) -> Mapping[str, Any]:
-    """What all members agree on. Raises StateMismatchError that names two members that do not."""
+    """What all parameters of a group agree on. Raises StateMismatchError that names two that do
+    not."""
     first: tuple[str, Mapping[str, Any]] | None = None
-    for member in members:
-        value = of(member.param)
+    for param in params:
+        value = of(param)
         if first is None:
-            first = (member.param, value)
+            first = (param, value)
         elif not alike(value, first[1]):
             both = {*value, *first[1]}
             keys = sorted(k for k in both if not alike(value.get(k), first[1].get(k)))
             raise StateMismatchError(
                 f"parameters of one group of the engine have different {what} in the checkpoint",
                 file=file,
-                parameter=f"{first[0]} and {member.param}",
+                parameter=f"{first[0]} and {param}",
                 expected=f"equal {', '.join(keys)}",
                 found="; ".join(
                     f"{k}: {shown(first[1].get(k))} and {shown(value.get(k))}" for k in keys
@@ -326,16 +327,15 @@ def group_values(
     target: Manifest,
     of: Callable[[str], Mapping[str, Any]],
     file: str,
-    without: Collection[str] = (),
+    without: Collection[str],
 ) -> list[Mapping[str, Any]]:
     """The hyper-parameters that each target group gets, from its members but those `without`.
     Raises StateMismatchError where they disagree."""
-    members: list[list[Member]] = [[] for _ in target.groups]
-    for buffer in target.buffers:
-        for member in buffer.members:
-            if member.group is not None and member.param not in without:
-                members[member.group].append(member)
-    return [one_value(every, of, "hyper-parameters", file) for every in members]
+    params: list[list[str]] = [[] for _ in target.groups]
+    for _, member, group in target.stepped():
+        if member.param not in without:
+            params[group].append(member.param)
+    return [one_value(every, of, "hyper-parameters", file) for every in params]
 
 
 UNTOLD = "the files don't say by which rule of Adam the run stepped; the engine steps by {}"
@@ -349,17 +349,16 @@ def match_optimizers(
     nothing says. Raises StateMismatchError unless another one is allowed."""
     other: dict[tuple[str, str], str] = {}
     untold: dict[str, None] = {}
-    for buffer in target.buffers:
-        for member in buffer.members:
-            number = source.group_number(member.param)
-            if member.group is None or number is None or member.param in fresh:
-                continue
-            groups = source.groups[number], target.groups[member.group]
-            rules = rule_of(groups[0]), rule_of(groups[1])
-            if rules[1] in ADAMS and rule_untold(groups[0]):
-                untold[UNTOLD.format(rules[1])] = None
-            elif all(rules) and rules[0] != rules[1]:
-                other.setdefault(rules, member.param)
+    for _, member, group in target.stepped():
+        number = source.group_number(member.param)
+        if number is None or member.param in fresh:
+            continue
+        groups = source.groups[number], target.groups[group]
+        rules = rule_of(groups[0]), rule_of(groups[1])
+        if rules[1] in ADAMS and rule_untold(groups[0]):
+            untold[UNTOLD.format(rules[1])] = None
+        elif all(rules) and rules[0] != rules[1]:
+            other.setdefault(rules, member.param)
     for (theirs, ours), param in other.items():
         if "optimizer" not in allow:
             raise StateMismatchError(

@@ -10,40 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ucp.core.box import span
 from megatron_ucp.core.manifest import BufferPart, Manifest
-from megatron_ucp.core.plan import Mean, Op, Plan, Side, Slot
+from megatron_ucp.core.plan import Mean, Op, Side, Slot
 from megatron_ucp.core.plan import Windows as Planner
 from megatron_ucp.errors import PlanError, UnsupportedError
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.transfer import Proved
 
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
-
-
-class Holder(Protocol):
-    """What holds values on this rank: a live engine."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of all ranks."""
-        ...
-
-    def parts(self) -> list[BufferPart]:
-        """What this rank holds."""
-        ...
-
-    def read(self, slot: Slot, first: int, last: int) -> torch.Tensor:
-        """Elements [first, last) of what this rank has of one parameter in a slot, as they lie:
-        flat, detached."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +51,7 @@ class Holdings:
     def dtype(self, op: Op) -> str:
         """That of the values of an operation."""
         slot = _side(op).slot
-        return dict(self.engine.manifest.buffers[slot.buffer].states)[slot.state]
+        return self.engine.manifest.buffers[slot.buffer].dtype_of(slot.state)
 
     def values(self, op: Op) -> torch.Tensor:
         """The elements of an operation, from this rank's memory."""
@@ -103,21 +86,34 @@ class MemoryWindows:
             have = self.holders.setdefault(op.target.slot, {*range(world)})
             have &= held.ranks[_held(_side(op).slot)]
 
-    def plan(self, slot: Slot, low: int, high: int) -> Plan:
+    def ops(self, window: Window) -> Sequence[Op]:
         """What makes up a window."""
-        return self._planner.plan(slot, self._states[slot], low, high)
+        state, high = self._states[window.slot], window.low + window.elems
+        return self._planner.plan(window.slot, state, window.low, high).ops
 
-    def fill(self, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        """Of memories all ranks fill windows together."""
-        raise PlanError("a window of memories is filled by all ranks together", found=slot)
+    def own(self, window: Window) -> torch.Tensor:
+        """A window that this rank has itself."""
+        ops = self.ops(window)
+        exact = self.empty(window, ops)
+        for op in ops:
+            _put(op, self.held.values(op), exact)
+        return exact
 
-    def exact(self, slot: Slot, low: int, elems: int) -> torch.Tensor:
-        """As `fill`."""
-        raise PlanError("a window of memories is filled by all ranks together", found=slot)
+    def empty(self, window: Window, ops: Sequence[Op]) -> torch.Tensor:
+        """A window of zeros, in a dtype that holds what all operations give."""
+        dtypes = {TORCH_DTYPES[self.held.dtype(op)] for op in ops} or {torch.float32}
+        return torch.zeros(window.elems, dtype=reduce(torch.promote_types, dtypes))
 
-    def window_bytes(self, slot: Slot) -> int:
-        """Those of a message."""
-        return MESSAGE_BYTES
+    def by_giver(self, window: Window, taker: int) -> Iterator[tuple[int, list[Op]]]:
+        """The operations by the rank that gives their values: the taker itself, where it can."""
+
+        def giver(op: Op) -> int:
+            have = self.held.ranks[_held(_side(op).slot)]
+            return taker if taker in have else sorted(have)[taker % len(have)]
+
+        ordered = sorted(self.ops(window), key=lambda op: (giver(op), op.target.offset))
+        for number, own in groupby(ordered, key=giver):
+            yield number, list(own)
 
 
 class Memories:
@@ -153,11 +149,7 @@ class Memories:
         for slot in one.plan.sources:
             if _held(slot) not in self._of(one.number).ranks:
                 raise PlanError("no rank holds what the plan reads", found=slot)
-
-    def windows(self, one: Proved) -> MemoryWindows:
-        """What says who has what of a part."""
         self._windows[one.number] = MemoryWindows(self._of(one.number), one, self.world)
-        return self._windows[one.number]
 
     def check(self, thorough: bool) -> None:
         """Memory has no checksums."""
@@ -180,7 +172,7 @@ class Memories:
             if self.rank in self.holders_of(window.part, window.slot):
                 with kept:
                     if kept.error is None:
-                        put(window, self._own(window))
+                        put(window, self._windows[window.part].own(window))
         for round_ in range(max(map(len, moving))):
             asked = [queue[round_] if round_ < len(queue) else None for queue in moving]
             mine, exact = asked[self.rank], self._exchange(asked, kept)
@@ -188,14 +180,6 @@ class Memories:
                 if mine is not None and exact is not None and kept.error is None:
                     put(mine, exact)
         kept.raise_kept()
-
-    def _own(self, window: Window) -> torch.Tensor:
-        """A window that this rank has itself."""
-        held, ops = self._windows[window.part].held, self._ops(window)
-        exact = _empty(held, window, ops)
-        for op in ops:
-            _put(op, held.values(op), exact)
-        return exact
 
     def _exchange(
         self, asked: Sequence[Window | None], kept: agree.KeptBack
@@ -205,10 +189,11 @@ class Memories:
         taken: list[tuple[list[Op], torch.Tensor]] = []
         wanted = [(taker, window) for taker, window in enumerate(asked) if window is not None]
         for taker, window in wanted:
-            for giver, ops in self._by_giver(window, taker):
+            part = self._windows[window.part]
+            for giver, ops in part.by_giver(window, taker):
                 if self.rank not in (giver, taker):
                     continue
-                memory = self._message(window, ops, giver == self.rank, kept)
+                memory = self._message(part.held, ops, giver == self.rank, kept)
                 if taker == self.rank:
                     taken.append((ops, memory))
                 if giver != taker:
@@ -220,10 +205,9 @@ class Memories:
         return None if mine is None else self._put_together(mine, taken, kept)
 
     def _message(
-        self, window: Window, ops: Sequence[Op], gives: bool, kept: agree.KeptBack
+        self, held: Holdings, ops: Sequence[Op], gives: bool, kept: agree.KeptBack
     ) -> torch.Tensor:
         """What this rank gives of a window, or the room for what it takes."""
-        held = self._windows[window.part].held
         if gives:
             return _packed(held, ops, kept).to(self._device)
         return torch.empty(held.bytes_of(ops), dtype=torch.uint8, device=self._device)
@@ -231,34 +215,12 @@ class Memories:
     def _put_together(
         self, window: Window, taken: list[tuple[list[Op], torch.Tensor]], kept: agree.KeptBack
     ) -> torch.Tensor:
-        held = self._windows[window.part].held
-        exact = _empty(held, window, [op for ops, _ in taken for op in ops])
+        part = self._windows[window.part]
+        exact = part.empty(window, [op for ops, _ in taken for op in ops])
         with kept:
             for ops, packed in taken:
-                _unpack(held, ops, packed.cpu(), exact)
+                _unpack(part.held, ops, packed.cpu(), exact)
         return exact
-
-    def _by_giver(self, window: Window, taker: int) -> Iterator[tuple[int, list[Op]]]:
-        """The operations by the rank that gives their values: the taker itself, where it can."""
-        held = self._windows[window.part].held
-
-        def giver(op: Op) -> int:
-            have = held.ranks[_held(_side(op).slot)]
-            return taker if taker in have else sorted(have)[taker % len(have)]
-
-        ordered = sorted(self._ops(window), key=lambda op: (giver(op), op.target.offset))
-        for number, own in groupby(ordered, key=giver):
-            yield number, list(own)
-
-    def _ops(self, window: Window) -> list[Op]:
-        plan = self._windows[window.part].plan(window.slot, window.low, window.low + window.elems)
-        return list(plan.ops)
-
-
-def _empty(held: Holdings, window: Window, ops: Sequence[Op]) -> torch.Tensor:
-    """A window of zeros, in a dtype that holds what all operations give."""
-    dtypes = {TORCH_DTYPES[held.dtype(op)] for op in ops} or {torch.float32}
-    return torch.zeros(window.elems, dtype=reduce(torch.promote_types, dtypes))
 
 
 def _packed(held: Holdings, ops: Sequence[Op], kept: agree.KeptBack) -> torch.Tensor:

@@ -10,6 +10,7 @@ from megatron_ucp.formats.base import Told
 from megatron_ucp.formats.pointers import Named, newest_named, saved_at
 from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.formats.tags import has_state_files, is_unfinished, require_folder, state_files
+from megatron_ucp.reshard.findings import in_short
 
 
 @dataclass(frozen=True)
@@ -47,33 +48,23 @@ def newest_whole(
         'global_step80'
     """
     path = require_folder(path)
-    passed: list[str] = []
-    newest = newest_named(path) or Named("", "")
-    pointer, named = newest.pointer, newest.tag
+    named = newest_named(path) or Named("", "")
+    passed = [named.note] if named.note else []
     tags = {p.name: time_of_save(p) for p in path.iterdir() if p.is_dir() and has_state_files(p)}
-    if newest.note:
-        passed.append(newest.note)
-    if named and named not in tags:
-        passed.append(f"{named}: `{pointer}` names it, and it is not there")
-    for tag in sorted(tags, key=lambda tag: (tag == named, tags[tag], tag), reverse=True):
+    if named.tag and named.tag not in tags:
+        passed.append(f"{named.tag}: `{named.pointer}` names it, and it is not there")
+    for tag in sorted(tags, key=lambda tag: (tag == named.tag, tags[tag], tag), reverse=True):
         try:
             check_whole(path / tag, specs(path / tag), names)
         except UcpError as error:
-            passed.append(
-                f"{tag}: {error.problem}" + (f" ({Path(error.file).name})" if error.file else "")
-            )
+            passed.append(f"{tag}: {in_short(error)}")
             continue
         newer = [
-            f"{other}: newer, but `{pointer}` names {tag}"
+            f"{other}: newer, but `{named.pointer}` names {tag}"
             for other in tags
-            if tag == named and tags[other] > tags[tag]
+            if tag == named.tag and tags[other] > tags[tag]
         ]
-        unfinished = [
-            f"{p.name}: a save that was not finished"
-            for p in path.iterdir()
-            if is_unfinished(p.name)
-        ]
-        return Newest(path / tag, (*passed, *sorted(newer), *sorted(unfinished)))
+        return Newest(path / tag, (*passed, *sorted(newer), *unfinished(path)))
     raise NotFoundError(
         "no tag in this folder is whole",
         file=path,
@@ -82,6 +73,12 @@ def newest_whole(
         fix="restore the files of one of them",
         id="missing-file",
     )
+
+
+def unfinished(path: Path) -> list[str]:
+    """A note for each save in a folder that was not finished."""
+    names = sorted(one.name for one in path.iterdir() if is_unfinished(one.name))
+    return [f"{name}: a save that was not finished" for name in names]
 
 
 def check_whole(

@@ -1,7 +1,6 @@
 """One parameter for itself, whole and once, whatever the mesh that holds it: what checkpoints are
 compared in."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,8 @@ from megatron_ucp.core.plan import Slot, make_plan
 from megatron_ucp.core.proof import prove
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
-from megatron_ucp.reshard.execute import TORCH_DTYPES, check_runs, execute
+from megatron_ucp.reshard.execute import TORCH_DTYPES, execute
+from megatron_ucp.reshard.summed_runs import check_runs
 
 
 def one_parameter(
@@ -30,7 +30,7 @@ def one_parameter(
     if isinstance(spec.layout, Partial) and not averaged:
         axis, layout = spec.layout.axis, spec.layout
         mesh, axes = replace(mesh, **{axis: source.mesh.size(axis)}), (axis,)
-    buffer = alone(name, math.prod(spec.shape), tuple(states.items()), axes=axes)
+    buffer = alone(name, spec.elems, tuple(states.items()), axes=axes)
     return Manifest(Keeper.PAPER, mesh, (replace(spec, layout=layout, order=None),), (buffer,))
 
 

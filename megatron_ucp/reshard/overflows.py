@@ -85,6 +85,11 @@ def is_looked_at(
     return not as_trained or state != MASTER or source.by_name[param].dtype != want
 
 
+def param_of(op: Op, target: Manifest) -> str:
+    """The parameter of which an operation fills some elements."""
+    return target.member(op.target.slot.buffer, op.member).param
+
+
 def may_overflow(source: Manifest, target: Manifest) -> bool:
     """Whether a load may make infinite weights of a checkpoint's finite ones: it was trained in
     another dtype. The same on every rank."""
@@ -108,7 +113,7 @@ def _in_casts(engine: Engine, source: Readable, plan: Plan) -> dict[tuple[str, s
         if not isinstance(op, Cast) or op.lossless:
             continue
         values = _memory_of(engine, op)
-        name = engine.manifest.member(op.target.slot.buffer, op.member).param
+        name = param_of(op, engine.manifest)
         key = name, dtype_name(values.dtype)
         if not is_looked_at(source.manifest, name, op.source.slot.state, key[1]):
             continue
@@ -140,7 +145,7 @@ def _in_masters(engine: Engine, plan: Plan) -> dict[tuple[str, str], int]:
     out: dict[tuple[str, str], int] = {}
     specs = engine.manifest.by_name
     for op in plan.ops:
-        name = engine.manifest.member(op.target.slot.buffer, op.member).param
+        name = param_of(op, engine.manifest)
         if op.target.slot.state != MASTER or specs[name].dtype != _NARROW:
             continue
         values = _memory_of(engine, op)

@@ -74,7 +74,7 @@ def set_buffers(engine: Engine, own: Mapping[str, Any]) -> None:
     """Gives the engine what this rank had otherwise than the first one."""
     for number, cut, part in engine.parts():
         buffer = engine.manifest.buffers[number]
-        name = buffer.members[0].param if buffer.members else ""
+        name = buffer.first_param
         if name in own and not buffer.stepped:
             whole = tensor_of(own[name])
             order = engine.manifest.by_name[name].order

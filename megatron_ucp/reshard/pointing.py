@@ -53,12 +53,8 @@ def point_at(folder: Path, to: Writable, latest: bool, iteration: int) -> str:
             f"no pointer was written: Megatron-LM looks for folders such as "
             f"{iteration_name(iteration)}; rename {name} for it"
         )
-    there = [one for one in to.pointers if (parent / one).is_file()]
-    if not latest and there:
-        names = (parent / there[0]).read_text(errors="replace").strip()[:80]
-        return f"`{there[0]}` still names {names}: {by_path}"
-    if not latest and not _is_run(parent, name, to):
-        return f"no `{own}` was written: {by_path}"
+    if not latest and (kept := _left_alone(parent, name, to)):
+        return f"{kept}: {by_path}"
     is_alone = to.pointers == (own,)
     moving, notes = ({own: name}, []) if is_alone else pointers_to(parent, name, own)
     try:
@@ -68,6 +64,16 @@ def point_at(folder: Path, to: Writable, latest: bool, iteration: int) -> str:
         return f"`{own}` could not be written ({type(error).__name__}): {by_path}"
     named = " and ".join(f"`{pointer}`" for pointer in moving)
     return "; ".join([f"{named} in {parent} now names {name}", *notes])
+
+
+def _left_alone(parent: Path, name: str, to: Writable) -> str:
+    """Why no pointer of a folder is written that nobody asked for; "" where it is a run of that
+    format without one."""
+    there = [one for one in to.pointers if (parent / one).is_file()]
+    if there:
+        names = (parent / there[0]).read_text(errors="replace").strip()[:80]
+        return f"`{there[0]}` still names {names}"
+    return "" if _is_run(parent, name, to) else f"no `{to.pointer}` was written"
 
 
 def _is_run(parent: Path, name: str, to: Writable) -> bool:

@@ -4,7 +4,7 @@ to exist."""
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_ucp.core.flat import FlatBuffer, States, alone
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.manifest import Manifest, ParamGroup
 from megatron_ucp.core.mesh import Coord, Mesh
-from megatron_ucp.core.plan import Mean, Op, Side, Slot, Windows
+from megatron_ucp.core.plan import Op, Side, Slot, Windows
 from megatron_ucp.core.proof import prove
 from megatron_ucp.core.states import MASTER
 from megatron_ucp.errors import UsageError
@@ -149,7 +149,7 @@ def paper_manifest(family: Family, sizes: Sizes) -> Manifest:
     model = Model(family, sizes)
     params = tuple(declared.spec(name, "bfloat16") for name, declared in model.table.items())
     buffers = [
-        alone(spec.name, math.prod(spec.shape), _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
+        alone(spec.name, spec.elems, _ADAM, int(len(spec.shape) <= 1), {"step": 1.0})
         for spec in sorted(params, key=lambda spec: len(spec.shape) <= 1)
     ]
     groups = (ParamGroup({"weight_decay": 0.1}), ParamGroup({"weight_decay": 0.0}))
@@ -172,7 +172,7 @@ def of_manifests(
         if progress is not None:
             progress(rank + 1, target.mesh.world)
     stored = sum(
-        math.prod(source.by_name[name].shape) * ITEMSIZE[dtype]
+        source.by_name[name].elems * ITEMSIZE[dtype]
         for name in source.holders
         for dtype in source.states_of(name).values()
     )
@@ -214,7 +214,7 @@ class _Reads:
 
     def _count(self, op: Op, states: States, files: Counter[str]) -> None:
         """Adds what an operation reads, for all of some states of a buffer."""
-        for side in _sources(op):
+        for side in op.sources:
             if side.slot not in self._read_of:
                 held = dict(self.source.buffers[side.slot.buffer].states)
                 self._read_of[side.slot] = [
@@ -223,10 +223,6 @@ class _Reads:
                 ]
             for file, itemsize in self._read_of[side.slot]:
                 files[file] += read_size(op, side, itemsize)
-
-
-def _sources(op: Op) -> tuple[Side, ...]:
-    return op.sources if isinstance(op, Mean) else (op.source,)
 
 
 def read_size(op: Op, side: Side, itemsize: int) -> int:
@@ -298,15 +294,8 @@ def _numbers(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-# What `paper_sizes` finds by itself where it is not said.
-_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
-
-
-def paper_sizes(family: str, text: str) -> Sizes:
-    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
-    Raises UsageError."""
-    found = find_family(family)
-    known = found.sizes.__dataclass_fields__
+def _numbers_in(text: str, known: Collection[str]) -> dict[str, int]:
+    """The sizes that a text says. Raises UsageError for one that is not `known`."""
     given: dict[str, int] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         name, _, value = item.partition("=")
@@ -318,6 +307,19 @@ def paper_sizes(family: str, text: str) -> Sizes:
                 fix="write --sizes as name=number, with these names",
             )
         given[name] = int(value)
+    return given
+
+
+# What `paper_sizes` finds by itself where it is not said.
+_FOLLOW = ("groups", "head_dim", "ffn", "true_vocab")
+
+
+def paper_sizes(family: str, text: str) -> Sizes:
+    """From `layers=32,hidden=4096,heads=32`; the rest is the family's, or follows where it can.
+    Raises UsageError."""
+    found = find_family(family)
+    known = found.sizes.__dataclass_fields__
+    given = _numbers_in(text, known)
     needed = [
         name
         for name, one in known.items()

@@ -17,12 +17,12 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.execute import bytes_of
 from megatron_ucp.reshard.folder_sink import (
     FolderOutput,
-    FolderSink,
+    OutputFolder,
     begin_sync,
     write_around,
 )
 from megatron_ucp.reshard.memories import MESSAGE_BYTES, Memories, Window, evenly
-from megatron_ucp.reshard.transfer import Proved, Readers, Source, TransferRun
+from megatron_ucp.reshard.transfer import Proved, Rounding, TransferRun
 
 _BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
 
@@ -35,7 +35,7 @@ class _Place:
     piece: FilePiece
 
 
-class RanksFolderSink(FolderSink):
+class RanksFolderSink(OutputFolder):
     """Rank 0 makes the folder and names it. A file without an owner is written by all, each piece
     by the rank that can best. `sync` brings files to disk."""
 
@@ -67,16 +67,14 @@ class RanksFolderSink(FolderSink):
         self._files.clear()
         super().__exit__()
 
-    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
+    def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
         """Every rank writes what it has itself; what others have comes in rounds."""
-        if not isinstance(source, Memories):
-            raise TypeError(f"ranks write what is in memory, not {type(source).__name__}")
-        readers, queues = Readers(source, parts), self._queues(source)
+        rounding, queues = Rounding(source, parts), self._queues(source)
         run.total = sum(one.elems * ITEMSIZE[one.goal.piece.dtype] for one in queues[self.rank])
 
         def put(window: Window, exact: torch.Tensor) -> None:
             place: _Place = window.goal
-            memory = readers.rounded(window.part, window.slot, window.low, exact)
+            memory = rounding.rounded(window.part, window.slot, window.low, exact)
             self._write(place, window.low, memory)
             run.count(memory.nbytes)
 
@@ -87,7 +85,7 @@ class RanksFolderSink(FolderSink):
                     empty = {piece.place: 0 for piece in file.pieces if not piece.elems}
                     crcs = {**empty, **self._crcs.get(file.name, {})}
                     write_around(self._file(file.name), file, crcs)
-        self._lost = readers.overflows.found
+        self._lost = rounding.overflows.found
 
     def finish(self) -> None:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ucp import say
 from megatron_ucp.core.flat import FlatBuffer, Scalars
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import RUN, Manifest
+from megatron_ucp.core.manifest import RUN, Manifest, ParamGroup
 from megatron_ucp.core.plan import Slot, Want
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.errors import (
@@ -187,17 +187,16 @@ def _states_of(buffer: FlatBuffer, bare: Manifest, source: Manifest, file: str) 
     def names_of(param: str) -> Mapping[str, bool]:
         return dict.fromkeys(source_states(source, param), True)
 
-    found = one_value(buffer.members, names_of, "states", file)
-    scalars = one_value(buffer.members, source.scalars_of, "steps", file)
-    first = buffer.members[0]
-    group = bare.groups[first.group] if first.group is not None else None
-    keeps = kept_by(group.optimizer if group else "", group.settings if group else {})
+    params = [member.param for member in buffer.members]
+    found = one_value(params, names_of, "states", file)
+    scalars = one_value(params, source.scalars_of, "steps", file)
+    group = ParamGroup({}) if buffer.group is None else bare.groups[buffer.group]
+    keeps = kept_by(group.optimizer, group.settings)
     if found or scalars:
-        require_equal(keeps.element, found, first.param, file)
-        require_equal(keeps.scalar, scalars, first.param, file)
+        require_equal(keeps.element, found, params[0], file)
+        require_equal(keeps.scalar, scalars, params[0], file)
     elif keeps.element or keeps.scalar:  # from before the first step, or never saved
-        settings = source.group_of(first.param)
-        check_not_lost(source, settings, group.optimizer if group else "", file)
+        check_not_lost(source, source.group_of(params[0]), group.optimizer, file)
     return tuple(found)
 
 
@@ -216,7 +215,8 @@ def _wants(engine: Engine, target: Manifest, fit: Fit) -> list[Want]:
     """Every slot of this rank, and the source state that fills it."""
     wants: list[Want] = []
     for number, cut, part in engine.parts():
-        buffer, first = target.buffers[number], _first_of(target, number)
+        buffer = target.buffers[number]
+        first = buffer.first_param
         if first in fit.new or (not buffer.stepped and first in fit.skipped):
             continue
         trained = first in target.by_name and target.by_name[first].kind == "trainable"
@@ -241,11 +241,6 @@ def _groups(
     return groups, notes + left
 
 
-def _first_of(target: Manifest, buffer: int) -> str:
-    members = target.buffers[buffer].members
-    return members[0].param if members else ""
-
-
 def _parts(
     engine: Engine, target: Manifest, fit: Fit, allow: frozenset[str]
 ) -> tuple[SinkPart, ...]:
@@ -253,7 +248,7 @@ def _parts(
     did, and so are the weights of an engine without an optimizer; nothing else without `allow`."""
     allow = allow if engine.has_optimizer else allow | {"narrow"}
     wants = _wants(engine, target, fit)
-    frozen = [want for want in wants if _first_of(target, want[0].buffer) in fit.frozen]
+    frozen = [want for want in wants if target.buffers[want[0].buffer].first_param in fit.frozen]
     others = [want for want in wants if want not in frozen]
     parts = [SinkPart(target, tuple(others), allow, as_trained=True)]
     if frozen:
@@ -275,10 +270,9 @@ def _origins(bare: Manifest, source: Manifest) -> list[int | None]:
     """For each group of the engine the group of the checkpoint that its parameters come from, the
     first one that comes from any."""
     found: dict[int, int | None] = {}
-    for buffer in bare.buffers:
-        for member in buffer.members:
-            if member.group is not None and found.get(member.group) is None:
-                found[member.group] = source.group_number(member.param)
+    for _, member, group in bare.stepped():
+        if found.get(group) is None:
+            found[group] = source.group_number(member.param)
     return [found.get(number) for number in range(len(bare.groups))]
 
 

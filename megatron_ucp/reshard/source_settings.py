@@ -161,9 +161,8 @@ class Origin:
     def _scheduler(self, manifest: Manifest, stage: int) -> Any:
         """The scheduler's state for one stage of the target."""
         firsts: dict[int, str] = {}
-        for buffer in manifest.buffers:
-            for member in buffer.members if buffer.stage == stage else ():
-                if member.group is not None:
-                    firsts.setdefault(member.group, member.param)
+        for buffer, member, group in manifest.stepped():
+            if buffer.stage == stage:
+                firsts.setdefault(group, member.param)
         origins = [self.manifest.group_number(name) for _, name in sorted(firsts.items())]
         return scheduler_for(self.extras.scheduler, origins, len(self.manifest.groups))

@@ -173,27 +173,24 @@ def _stage(
 ) -> Stage:
     """What one place of the target holds. `local` are the elements of each parameter that a rank
     has."""
-    target, dtype, params = wanted.target, wanted.dtype, wanted.params
-    keeper, spread = target.keeper(dtype), Spread.on(target.mesh)
+    keeper, params = wanted.target.keeper(wanted.dtype), wanted.params
     here = [replace(one, names=tuple(n for n in one.names if n in held)) for one in groups]
     here = [one for one in here if one.names]
     buffers: list[FlatBuffer] = []
     for number, one in enumerate(here):
-        _check_stacks(one.names, params, target.mesh, wanted.file)
+        _check_stacks(one.names, params, wanted.target.mesh, wanted.file)
         on_rank = _on_rank(wanted, number, one, local, keeper)
-        buffers += target.buffers(on_rank, keeper, dtype)
+        buffers += wanted.target.buffers(on_rank, keeper, wanted.dtype)
     for buffer in buffers:  # files keep one set of them for each buffer
-        one_value(buffer.members, wanted.source.scalars_of, "steps", wanted.file)
-    frozen_parts = target.mesh.partitions if keeper == Keeper.ZERO_3 else None
-    values = [
-        _value(
-            spec, local[name], frozen_parts if spec.kind == "frozen" else None, spread.axes(name)
-        )
-        for name, spec in params.items()
-        if spec.kind != "trainable" and name in held
-    ]
+        stepped = [member.param for member in buffer.members]
+        one_value(stepped, wanted.source.scalars_of, "steps", wanted.file)
     specs = tuple(spec for name, spec in params.items() if name in held)
-    return Stage(specs, tuple(buffers), tuple(one.group for one in here), tuple(values), at)
+    values = tuple(
+        _value(wanted.target.mesh, keeper, spec, local[spec.name])
+        for spec in specs
+        if spec.kind != "trainable"
+    )
+    return Stage(specs, tuple(buffers), tuple(one.group for one in here), values, at)
 
 
 def _check_stacks(
@@ -228,13 +225,11 @@ def universal_manifest(wanted: Wanted) -> Manifest:
     for number, one in enumerate(groups):
         states = _states(wanted, one, Keeper.UNIVERSAL)
         for name in one.names:
-            size = math.prod(specs[name].shape)
             scalars = source.scalars_of(name)
-            buffers.append(alone(name, size, states, number, scalars, axes=()))
+            buffers.append(alone(name, specs[name].elems, states, number, scalars, axes=()))
     for spec in specs.values():
         if spec.kind != "trainable":
-            size = math.prod(spec.shape)
-            buffers.append(alone(spec.name, size, ((VALUE, spec.dtype),), axes=()))
+            buffers.append(alone(spec.name, spec.elems, ((VALUE, spec.dtype),), axes=()))
     return Manifest(
         Keeper.UNIVERSAL,
         Mesh(),
@@ -252,8 +247,7 @@ def _states(wanted: Wanted, group: NamedGroup, keeper: Keeper) -> States:
     is another one. At stage 0 in float32 the weights are the masters, whatever the source's are."""
     source, file, first = wanted.source, wanted.file, group.names[0]
     masters = {source.states_of(name).get(MASTER) for name in group.names}
-    members = [Member(name, 0, 0) for name in group.names]
-    found = one_value(members, lambda name: source_states(source, name), "states", file)
+    found = one_value(group.names, lambda name: source_states(source, name), "states", file)
     if len(masters) > 1 or None in masters:
         raise StateMismatchError(
             "the checkpoint holds no master weights of one kind",
@@ -290,12 +284,12 @@ def _on_rank(
     )
 
 
-def _value(spec: ParamSpec, elems: int, parts: int | None, axes: tuple[str, ...]) -> FlatBuffer:
-    """A frozen parameter or buffer; `parts` are ZeRO-3's partitions of it, None where it is
-    whole; `axes` cut it."""
+def _value(mesh: Mesh, keeper: Keeper, spec: ParamSpec, elems: int) -> FlatBuffer:
+    """A buffer, or a frozen parameter, which ZeRO-3 partitions."""
     states = ((VALUE, spec.dtype),)
-    if parts is None:
-        return alone(spec.name, elems, states, axes=axes)
+    if keeper != Keeper.ZERO_3 or spec.kind != "frozen":
+        return alone(spec.name, elems, states, axes=Spread.on(mesh).axes(spec.name))
+    parts = mesh.partitions
     return FlatBuffer((Member(spec.name, 0, elems),), -(-elems // parts), parts, "each", states)
 
 
@@ -323,8 +317,7 @@ def _listed_groups(wanted: Wanted) -> list[NamedGroup]:
         )
     out: list[NamedGroup] = []
     for names in wished:
-        members = [Member(name, 0, 0) for name in names]
-        one_value(members, source.group_of, "hyper-parameters", file)
+        one_value(names, source.group_of, "hyper-parameters", file)
         number = source.group_number(names[0]) if names else None
         group = source.groups[number] if number is not None else ParamGroup({})
         out.append(NamedGroup(group, tuple(names)))
@@ -338,19 +331,7 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
     source, file = wanted.source, wanted.file
     by_stage = _groups_by_stage(source)
     if not by_stage:
-        raise StateMismatchError(
-            "the checkpoint holds no optimizer",
-            file=file,
-            expected="parameter groups",
-            found="weights alone"
-            if source.keeper == Keeper.WEIGHTS
-            else "none; or states by position, as stage 0 keeps them",
-            fix="an engine loads this folder as it is; import-hf writes native files of it"
-            if source.keeper == Keeper.WEIGHTS
-            else "convert a checkpoint that was saved with its optimizer; files of stage 0 without "
-            "a manifest: load them into an engine, which knows the order of its groups, and save",
-            id="no-optimizer",
-        )
+        raise _no_optimizer(source, file)
     alike = len({len(groups) for groups in by_stage.values()}) == 1
     out: dict[Any, tuple[ParamGroup, dict[str, None]]] = {}
     for _, groups in sorted(by_stage.items()):
@@ -361,21 +342,36 @@ def _source_groups(wanted: Wanted) -> list[NamedGroup]:
             if wanted.permuted:
                 names = _unpermuted(names, source.mesh.partitions)
             out.setdefault(key, (group, {}))[1].update(dict.fromkeys(names))
-    found = [NamedGroup(group, tuple(names)) for group, names in out.values()]
-    for one in found:
-        members = [Member(name, 0, 0) for name in one.names]
-        one_value(members, source.group_of, "hyper-parameters", file)
-    return found
+    for _, names in out.values():
+        one_value(names, source.group_of, "hyper-parameters", file)
+    return [NamedGroup(group, tuple(names)) for group, names in out.values()]
+
+
+def _no_optimizer(source: Manifest, file: str) -> StateMismatchError:
+    found = "none; or states by position, as stage 0 keeps them"
+    fix = (
+        "convert a checkpoint that was saved with its optimizer; files of stage 0 without "
+        "a manifest: load them into an engine, which knows the order of its groups, and save"
+    )
+    if source.keeper == Keeper.WEIGHTS:
+        found = "weights alone"
+        fix = "an engine loads this folder as it is; import-hf writes native files of it"
+    return StateMismatchError(
+        "the checkpoint holds no optimizer",
+        file=file,
+        expected="parameter groups",
+        found=found,
+        fix=fix,
+        id="no-optimizer",
+    )
 
 
 def _groups_by_stage(source: Manifest) -> dict[int, dict[int, list[str]]]:
     """Names by stage and by number of the group, in the order of the buffers."""
     out: dict[int, dict[int, dict[str, None]]] = {}
-    for buffer in source.buffers:
-        for member in buffer.members:
-            if member.group is not None:
-                groups = out.setdefault(buffer.stage, {})
-                groups.setdefault(member.group, {})[member.param] = None
+    for buffer, member, group in source.stepped():
+        groups = out.setdefault(buffer.stage, {})
+        groups.setdefault(group, {})[member.param] = None
     return {
         stage: {number: list(names) for number, names in groups.items()}
         for stage, groups in out.items()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -90,17 +90,24 @@ class Source(Protocol):
         """Looks every slot up that a plan reads. Raises a UcpError before a byte moves."""
         ...
 
-    def windows(self, one: Proved) -> WindowReader:
-        """What reads a part."""
-        ...
-
     def check(self, thorough: bool) -> None:
         """Compares what was read with its checksums; `thorough`: what nobody needed of a record is
         read for that. Raises DamagedFileError."""
         ...
 
 
-class Sink(AbstractContextManager[Any], Protocol):
+class WindowSource(Source, Protocol):
+    """A source of which every window can be read at any time, and from several threads."""
+
+    def windows(self, one: Proved) -> WindowReader:
+        """What reads a part."""
+        ...
+
+
+Given = TypeVar("Given", bound=Source, contravariant=True)
+
+
+class Sink(AbstractContextManager[Any], Protocol[Given]):
     """Where values go. Entering it is the first write; leaving it before `publish` leaves nothing
     behind that counts. `verb` says what for, in messages: to train, to export. `thorough`: every
     record that was read is compared with its checksum, whatever has to be read for that."""
@@ -109,9 +116,9 @@ class Sink(AbstractContextManager[Any], Protocol):
     verb: str
     thorough: bool
 
-    def move(self, source: Source, parts: Sequence[Proved], run: "TransferRun") -> None:
-        """Moves everything: each kind of sink has the inner loop that fits it. `parts` are its own,
-        proved."""
+    def move(self, source: Given, parts: Sequence[Proved], run: "TransferRun") -> None:
+        """Moves everything: each kind of sink has the inner loop that fits it, and takes the
+        sources that it fits. `parts` are its own, proved."""
         ...
 
     def lost(self) -> Lost:
@@ -150,33 +157,25 @@ class TransferRun:
                 self.progress(self.done, self.total)
 
 
-class Readers:
-    """What reads each part of a sink, and looks at every value that it rounds."""
+class Rounding:
+    """Looks at every value of the parts of a sink that is rounded."""
 
     def __init__(self, source: Source, proved: Sequence[Proved]) -> None:
         self.overflows = Overflows()
         self._parts = [one.part for one in proved]
-        self._of = [source.windows(one) for one in proved]
         self._looked_at = [_looked_at(source, one) for one in proved]
-
-    def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
-        """Elements from `low` of a slot of a part into memory of its dtype."""
-        self._of[part].fill(slot, low, memory)
-        if slot in self._looked_at[part] and not is_finite(memory):
-            exact = self._of[part].exact(slot, low, len(memory))
-            self._look(part, slot, low, exact, memory)
 
     def rounded(self, part: int, slot: Slot, low: int, exact: torch.Tensor) -> torch.Tensor:
         """Elements from `low` of a slot, which are there as the source has them, in its dtype."""
         buffer = self._parts[part].target.buffers[slot.buffer]
-        memory = exact.to(TORCH_DTYPES[dict(buffer.states)[slot.state]])
-        if slot in self._looked_at[part] and not is_finite(memory):
+        memory = exact.to(TORCH_DTYPES[buffer.dtype_of(slot.state)])
+        if self._is_lossy(part, slot, memory):
             self._look(part, slot, low, exact, memory)
         return memory
 
-    def window_bytes(self, part: int, slot: Slot) -> int:
-        """How large the windows of a slot are best."""
-        return self._of[part].window_bytes(slot)
+    def _is_lossy(self, part: int, slot: Slot, memory: torch.Tensor) -> bool:
+        """Whether what was rounded may have lost a finite value."""
+        return slot in self._looked_at[part] and not is_finite(memory)
 
     def _look(
         self, part: int, slot: Slot, low: int, exact: torch.Tensor, memory: torch.Tensor
@@ -191,6 +190,25 @@ class Readers:
                 self.overflows.compare(name, exact[own], memory[own])
 
 
+class Readers(Rounding):
+    """What reads each part of a sink, window by window, and looks at every value that it rounds."""
+
+    def __init__(self, source: WindowSource, proved: Sequence[Proved]) -> None:
+        super().__init__(source, proved)
+        self._of = [source.windows(one) for one in proved]
+
+    def fill(self, part: int, slot: Slot, low: int, memory: torch.Tensor) -> None:
+        """Elements from `low` of a slot of a part into memory of its dtype."""
+        self._of[part].fill(slot, low, memory)
+        if self._is_lossy(part, slot, memory):
+            exact = self._of[part].exact(slot, low, len(memory))
+            self._look(part, slot, low, exact, memory)
+
+    def window_bytes(self, part: int, slot: Slot) -> int:
+        """How large the windows of a slot are best."""
+        return self._of[part].window_bytes(slot)
+
+
 def _looked_at(source: Source, one: Proved) -> frozenset[Slot]:
     """The slots whose values may be lost in a narrower dtype."""
     part, held = one.part, source.manifest_of(one.number)
@@ -199,7 +217,7 @@ def _looked_at(source: Source, one: Proved) -> frozenset[Slot]:
     out: set[Slot] = set()
     for slot, state in part.wants:
         buffer = part.target.buffers[slot.buffer]
-        dtype = dict(buffer.states)[slot.state]
+        dtype = buffer.dtype_of(slot.state)
         params = {member.param for member in buffer.members}
         if any(is_looked_at(held, name, state, dtype, part.as_trained) for name in params):
             out.add(slot)
@@ -219,8 +237,8 @@ def proved(
 
 
 def transfer(
-    source: Source,
-    sink: Sink,
+    source: Given,
+    sink: Sink[Given],
     allow: frozenset[str] = frozenset(),
     *,
     run: TransferRun | None = None,

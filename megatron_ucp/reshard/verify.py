@@ -1,10 +1,11 @@
 """Whether a checkpoint is whole: every file, exact cover, and with `deep` every byte, every copy,
 every number."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
@@ -40,6 +41,7 @@ from megatron_ucp.reshard.one_parameter import (
     slots_of,
 )
 
+_T = TypeVar("_T")
 _BLOCK_BYTES = 2 * 2**20  # fits a core's cache
 _PIECE_BYTES = (
     64 * 2**20
@@ -153,22 +155,23 @@ def _look(
     were read."""
     names = checkpoint.file_names
     for name in names:
-        _note(findings, lambda name=name: checkpoint.check(name))
-    _note(findings, checkpoint.check_beside)
+        _noted(findings, lambda name=name: checkpoint.check(name))
+    _noted(findings, checkpoint.check_beside)
     bare = [name for name in names if not checkpoint.file(name).has_checksums]
     notes = [*checkpoint.notes, *(f"{name} has no checksums" for name in bare)]
     if not deep:
-        _note(findings, lambda: _check_cover(checkpoint.manifest))
+        _noted(findings, lambda: _check_cover(checkpoint.manifest))
         return notes, 0
     read_bytes, more = _check_records(checkpoint, names, allow_nan, findings, progress)
     findings += _copies(checkpoint)
-    _note(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
+    _noted(findings, lambda: findings.extend(_copies_of_partitions(checkpoint)))
     return notes + more, read_bytes
 
 
-def _note(findings: list[Finding], check: Callable[[], object]) -> None:
+def _noted(findings: list[Finding], check: Callable[[], _T]) -> _T | None:
+    """What a check returns. What it raises is a finding."""
     try:
-        check()
+        return check()
     except UsageError:
         raise
     except UcpError as error:
@@ -199,33 +202,64 @@ def _check_records(
 ) -> tuple[int, list[str]]:
     """Compares every record of every file with its CRC-32, on all cores, and looks at the cover
     meanwhile; returns the bytes that were read, and a note about NaN."""
-    records = _all_records(checkpoint, names)
-    total, done = sum(record.size_bytes for _, record, _ in records), 0
-    unused = {} if allow_nan else _unused(checkpoint, findings)
-
-    def scan(place: tuple[int, int]) -> tuple[int, bool]:
-        file, record, dtype = records[place[0]]
-        not_owned = unused.get((file.path, record.name), [])
-        return _scan(file, record, place[1], "" if allow_nan else _floating(dtype), not_owned)
-
-    pieces, sums, nans = list(_pieces(records)), [0] * len(records), set[int]()
-    sizes = [min(_PIECE_BYTES, records[number][1].size_bytes - low) for number, low in pieces]
+    scanned = [
+        _Scanned(checkpoint.file(name), record, "" if allow_nan else _floating(dtype))
+        for name in names
+        for record, dtype in checkpoint.records(name)
+    ]
+    unused = {} if allow_nan else _noted(findings, lambda: _padding(checkpoint)) or {}
+    pieces = [piece for one in scanned for piece in one.pieces(unused)]
+    total, done = sum(piece.size for piece in pieces), 0
     with pool() as threads:
-        scans = threads.map(scan, pieces)
-        _note(findings, lambda: _check_cover(checkpoint.manifest))
-        for (number, _), size, (crc, nan) in zip(pieces, sizes, scans, strict=True):
-            sums[number], done = crc32_combine(sums[number], crc, size), done + size
-            if nan:
-                nans.add(number)
+        scans = threads.map(_scan, pieces)
+        _noted(findings, lambda: _check_cover(checkpoint.manifest))
+        for piece, (crc, has_nan) in zip(pieces, scans, strict=True):
+            piece.of.add(crc, piece.size, has_nan)
+            done += piece.size
             if progress is not None:
                 progress(done, total)
-    findings += _wrong_records(records, sums)
-    return total, _nan_note([records[number] for number in sorted(nans)])
+    findings += _wrong_records(scanned)
+    return total, _nan_note(scanned)
 
 
-def _nan_note(records: list[tuple[ByteFile, Record, str]]) -> list[str]:
+@dataclass
+class _Scanned:
+    """A record, and what was found of it so far: the CRC-32, and whether NaN is in it. None is
+    looked for without a `dtype`."""
+
+    file: ByteFile
+    record: Record
+    dtype: str
+    crc: int = 0
+    has_nan: bool = False
+
+    def pieces(self, unused: Mapping[tuple[str, str], list[tuple[int, int]]]) -> Iterator["_Piece"]:
+        """What the threads take of it, in order."""
+        not_owned = unused.get((self.file.path, self.record.name), [])
+        for low in range(0, self.record.size_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, self.record.size_bytes - low)
+            yield _Piece(self, low, size, not_owned)
+
+    def add(self, crc: int, size: int, has_nan: bool) -> None:
+        """Says what is found in the next piece."""
+        self.crc = crc32_combine(self.crc, crc, size)
+        self.has_nan |= has_nan
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes [low, low + size) of a record. `unused` are those of all of it that no parameter
+    owns."""
+
+    of: _Scanned
+    low: int
+    size: int
+    unused: list[tuple[int, int]]
+
+
+def _nan_note(scanned: list[_Scanned]) -> list[str]:
     """A run that diverged is no damage: the files hold what it had."""
-    places = [f"{Path(file.path).name}: {record.name}" for file, record, _ in records]
+    places = [f"{Path(one.file.path).name}: {one.record.name}" for one in scanned if one.has_nan]
     return [f"NaN, as a run has that diverged, in {some_of(places)}"] if places else []
 
 
@@ -234,36 +268,10 @@ def _floating(dtype: str) -> str:
     return dtype if dtype in TORCH_DTYPES and TORCH_DTYPES[dtype].is_floating_point else ""
 
 
-def _all_records(checkpoint: Checkpoint, names: list[str]) -> list[tuple[ByteFile, Record, str]]:
-    return [
-        (checkpoint.file(name), record, dtype)
-        for name in names
-        for record, dtype in checkpoint.records(name)
-    ]
-
-
-def _pieces(records: list[tuple[ByteFile, Record, str]]) -> Iterator[tuple[int, int]]:
-    """(number of the record, first byte) of what the threads take."""
-    for number, (_, record, _) in enumerate(records):
-        for low in range(0, record.size_bytes, _PIECE_BYTES):
-            yield number, low
-
-
-def _wrong_records(
-    records: list[tuple[ByteFile, Record, str]], sums: list[int]
-) -> Iterator[Finding]:
-    for number, (file, record, _) in enumerate(records):
-        if file.has_checksums and sums[number] != record.crc32:
-            yield Finding("a record has a wrong checksum", file.path, record.name)
-
-
-def _unused(
-    checkpoint: Checkpoint, findings: list[Finding]
-) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """As `_padding`; what it raises is a finding."""
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    _note(findings, lambda: found.update(_padding(checkpoint)))
-    return found
+def _wrong_records(scanned: list[_Scanned]) -> Iterator[Finding]:
+    for one in scanned:
+        if one.file.has_checksums and one.crc != one.record.crc32:
+            yield Finding("a record has a wrong checksum", one.file.path, one.record.name)
 
 
 def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, int]]]:
@@ -286,22 +294,19 @@ def _padding(checkpoint: Checkpoint) -> dict[tuple[str, str], list[tuple[int, in
     return out
 
 
-def _scan(
-    file: ByteFile, record: Record, low: int, dtype: str, unused: list[tuple[int, int]]
-) -> tuple[int, bool]:
-    """CRC-32 of a piece of a record that begins at byte `low`, and whether it holds NaN (never with
-    dtype "")."""
-    size = min(_PIECE_BYTES, record.size_bytes - low)
-    buffer, crc, nan = bytearray(min(_BLOCK_BYTES, size)), 0, False
-    for start in range(low, low + size, _BLOCK_BYTES):
-        block = memoryview(buffer)[: min(_BLOCK_BYTES, low + size - start)]
-        file.read_into(record, start, block)
+def _scan(piece: _Piece) -> tuple[int, bool]:
+    """CRC-32 of a piece, and whether it holds NaN."""
+    one, end = piece.of, piece.low + piece.size
+    buffer, crc, nan = bytearray(min(_BLOCK_BYTES, piece.size)), 0, False
+    for start in range(piece.low, end, _BLOCK_BYTES):
+        block = memoryview(buffer)[: min(_BLOCK_BYTES, end - start)]
+        one.file.read_into(one.record, start, block)
         crc = crc32(block, crc)
-        if dtype and not nan and _has_nan(block, dtype):
-            for first, stop in unused:
+        if one.dtype and not nan and _has_nan(block, one.dtype):
+            for first, stop in piece.unused:
                 first, stop = (min(max(at - start, 0), len(block)) for at in (first, stop))
                 block[first:stop] = bytes(stop - first)
-            nan = _has_nan(block, dtype)
+            nan = _has_nan(block, one.dtype)
     return crc, nan
 
 

@@ -25,9 +25,8 @@ from megatron_ucp.reshard.overflows import Lost
 from megatron_ucp.reshard.target import target_manifest
 from megatron_ucp.reshard.transfer import (
     Proved,
-    Readers,
+    Rounding,
     SinkPart,
-    Source,
     TransferRun,
     proved,
     transfer,
@@ -259,14 +258,13 @@ class ToySink:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def move(self, source: Source, parts: Sequence[Proved], run: TransferRun) -> None:
-        assert isinstance(source, Memories)
-        readers = self.readers = Readers(source, parts)
+    def move(self, source: Memories, parts: Sequence[Proved], run: TransferRun) -> None:
+        rounding = self.rounding = Rounding(source, parts)
         queues = [[*self._windows(slots)] for slots in self.slots]
         run.total = sum(value.nbytes for value in self.toy.held.values())
 
         def put(window: Window, exact: torch.Tensor) -> None:
-            memory = readers.rounded(0, window.slot, window.low, exact)
+            memory = rounding.rounded(0, window.slot, window.low, exact)
             self.toy.held[window.slot][window.low : window.low + window.elems] = memory
             run.count(memory.nbytes)
 
@@ -279,7 +277,7 @@ class ToySink:
                 yield Window(0, slot, low, min(7, elems - low))
 
     def lost(self) -> Lost:
-        return self.readers.overflows.found
+        return self.rounding.overflows.found
 
     def finish(self) -> None:
         pass

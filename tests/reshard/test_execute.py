@@ -86,7 +86,7 @@ def test_columns_straight_into_the_target(
     high: int,
     pitch: int,
 ) -> None:
-    monkeypatch.setattr(execute, "_read_blocks", None)  # not this way
+    monkeypatch.setattr(execute._Reading, "_read_blocks", None)  # not this way
     out = torch.zeros(ROWS * pitch + 3)
     with PtFile(file) as opened:
         plan = plan_of((ROWS, high - low), (low, (COLUMNS, 1)), (3, (pitch, 1)))

@@ -46,7 +46,7 @@ from megatron_ucp.reshard.hugging_face.model_folder import (
 )
 from megatron_ucp.reshard.hugging_face.twin import needs_family, pipe_names, twin_of
 from megatron_ucp.reshard.match import replica_notes
-from megatron_ucp.reshard.transfer import Source, TransferRun, proved, transfer
+from megatron_ucp.reshard.transfer import TransferRun, WindowSource, proved, transfer
 
 _ALLOWED = frozenset({"mean", "stale", "weights"})
 _OF_FILES = ("tag", "rules", "family", "merge", "verify", "force", "allow")
@@ -207,7 +207,7 @@ def _write(
     return values.read_bytes, run.done
 
 
-def _values(prepared: _Prepared) -> Source:
+def _values(prepared: _Prepared) -> WindowSource:
     """What is written."""
     if prepared.merged is not None:
         return prepared.merged
@@ -266,7 +266,9 @@ class _Written:
     """The folder of an export, once its tensors are there: read back where that is asked for, then
     named."""
 
-    def __init__(self, prepared: _Prepared, folder: Path, values: Source, asked: _Asked) -> None:
+    def __init__(
+        self, prepared: _Prepared, folder: Path, values: WindowSource, asked: _Asked
+    ) -> None:
         self.prepared, self.folder, self.values, self.asked = prepared, folder, values, asked
 
     def publish(self, output: FolderOutput, aside: Path) -> None:
@@ -297,8 +299,8 @@ class _Written:
         back = replace(part, wants=tuple((slot, VALUE) for slot, _ in part.wants))
         file = FileSource(found, str(found.folder))
         sides = [
-            self.values.windows(proved(self.values, part, frozenset())),
-            file.windows(proved(file, back, frozenset())),
+            self.values.windows(proved(self.values, part)),
+            file.windows(proved(file, back)),
         ]
         out: list[Difference] = []
         memory = Memory()

@@ -1,6 +1,5 @@
 """A folder of a Hugging Face model as a native checkpoint for any mesh, before its first step."""
 
-import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -30,14 +29,13 @@ from megatron_ucp.reshard.arguments import (
     parsed_config,
     plain_path,
 )
-from megatron_ucp.reshard.convert import Converted, moved_into
-from megatron_ucp.reshard.findings import Progress, checked
+from megatron_ucp.reshard.convert import Converted, Writing
+from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.folder_sink import check_source, require_plain
 from megatron_ucp.reshard.hugging_face.twin import read_twin
 from megatron_ucp.reshard.match import replica_notes
 from megatron_ucp.reshard.outputs.deepspeed import native_output
 from megatron_ucp.reshard.outputs.table import NATIVE, refuse_unused
-from megatron_ucp.reshard.pointing import point_at
 from megatron_ucp.reshard.source_settings import CLIP_GRAD, VERSION
 from megatron_ucp.reshard.stage_division import with_stages
 from megatron_ucp.reshard.target import target_manifest
@@ -93,6 +91,7 @@ def import_hf(
     """
     started, folder = time.perf_counter(), Path(plain_path(dst))
     asked, config = _checked(folder, mesh, target, latest, allow), parsed_config(ds_config)
+    writing = Writing(folder, NATIVE, latest, allow, progress, started)
     twin, sizes, architecture = read_twin(Path(plain_path(src)), family)
     model = _model(twin.family, _padded(sizes, padded_vocab), asked.mesh.tp, str(src))
     with HuggingFaceCheckpoint(Path(src), twin.shares, twin.specs) as source:
@@ -100,13 +99,9 @@ def import_hf(
         wanted, staged = _wanted(model, architecture, asked, source, config)
         settings = _settings(wanted.target, config)
         output = native_output(source, target_manifest(wanted), settings, wanted, folder)
-        moved = moved_into(folder, output, source, allow, progress)
-        notes = (*source.notes, *replica_notes(source.manifest), *staged)
-        proved = checked(source)
-    pointer, notes = point_at(folder, NATIVE, latest, 0), (*notes, *_notes(sizes, padded_vocab))
-    meshes = f"Hugging Face {twin.family}", str(asked.mesh)
-    seconds = time.perf_counter() - started
-    return Converted(str(folder), *meshes, *moved, seconds, pointer, notes, proved)
+        of, mesh = f"Hugging Face {twin.family}", str(asked.mesh)
+        notes = [*replica_notes(source.manifest), *staged, *_notes(sizes, padded_vocab)]
+        return writing.write(source, output, of, mesh, notes)
 
 
 def _model(family: str, sizes: Sizes, tp: int, file: str) -> Model:
@@ -191,7 +186,7 @@ def _before_training(model: Model, architecture: Architecture, dtype: str) -> Ma
     """The model before its first step, each parameter whole and in one group."""
     specs = [declared.spec(name, dtype) for name, declared in model.table.items()]
     masters = ((MASTER, "float32"),)
-    buffers = [alone(spec.name, math.prod(spec.shape), masters, 0) for spec in specs]
+    buffers = [alone(spec.name, spec.elems, masters, 0) for spec in specs]
     says = {"sizes": asdict(model.sizes), "architecture": asdict(architecture)}
     run = {"global_steps": 0, "skipped_steps": 0, "ds_version": VERSION, RECORDED: says}
     return Manifest(

@@ -83,16 +83,16 @@ class Merge:
 
     def __init__(self, base: Checkpoint, source: Checkpoint, config: Mapping[str, Any]) -> None:
         self.manifest = base.manifest
-        self.file = self._file = str(source.folder)
-        found = adapter_of(source.manifest, self._file)
+        self.file = str(source.folder)
+        found = adapter_of(source.manifest, self.file)
         if found is None:
             raise UsageError(
                 "there is nothing to merge: the checkpoint holds no adapter",
-                file=self._file,
+                file=self.file,
                 fix="leave --merge out (Python: merge=)",
             )
-        check_adapter_config(found, source.manifest, config, self._file)
-        _require_plain(config, self._file)
+        check_adapter_config(found, source.manifest, config, self.file)
+        _require_plain(config, self.file)
         self._whole = found.whole
         self._base = _Tensors(base, [*base.manifest.by_name])
         self._own = _Tensors(source, [*found.files, *found.base])
@@ -159,7 +159,7 @@ class Merge:
         if faults:
             raise ModelMismatchError(
                 "the adapter does not fit the base model",
-                file=self._file,
+                file=self.file,
                 expected="the model that it was trained on",
                 found=some_of(faults, between="; "),
                 fix="give --merge (Python: merge=) the folder of the adapter's own base model",
@@ -179,7 +179,7 @@ class Merge:
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
             return f"{module}: factors of shape {shapes[0]} and {shapes[1]}"
         turned = embedding or bool(config.get("fan_in_fan_out"))
-        scale = scale_of(config, module, shapes[0][0], self._file)
+        scale = scale_of(config, module, shapes[0][0], self.file)
         return _Product(down, up, scale, turned)
 
     def _added(self, product: _Product) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class Merge:
             if trained & names and names - trained:
                 raise UnsupportedError(
                     "the adapter changes one of two parameters that are one tensor in the base",
-                    file=self._file,
+                    file=self.file,
                     parameter=min(trained & names),
                     expected=f"{', '.join(sorted(names))} trained alike",
                     found=f"{', '.join(sorted(names - trained))} as in the base",
@@ -221,7 +221,7 @@ class Merge:
         if square:
             raise UnsupportedError(
                 "which way the adapter's square matrices lie is not known",
-                file=self._file,
+                file=self.file,
                 expected="one fan_in_fan_out for all layers of the adapter",
                 found=f"{some_of(square)}; fan_in_fan_out {said}, as of the last layer",
                 fix="export the adapter, load it with peft and merge it there",
@@ -255,7 +255,7 @@ class Merge:
         if not torch.equal(values.to(trained.dtype), trained):
             raise ModelMismatchError(
                 "the base is not the model that the adapter was trained on",
-                file=self._file,
+                file=self.file,
                 parameter=tensor,
                 expected="the frozen weights of the checkpoint",
                 found=f"other values from element {low} on",
@@ -297,7 +297,7 @@ class _Tensors:
             (Slot(number, (), 0, VALUE), state) for number, (state, _) in enumerate(states)
         )
         part = SinkPart(weights_manifest(self._specs, rows), wants)
-        self._windows = self.source.windows(proved(self.source, part, frozenset()))
+        self._windows = self.source.windows(proved(self.source, part))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._specs[name].shape

@@ -9,6 +9,7 @@ from megatron_ucp.core.manifest import RECORDED, Manifest
 from megatron_ucp.errors import NotFoundError, UcpError, UsageError
 from megatron_ucp.families import families
 from megatron_ucp.families.arguments import with_model
+from megatron_ucp.families.hugging_face import HuggingFace
 from megatron_ucp.formats.hugging_face.checkpoint import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -19,6 +20,12 @@ from megatron_ucp.reshard.hugging_face.adapter import adapter_of
 # A key that the file has where it is of transformers, or of peft: other programs write a
 # config.json, too.
 _KEYS = {CONFIG_FILE: "model_type", ADAPTER_CONFIG_FILE: "peft_type"}
+
+
+def twins() -> dict[str, HuggingFace]:
+    """The twins in transformers by the names of their families."""
+    found = families().values()
+    return {one.name: one.hugging_face for one in found if one.hugging_face is not None}
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,7 @@ class FoundConfig:
         """The first family of megatron-core's models whose twin in transformers has this config;
         empty where there is none."""
         kind = self.tree.get("model_type")
-        twins = ((n, one.hugging_face) for n, one in families().items())
-        return next((name for name, twin in twins if twin and twin.model_type == kind), "")
+        return next((name for name, twin in twins().items() if twin.model_type == kind), "")
 
 
 def config_at(given: str | Path, name: str = CONFIG_FILE) -> FoundConfig:

@@ -172,7 +172,7 @@ class Outgoing:
         """The index, and what else lies beside the weights. Raises OSError."""
         rows = [(one.name, one.dtype, one.shape) for one in self.tensors]
         params = {one.share.param for one in self.tensors}
-        elems = sum(math.prod(self.twin.specs[name].shape) for name in params)
+        elems = sum(self.twin.specs[name].elems for name in params)
         for name, what in {**index_of(self.files, rows, elems), **beside}.items():
             if isinstance(what, Path):
                 shutil.copyfile(what, folder / name)

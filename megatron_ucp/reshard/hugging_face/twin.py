@@ -15,7 +15,7 @@ from megatron_ucp.errors import (
     UsageError,
     some_of,
 )
-from megatron_ucp.families import families, find_family
+from megatron_ucp.families import find_family
 from megatron_ucp.families.architecture import Architecture, described
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.families.base import Family, Model, Sizes
@@ -30,7 +30,7 @@ from megatron_ucp.formats.hugging_face.checkpoint import (
 )
 from megatron_ucp.formats.tags import require_folder
 from megatron_ucp.reshard.hugging_face.adapter import Adapter, adapter_of, check_adapter_config
-from megatron_ucp.reshard.hugging_face.model_config import config_at
+from megatron_ucp.reshard.hugging_face.model_config import config_at, twins
 from megatron_ucp.reshard.hugging_face.plain_config import check_given
 
 # Settings of transformers that no tensor's shape shows.
@@ -39,7 +39,6 @@ _COMPUTED = (
     *("hidden_act", "activation_function", "sliding_window", "tie_word_embeddings"),
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
 )
-_PLAIN = (bool, int, float, str)
 _MOST_PIECES = 10**6  # key-value groups and experts of all layers
 _NOT_IN_SHAPES = ("heads", "groups", "head_dim", "tied")  # sizes that tensors don't show
 _OURS = "embedding.word_embeddings.weight"  # every model of megatron-core has it
@@ -115,9 +114,9 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
     """
     require_folder(folder)
     file, config = str(folder / CONFIG_FILE), read_json(folder / CONFIG_FILE)
-    twins = {one.name: one.hugging_face for one in families().values() if one.hugging_face}
+    known = twins()
     kind = config.get("model_type")
-    named = [name for name, twin in twins.items() if twin.model_type == kind]
+    named = [name for name, twin in known.items() if twin.model_type == kind]
     if family:
         find_family(family)  # that there is one
     if not named or family not in ("", *named):
@@ -126,9 +125,9 @@ def read_twin(folder: Path, family: str = "") -> tuple[Twin, Sizes, Architecture
             if named
             else "the folder holds a model that no family describes",
             file=file,
-            expected=twins[family].model_type
-            if family in twins
-            else ", ".join(sorted(twin.model_type for twin in twins.values())),
+            expected=known[family].model_type
+            if family in known
+            else ", ".join(sorted(twin.model_type for twin in known.values())),
             found=kind,
             fix="use a model of the family that config.json says"
             if named
@@ -211,7 +210,7 @@ def _family(name: str, file: str) -> tuple[Family, HuggingFace]:
             "the family has no twin in Hugging Face's transformers",
             file=file,
             found=name,
-            expected=", ".join(name for name, one in families().items() if one.hugging_face),
+            expected=", ".join(twins()),
             fix="give the family `hugging_face` (see families/hugging_face)",
         )
     return found, found.hugging_face
@@ -340,7 +339,7 @@ def _plain(manifest: Manifest, config: Mapping[str, Any] | None, dtype: str, fil
             "the checkpoint holds a model of megatron-core, and does not say its family",
             file=file,
             parameter=_OURS,
-            expected=", ".join(name for name, one in families().items() if one.hugging_face),
+            expected=", ".join(twins()),
             found="none",
             fix="give --config (Python: config=) the config.json of the model, or --family "
             "(family=) where that says none",

@@ -1,6 +1,5 @@
 """A folder that Megatron loads on any mesh, and that is to be written."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -150,8 +149,7 @@ def _states(params: Mapping[str, ParamSpec], source: Manifest) -> Manifest:
             found, number = source.states_of(spec.name), source.group_number(spec.name)
             held = tuple((state, found[state]) for state in ADAM_STATES)
             scalars = source.scalars_of(spec.name)
-            elems = math.prod(spec.shape)
-            buffers.append(alone(spec.name, elems, held, number, scalars, axes=(), chunk=0))
+            buffers.append(alone(spec.name, spec.elems, held, number, scalars, axes=(), chunk=0))
     listed = tuple(params.values())
     return Manifest(
         Keeper.TORCH_DIST,
@@ -170,7 +168,7 @@ def _weights(params: Mapping[str, ParamSpec]) -> Manifest:
     buffers: list[FlatBuffer] = []
     for spec in params.values():
         states = ((MASTER if spec.kind == "trainable" else VALUE, spec.dtype),)
-        buffers.append(alone(spec.name, math.prod(spec.shape), states, axes=(), chunk=0))
+        buffers.append(alone(spec.name, spec.elems, states, axes=(), chunk=0))
     return Manifest(Keeper.WEIGHTS, Mesh(), tuple(params.values()), tuple(buffers))
 
 

@@ -4,6 +4,7 @@ what can't be true."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_ucp import say
 from megatron_ucp.core.experts import is_expert
@@ -16,6 +17,8 @@ from megatron_ucp.formats.deepspeed.declared import compared_name, compared_spec
 from megatron_ucp.formats.rule_file import read_rules
 from megatron_ucp.reshard.findings import Finding, Progress, finding_of, some
 from megatron_ucp.reshard.rules.survey import DIFFERENT, EQUAL, Held, Survey, survey
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -132,14 +135,13 @@ class _Check:
             len(self._seen.held),
         )
 
-    def _note(self, check: Callable[[], object]) -> bool:
-        """Whether a check passes; what it raises is a finding."""
+    def _tried(self, check: Callable[[], _T]) -> _T | None:
+        """What a check returns. What it raises is a finding."""
         try:
-            check()
+            return check()
         except (RuleError, LayoutError, UnsupportedError, DamagedFileError) as error:
             self.findings.append(finding_of(error))
-            return False
-        return True
+            return None
 
     def _check_names(self) -> dict[str, str] | None:
         """Canonical names by the [[pipeline]] entries, where the checkpoint needs them; None where
@@ -156,15 +158,14 @@ class _Check:
         )
         if not self._seen.stock_names:
             for pipe, name in recorded.items():
-                self._note(
+                self._tried(
                     lambda pipe=pipe, name=name: compared_name(
                         pipe, name, rules, self._manifest_file
                     )
                 )
             return {}
-        good = [self._note(lambda pipe=pipe: rules.canonical(pipe)) for pipe in names]
-        out: dict[str, str] = {}
-        return out if all(good) and self._note(lambda: out.update(renamed(names, rules))) else None
+        found = [self._tried(lambda pipe=pipe: rules.canonical(pipe)) for pipe in names]
+        return None if None in found else self._tried(lambda: renamed(names, rules))
 
     def _check_used(
         self, patterns: list[str], matching: Callable[[str], list[str]], names: list[str], what: str
@@ -182,21 +183,21 @@ class _Check:
         ]
 
     def _check_parameter(self, held: Held, name: str) -> None:
-        found: list[ParamSpec] = []
         if held.kind == "buffer" and not self._rules.matching(name):
             return
         sizes = self._seen.manifest.mesh.cuts(is_expert(name))
-        if not self._note(lambda: found.append(self._rules.declare(name, held.local, sizes))):
+        spec = self._tried(lambda: self._rules.declare(name, held.local, sizes))
+        if spec is None:
             return
-        layout = found[0].layout
+        layout = spec.layout
         if held.recorded is not None:
-            self._note(
+            self._tried(
                 lambda: compared_spec(
-                    held.recorded or found[0], self._seen.manifest, self._rules, self._manifest_file
+                    held.recorded or spec, self._seen.manifest, self._rules, self._manifest_file
                 )
             )
         elif self._seen.info and self._seen.tp > 1 and held.kind != "buffer":
-            self._note(lambda: self._check_info(held, found[0]))
+            self._tried(lambda: self._check_info(held, spec))
         if isinstance(layout, Replicate) and held.copies == DIFFERENT:
             self.findings.append(
                 Finding(
