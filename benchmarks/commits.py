@@ -84,17 +84,18 @@ def _engine(size: str) -> Any:
 
 
 def child(what: str, source: str, output: str, size: str, marker: str) -> None:
-    """One measurement; prints its seconds. Two files show a tracer where it began and ended."""
+    """One measurement; prints its seconds, and those of processors. Two files show a tracer where it began and ended."""
     call = prepared(what, source, output, size)
     rank = os.environ.get("RANK", "0")
     _barrier()
     Path(f"{marker}.begin.{rank}").touch()
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     call()
+    busy = time.process_time() - busy
     _barrier()
     seconds = time.perf_counter() - started
     Path(f"{marker}.end.{rank}").touch()
-    print(seconds, flush=True)
+    print(seconds, busy, flush=True)
     _barrier()
     if "RANK" in os.environ:
         os._exit(0)  # what both codes leave to torch is not measured
@@ -118,6 +119,7 @@ class Bench:
     size: str
     folder: Path
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
     anon_bytes: dict[str, int] = field(default_factory=dict)
     read_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -148,54 +150,61 @@ class Bench:
         return found
 
     def once(self, what: str, code: str, *, traced: bool = False) -> None:
-        from benchmarks.load import TRACED
-        from benchmarks.tool import anon_bytes
-        from tests.ranks import free_port
-
-        output = self.folder / "out"
-        shutil.rmtree(output, ignore_errors=True)
+        """One operation by one code, in a process of its own, or two."""
+        shutil.rmtree(self.folder / "out", ignore_errors=True)
         for path in self.folder.glob("marker.*"):
             path.unlink()
         os.sync()
-        self.port = free_port()
-        source = self.model if what == "import" else self.native
-        command = self.command(what, str(source), str(output), self.size)
-        logs: list[Path] = []
-        processes = []
-        for rank in (0, 1) if what in ON_RANKS else (None,):
-            logs.append(self.folder / f"strace.{rank or 0}")
-            prefix = ["strace", "-f", "-y", "-e", TRACED, "-o", str(logs[-1])] if traced else []
-            processes.append(
-                subprocess.Popen(
-                    prefix + command,
-                    env=self.environment(code, rank),
-                    cwd=self.folder,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-            )
-        most = 0
-        while any(process.poll() is None for process in processes):
-            most = max(most, *(anon_bytes(process.pid) for process in processes))
-            time.sleep(0.01)
+        ranks = [0, 1] if what in ON_RANKS else [None]
+        processes = self._started(what, code, ranks, traced)
+        most = watched_together([process.pid for process in processes])
+        lines = [process.communicate()[0].split() for process in processes]
         if any(process.returncode for process in processes):
-            raise SystemExit(f"{code}: {command} failed")
-        lines = [process.stdout.read().split() for process in processes if process.stdout]
+            raise SystemExit(f"{what} of the {code} code failed")
         name = f"{what} {code}"
         if traced:
-            self.read_bytes[name] = sum(self._read(log, source) for log in logs)
+            self.read_bytes[name] = sum(self._read(what, rank or 0) for rank in ranks)
             return
-        self.seconds.setdefault(name, []).append(max(float(words[-1]) for words in lines))
+        self.seconds.setdefault(name, []).append(max(float(words[-2]) for words in lines))
+        self.cpu_seconds.setdefault(name, []).append(sum(float(words[-1]) for words in lines))
         self.anon_bytes[name] = max(self.anon_bytes.get(name, 0), most)
 
-    def _read(self, log: Path, source: Path) -> int:
+    def _source(self, what: str) -> Path:
+        return self.model if what == "import" else self.native
+
+    def _started(
+        self, what: str, code: str, ranks: list[Any], traced: bool
+    ) -> list["subprocess.Popen[str]"]:
+        """The processes of an operation; under strace, where it is traced."""
+        from benchmarks.load import TRACED
+        from tests.ranks import free_port
+
+        self.port = free_port()
+        arguments = (what, str(self._source(what)), str(self.folder / "out"), self.size)
+        strace = ["strace", "-f", "-y", "-e", TRACED, "-o"]
+        return [
+            subprocess.Popen(
+                [*([*strace, str(self._log(rank or 0))] if traced else []), *command],
+                env=self.environment(code, rank),
+                cwd=self.folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for command in [self.command(*arguments)]
+            for rank in ranks
+        ]
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"strace.{rank}"
+
+    def _read(self, what: str, rank: int) -> int:
         from benchmarks.load import count_bytes
 
-        marker, rank = self.folder / "marker", log.suffix[1:]
-        text = log.read_text(errors="replace")
-        log.unlink()
-        return count_bytes(text, str(source), f"{marker}.begin.{rank}", f"{marker}.end.{rank}")
+        text = self._log(rank).read_text(errors="replace")
+        self._log(rank).unlink()
+        begin, end = (str(self.folder / f"marker.{word}.{rank}") for word in ("begin", "end"))
+        return count_bytes(text, str(self._source(what)), begin, end)
 
     def claims(self) -> list[dict[str, Any]]:
         from benchmarks.tool import claim
@@ -205,8 +214,9 @@ class Bench:
             old, new = f"{what} old", f"{what} new"
             if new not in self.seconds:
                 continue
-            value = statistics.median(self.seconds[new]) / statistics.median(self.seconds[old])
-            rows.append(claim(f"{what}, seconds", value, LIMIT))
+            for word, each in (("seconds", self.seconds), ("processor", self.cpu_seconds)):
+                value = statistics.median(each[new]) / statistics.median(each[old])
+                rows.append(claim(f"{what}, {word}", value, LIMIT))
             anon = self.anon_bytes[new] / self.anon_bytes[old]
             rows.append(claim(f"{what}, peak RssAnon", anon, MEMORY_LIMIT))
             if self.read_bytes.get(old):
@@ -223,7 +233,7 @@ def measure(bench: Bench, operations: list[str], repetitions: int) -> dict[str, 
                 bench.once(what, code)
             if not repetition:
                 for code in ("old", "new"):
-                    bench.seconds.pop(f"{what} {code}", None)
+                    del bench.seconds[f"{what} {code}"], bench.cpu_seconds[f"{what} {code}"]
         if shutil.which("strace"):
             for code in ("old", "new"):
                 bench.once(what, code, traced=True)
@@ -231,15 +241,25 @@ def measure(bench: Bench, operations: list[str], repetitions: int) -> dict[str, 
     return {
         "claims": bench.claims(),
         "seconds": bench.seconds,
+        "cpu_seconds": bench.cpu_seconds,
         "anon_bytes": bench.anon_bytes,
         "read_bytes": bench.read_bytes,
     }
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        child(*sys.argv[2:7])
-        return
+def watched_together(pids: list[int]) -> int:
+    """The peak of RssAnon of any of some processes, until all have ended."""
+    from benchmarks.tool import anon_bytes
+
+    most = now = 1
+    while now:
+        now = max(anon_bytes(pid) for pid in pids)
+        most = max(most, now)
+        time.sleep(0.01)
+    return most
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,29 +270,41 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the checkpoints go (default: a temporary folder)"
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def unpacked(commit: str, folder: Path) -> Path:
+    """The package as it was at a commit."""
+    folder.mkdir()
+    command = ["git", "archive", commit, "megatron_ucp"]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    return folder
+
+
+def show(size: str, commit: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{size}, new over {commit}")
+    for row in rows:
+        met = "met" if row["met"] else "MISSED"
+        print(f"{row['what']:30} {row['ratio']:8.3f}   {row['kind']} {row['limit']:g}   {met}")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:7])
+        return
     from benchmarks.machine import description
 
+    args = arguments()
     found: dict[str, Any] = {}
     for size in args.sizes.split(","):
         with tempfile.TemporaryDirectory(dir=args.folder) as place:
-            old = Path(place, "old")
-            old.mkdir()
-            archive = subprocess.run(
-                ["git", "archive", args.commit, "megatron_ucp"],
-                cwd=ROOT,
-                capture_output=True,
-                check=True,
-            )
-            subprocess.run(["tar", "-x", "-C", str(old)], input=archive.stdout, check=True)
-            bench = Bench({"old": old, "new": ROOT}, size, Path(place))
+            codes = {"old": unpacked(args.commit, Path(place, "old")), "new": ROOT}
+            bench = Bench(codes, size, Path(place))
             measured = measure(bench, args.operations.split(","), args.repetitions)
         head = {"commit": args.commit, "machine": description(), "repetitions": args.repetitions}
         found[size] = {**head, **measured}
-        print(f"\n{size}, new over {args.commit}")
-        for row in measured["claims"]:
-            met = "met" if row["met"] else "MISSED"
-            print(f"{row['what']:30} {row['ratio']:8.3f}   {row['kind']} {row['limit']:g}   {met}")
+        show(size, args.commit, measured["claims"])
     if "tiny" not in args.sizes:  # sizes that were not measured now stay as they were
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps({**known, **found}, indent=1) + "\n")

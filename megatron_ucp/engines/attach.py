@@ -135,16 +135,20 @@ def _attach(
         say.note(taken_as)
     if model is not None and not hasattr(engine.module, INFO):
         _say_layouts(engine, model)
-    engine.__dict__[_ATTACHED] = True
     if how.way == BACKGROUND:
         keep_background(engine, Background(beside))
-        engine.destroy = _instead_of(engine.destroy, partial(_destroy, engine, engine.destroy))
+    _take_over(engine, _DeepSpeedHandle(engine, model, how, family, loading))
+
+
+def _take_over(engine: Any, handle: "_DeepSpeedHandle") -> None:
+    """Puts methods of ours in the place of the engine's own."""
+    engine.__dict__[_ATTACHED] = True
     remember_stepped(engine)
-    handle = _DeepSpeedHandle(engine, model, how, family, loading)
     setattr(engine, HANDLE, handle)
     setattr(engine, LIVE_EXPORT, handle.export_hf)
     engine.save_checkpoint = _instead_of(handle.stock_save, handle.save_checkpoint)
     engine.load_checkpoint = _instead_of(handle.stock_load, handle.load_checkpoint)
+    engine.destroy = _instead_of(engine.destroy, partial(_destroy, engine, engine.destroy))
 
 
 def _say_layouts(engine: Any, model: Model) -> None:

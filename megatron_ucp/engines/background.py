@@ -15,6 +15,7 @@ from megatron_ucp.engines.beside_ranks import BesideRanks
 from megatron_ucp.engines.rank_files import at_lowest_priority
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import SaveError, UcpError, UsageError
+from megatron_ucp.reshard import agree
 
 _KEPT = "_ucp_background"  # of an engine
 _ALL: "weakref.WeakSet[Background]" = weakref.WeakSet()
@@ -77,7 +78,7 @@ class Background:
         self.ranks: BesideRanks | None = None
         self.what = ""
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._began = 0.0
         self._given_up = threading.Event()
         _ALL.add(self)
@@ -127,15 +128,14 @@ class Background:
 
     def _run(self, work: Callable[[], object]) -> None:
         at_lowest_priority()
-        try:
+        kept = agree.KeptBack()
+        with kept:
             work()
-        except BaseException as error:  # raised where the program next asks
-            self._error = error
-            if self.how.on_error == "warn":
-                say.note(f"a save in the background failed, and training goes on: {error}")
-        finally:
-            if not self.how.keep_snapshot:
-                self.snapshot.release()
+        self._error = kept.error  # raised where the program next asks
+        if kept.error is not None and self.how.on_error == "warn":
+            say.note(f"a save in the background failed, and training goes on: {kept.error}")
+        if not self.how.keep_snapshot:
+            self.snapshot.release()
 
     def wait(self) -> None:
         """Returns when nothing is under way. Raises the error of the save that failed, once, unless
@@ -213,11 +213,11 @@ def wait(engine: Any) -> None:
 
 def _wait_for_all() -> None:
     for one in list(_ALL):
-        if one.is_busy:
-            try:
-                one.wait()
-            except Exception as error:  # the program ends: nobody else will hear of it
-                say.note(f"the last save failed: {error}")
+        kept = agree.KeptBack()
+        with kept:
+            one.wait()
+        if kept.error is not None:  # the program ends: nobody else will hear of it
+            say.note(f"the last save failed: {kept.error}")
 
 
 _waits = False

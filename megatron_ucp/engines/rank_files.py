@@ -117,8 +117,8 @@ class RankFiles:
         return self.replicas.name_of(memory)
 
     def share(self) -> None:
-        """Takes this rank's ranges of what several ranks hold, whoever makes the file. Collective.
-        Raises OSError."""
+        """Takes this rank's ranges of what several ranks hold, whoever makes the file; from then on
+        no memory of the engine is needed. Collective. Raises OSError."""
         said = agree.gather((self.replicas._said(), self._shared()))
         alike = [rank for rank, (held, _) in enumerate(said) if held == said[_rank()][0]]
         turn = alike.index(_rank())
@@ -127,6 +127,8 @@ class RankFiles:
             for owner in alike
             for path, key, place, name in said[owner][1]
         )
+        self.archives = [LiveArchive(one.path, one.layout, {}) for one in self.archives]
+        self.replicas = Replicas()
 
     def _shared(self) -> list[tuple[Path, str, int, str]]:
         """Of each record of this rank's files that others hold too: file, key, place, name."""
@@ -148,11 +150,6 @@ class RankFiles:
                 self.waiting.append(RecordRange(one.path, one.key, one.low, one.place, copy))
         if now:
             self.written += _written_by_threads(now, self.stopped)
-
-    def keep_no_memory(self) -> None:
-        """Lets go of the engine's own memory: what is still to be written was copied."""
-        self.archives = [LiveArchive(one.path, one.layout, {}) for one in self.archives]
-        self.replicas = Replicas()
 
     def write(self) -> None:
         """Writes what waits, in this thread. Raises OSError."""

@@ -42,7 +42,7 @@ from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
 from megatron_ucp.engines.deepspeed.wrappers import wrapper_of
 from megatron_ucp.engines.own_values import LiveValues
-from megatron_ucp.engines.rank_files import RankFiles
+from megatron_ucp.engines.rank_files import RankFiles, WrittenRange
 from megatron_ucp.engines.read_back import names_of, refuse_strange
 from megatron_ucp.engines.same_model import recorded_settings
 from megatron_ucp.engines.saves import (
@@ -170,22 +170,24 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     files = _rank_files(asked, sync)
     written, stock_seconds = _stock(asked, files)
     with as_save_error(), agree.together() as block:
-        paths = _whole(written)
-        if files is not None:  # those are this package's, and on their way
-            paths = []
-        if found.apart:
-            paths.append(found.own.write(asked.aside, agree.world()[0], found.apart))
-        if asked.how.rng:
-            paths.append(random_states.write(asked.aside, agree.world()[0]))
+        _require_whole(written)
+        paths = [path for path in written if isinstance(path, Path) and files is None]
+        paths += _beside(asked, found)
         block.value = live.own.not_carried()
     if files is not None:
         with as_save_error(), agree.together():
             files.share()
-            files.keep_no_memory()
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
     said = copy.deepcopy(_said(live, asked, found) | position_of(asked.how.loader))
     notes = _note_of_states(_flat(block.values)) + _notes(found)
     return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync)
+
+
+def _beside(asked: Asked, found: _Found) -> list[Path]:
+    """Writes what this rank has for itself besides tensors."""
+    rank = agree.world()[0]
+    own = [found.own.write(asked.aside, rank, found.apart)] if found.apart else []
+    return own + ([random_states.write(asked.aside, rank)] if asked.how.rng else [])
 
 
 def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
@@ -204,14 +206,7 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
     `ranks`."""
     asked, files, sync = taken.asked, taken.files, taken.sync
     with as_save_error(), agree.together(ranks) as block:
-        if files is not None:
-            files.write()
-            files.to_disk()
-        for path in taken.written:
-            sync(path)
-        beside_bytes = sum(path.stat().st_size for path in taken.written)
-        own = ([], 0) if files is None else (files.written, files.written_bytes)
-        block.value = own[0], own[1] + beside_bytes
+        block.value = _written(taken)
     shared = _flat(ranges for ranges, _ in block.values)
     bytes_by_rank = tuple(size_bytes for _, size_bytes in block.values)
     with as_save_error(), agree.together(ranks) as block:
@@ -234,6 +229,20 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
         seconds if blocked_seconds is None else blocked_seconds,
         bytes_by_rank,
     )
+
+
+def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:
+    """What this rank wrote, all of it on disk: ranges of files that others may have begun, and how
+    many bytes in all. Raises OSError."""
+    size_bytes = 0
+    for path in taken.written:
+        taken.sync(path)
+        size_bytes += path.stat().st_size
+    if taken.files is None:
+        return [], size_bytes
+    taken.files.write()
+    taken.files.to_disk()
+    return taken.files.written, size_bytes + taken.files.written_bytes
 
 
 def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
@@ -428,12 +437,11 @@ def _live_values(live: LiveEngine, client_state: Any) -> LiveValues:
     return LiveValues(held, client_state, scheduler, compared, dict(groups), own.number)
 
 
-def _whole(written: list[Path | SaveError]) -> list[Path]:
-    """The files of this rank. Raises SaveError where one could not be written."""
+def _require_whole(written: list[Path | SaveError]) -> None:
+    """Raises SaveError where a file of this rank could not be written."""
     for failure in written:
         if isinstance(failure, SaveError):
             raise failure
-    return [path for path in written if isinstance(path, Path)]
 
 
 def _without_frozen(manifest: Manifest) -> Manifest:
