@@ -84,7 +84,8 @@ def _engine(size: str) -> Any:
 
 
 def child(what: str, source: str, output: str, size: str, marker: str) -> None:
-    """One measurement; prints its seconds, and those of processors. Two files show a tracer where it began and ended."""
+    """One measurement; prints its seconds, and those of processors. Two files show a tracer where
+    it began and ended."""
     call = prepared(what, source, output, size)
     rank = os.environ.get("RANK", "0")
     _barrier()
@@ -157,7 +158,7 @@ class Bench:
         os.sync()
         ranks = [0, 1] if what in ON_RANKS else [None]
         processes = self._started(what, code, ranks, traced)
-        most = watched_together([process.pid for process in processes])
+        most = watched_together(processes)
         lines = [process.communicate()[0].split() for process in processes]
         if any(process.returncode for process in processes):
             raise SystemExit(f"{what} of the {code} code failed")
@@ -247,14 +248,13 @@ def measure(bench: Bench, operations: list[str], repetitions: int) -> dict[str, 
     }
 
 
-def watched_together(pids: list[int]) -> int:
+def watched_together(processes: list["subprocess.Popen[str]"]) -> int:
     """The peak of RssAnon of any of some processes, until all have ended."""
     from benchmarks.tool import anon_bytes
 
-    most = now = 1
-    while now:
-        now = max(anon_bytes(pid) for pid in pids)
-        most = max(most, now)
+    most = 0
+    while any(process.poll() is None for process in processes):
+        most = max(most, *(anon_bytes(process.pid) for process in processes))
         time.sleep(0.01)
     return most
 

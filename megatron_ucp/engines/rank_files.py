@@ -91,6 +91,7 @@ class RankFiles:
     written: list[WrittenRange] = field(default_factory=list[WrittenRange])
     stopped: threading.Event = field(default_factory=threading.Event)
     around_bytes: int = 0
+    _copies: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     @property
     def written_bytes(self) -> int:
@@ -144,12 +145,26 @@ class RankFiles:
         now: list[RecordRange] = []
         for one in ranges:
             copy = None if self.snapshot is None else self.snapshot.copy(one.memory)
+            if copy is not None:
+                self._copies.append((one.memory.data_ptr(), copy))
             if copy is None:
                 now.append(one)
             else:
                 self.waiting.append(RecordRange(one.path, one.key, one.low, one.place, copy))
         if now:
             self.written += _written_by_threads(now, self.stopped)
+
+    def kept(self, memory: torch.Tensor) -> torch.Tensor:
+        """Memory of the engine as the snapshot has it: the part of it, or a copy; itself where
+        nothing is to be written later."""
+        if self.snapshot is None:
+            return memory
+        size, start = memory.numel() * memory.element_size(), memory.data_ptr()
+        for first, copy in self._copies:
+            if first <= start and start + size <= first + len(copy) and memory.is_contiguous():
+                part = copy[start - first : start - first + size]
+                return part.view(memory.dtype).view(memory.shape)
+        return memory.clone()
 
     def write(self) -> None:
         """Writes what waits, in this thread. Raises OSError."""

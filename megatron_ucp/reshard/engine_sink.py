@@ -7,12 +7,22 @@ from typing import Any, Self
 
 from megatron_ucp.core.flat import Scalars
 from megatron_ucp.core.manifest import Manifest
-from megatron_ucp.core.plan import Cast, Mean, Plan
+from megatron_ucp.core.plan import Cast, Mean, Plan, Slot
 from megatron_ucp.errors import some_of
 from megatron_ucp.formats.base import Readable
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.file_source import SharedFiles
+from megatron_ucp.reshard.fingerprint import (
+    Sums,
+    Table,
+    recorded_in,
+    require_alike,
+    require_recorded,
+    sums_of,
+    table_of,
+    true_shape,
+)
 from megatron_ucp.reshard.overflows import Lost, lost_in, may_overflow, param_of
 from megatron_ucp.reshard.own_values import set_buffers
 from megatron_ucp.reshard.transfer import Proved, SinkPart, TransferRun
@@ -49,6 +59,9 @@ class EngineSink:
         self.engine, self.held, self.how, self.parts = engine, held, how, parts
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[Readable, Plan] | None = None
+        self._sums: Sums = {}
+        self._recorded: Table = {}
+        self.compared = 0  # states of parameters whose fingerprint was compared
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
@@ -65,6 +78,29 @@ class EngineSink:
         plan = _joined([one.plan for one in parts])
         self._read = source.checkpoint, plan
         source.read(plan, self.engine.tensor, run.progress)
+        recorded = source.checkpoint.recorded
+        self._recorded = {} if recorded is None else recorded_in(recorded.run)
+        if self._recorded and self.how.checksums:
+            self._sums = self._filled_sums(parts)
+
+    def _filled_sums(self, parts: Sequence[Proved]) -> Sums:
+        """What this rank's memory adds to the fingerprint of what was loaded."""
+        out: Sums = {}
+        for one in parts:
+            same = [want for want in one.part.wants if self._is_compared(one.part.target, *want)]
+            out |= sums_of(one.part.target, same, self.engine.tensor)
+        return out
+
+    def _is_compared(self, target: Manifest, slot: Slot, state: str) -> bool:
+        """Whether a slot gets what the checkpoint has, element by element."""
+        dtype = target.buffers[slot.buffer].dtype_of(slot.state)
+        names = {member.param for member in target.buffers[slot.buffer].members}
+        return all(
+            name in self.held.by_name
+            and true_shape(self.held.by_name[name]) == true_shape(target.by_name[name])
+            and self.held.states_of(name).get(state) == dtype
+            for name in names
+        )
 
     def lost(self) -> Lost:
         """Collective. What this rank's memory, which was filled, lost of the checkpoint's values,
@@ -73,10 +109,18 @@ class EngineSink:
         if self._read is None:
             return {}
         (checkpoint, plan), manifest = self._read, self.engine.manifest
-        found = agree.gather(_inexact(plan, manifest))
+        told = agree.gather((_inexact(plan, manifest), self._sums))
+        found = [inexact for inexact, _ in told]
         self.notes[:0] = _of_all_ranks(manifest, found)
+        self._compare([sums for _, sums in told], str(checkpoint.folder))
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
         return lost_in(self.engine, checkpoint, plan) if rounds else {}
+
+    def _compare(self, ranks: Sequence[Sums], file: str) -> None:
+        """Raises ForeignFileError where what ranks have now is not what was saved."""
+        table, apart = table_of(self.parts[0].target, ranks)
+        require_alike(apart, file)
+        self.compared = require_recorded(table, self._recorded, file)
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""

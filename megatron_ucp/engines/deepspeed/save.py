@@ -30,6 +30,7 @@ from megatron_ucp.core.manifest import (
     Manifest,
 )
 from megatron_ucp.core.manifest_json import to_json
+from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines import random_states
 from megatron_ucp.engines.background import Background, background_of
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
@@ -63,7 +64,7 @@ from megatron_ucp.engines.saves import (
     where_to,
 )
 from megatron_ucp.engines.values import members_by_value, named_in
-from megatron_ucp.errors import SaveError
+from megatron_ucp.errors import SaveError, some_of
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
@@ -73,6 +74,8 @@ from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.fingerprint import RECORDED as RECORDED_FINGERPRINT
+from megatron_ucp.reshard.fingerprint import Sums, sums_of, table_of
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
@@ -118,7 +121,8 @@ class _Found:
 @dataclass(frozen=True)
 class _Taken:
     """All that a save takes of an engine: from here on the engine may train. `files` are written by
-    this package (None: DeepSpeed wrote them, and `written` has their paths)."""
+    this package (None: DeepSpeed wrote them, and `written` has their paths). `held` is the memory
+    of what this rank has, of its own or in the snapshot."""
 
     asked: Asked
     manifest: Manifest
@@ -129,6 +133,7 @@ class _Taken:
     started: float
     stock_seconds: float
     sync: durable.Syncs
+    held: list[tuple[Slot, torch.Tensor]]
 
     @property
     def seconds(self) -> float:
@@ -180,7 +185,22 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
     said = copy.deepcopy(_said(live, asked, found) | position_of(asked.how.loader))
     notes = _note_of_states(_flat(block.values)) + _notes(found)
-    return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync)
+    held = _held(live, bare, files)
+    return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync, held)
+
+
+def _held(
+    live: LiveEngine, manifest: Manifest, files: RankFiles | None
+) -> list[tuple[Slot, torch.Tensor]]:
+    """The memory of every state that this rank has: of a save in the background that of its
+    snapshot, or a copy."""
+    out: list[tuple[Slot, torch.Tensor]] = []
+    for number, cut, part in live.parts():
+        for state, _ in live.manifest.buffers[number].states:
+            slot = Slot(number, cut, part, state)
+            memory = live.tensor(slot)
+            out.append((slot, memory if files is None else files.kept(memory)))
+    return out
 
 
 def _beside(asked: Asked, found: _Found) -> list[Path]:
@@ -206,15 +226,18 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
     `ranks`."""
     asked, files, sync = taken.asked, taken.files, taken.sync
     with as_save_error(), agree.together(ranks) as block:
-        block.value = _written(taken)
-    shared = _flat(ranges for ranges, _ in block.values)
-    bytes_by_rank = tuple(size_bytes for _, size_bytes in block.values)
+        block.value = (*_written(taken), _sums(taken))
+    shared = _flat(ranges for ranges, _, _ in block.values)
+    bytes_by_rank = tuple(size_bytes for _, size_bytes, _ in block.values)
+    sums = [sums for _, _, sums in block.values]
     with as_save_error(), agree.together(ranks) as block:
         made = [] if files is None else files.finish(shared)
         sync(asked.aside)
         block.value = [durable.entry_of(path) for path in [*taken.written, *made]]
-    manifest = completed(taken.manifest, _flat(block.values), taken.said)
-    notes = _named(asked, manifest, sync, ranks)
+    table, apart = table_of(taken.manifest, sums)
+    said = {**taken.said, RECORDED_FINGERPRINT: table}
+    manifest = completed(taken.manifest, _flat(block.values), said)
+    notes = _diverged(manifest, apart) + _named(asked, manifest, sync, ranks)
     seconds = taken.seconds
     return SaveReport(
         str(asked.folder / asked.tag),
@@ -229,6 +252,20 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
         seconds if blocked_seconds is None else blocked_seconds,
         bytes_by_rank,
     )
+
+
+def _sums(taken: _Taken) -> Sums:
+    """What this rank's memory adds to the fingerprint of all."""
+    memory = dict(taken.held)
+    return sums_of(taken.manifest, [(slot, slot.state) for slot in memory], memory.__getitem__)
+
+
+def _diverged(manifest: Manifest, apart: list[str]) -> list[str]:
+    """A note about parameters of which ranks have different copies; of buffers they may."""
+    names = [name for name in apart if manifest.by_name[name].kind != "buffer"]
+    if not names:
+        return []
+    return [f"copies of one parameter differ between ranks, and one is saved: {some_of(names)}"]
 
 
 def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:

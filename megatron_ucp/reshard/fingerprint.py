@@ -1,0 +1,279 @@
+"""What a training state is, whatever mesh, format or engine holds it: for every parameter and state
+the CRC-32 of its logical bytes (row-major, without vocabulary padding), and one SHA-256 over that
+table, the steps and the hyper-parameters."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.box import Box, Ints, flat_boxes, strides
+from megatron_ucp.core.layout import Partial, Piece
+from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.errors import ForeignFileError, some_of
+from megatron_ucp.formats.base import Checkpoint
+from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
+
+RECORDED = "fingerprint"  # of a manifest's run
+Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
+# parameter, state, dtype, share, its holder, partition
+Key = tuple[str, str, str, Box, tuple[int, Any], int]
+Sums = dict[Key, int]  # what one rank's memory adds to the whole
+ReadFlat = Callable[[Slot], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """`table` has the CRC-32 of every parameter and state; `settings` what each parameter is
+    stepped with."""
+
+    table: Table
+    settings: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of all of it."""
+        text = json.dumps([self.table, self.settings], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return self.digest
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """What differs, by name; empty where both are of one state."""
+        out = [
+            f"{name} ({state})"
+            for name in sorted({*self.table, *other.table})
+            for state in sorted({*self.table.get(name, {}), *other.table.get(name, {})})
+            if self.table.get(name, {}).get(state) != other.table.get(name, {}).get(state)
+        ]
+        for name in sorted({*self.settings, *other.settings}):
+            if self.settings.get(name) != other.settings.get(name):
+                out.append(f"{name} (steps or hyper-parameters)")
+        return out
+
+
+# ------------------------------------------------ what one rank holds
+
+
+def sums_of(manifest: Manifest, wants: Iterable[tuple[Slot, str]], read: ReadFlat) -> Sums:
+    """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
+    the state that is named with it."""
+    out: Sums = {}
+    for slot, state in wants:
+        memory: torch.Tensor | None = None
+        dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
+        for name, share, offset, held in _held(manifest, slot):
+            memory = read(slot) if memory is None else memory
+            key = name, state, dtype, share, (slot.buffer, slot.cut), slot.part
+            out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, offset, held)
+    return out
+
+
+def _held(manifest: Manifest, slot: Slot) -> Iterator[tuple[str, Box, int, Piece]]:
+    """What a slot holds: the parameter, the whole share that it is of, where it begins in the slot,
+    and the box. Nothing of padding, and of parameters of which every rank has a copy of its
+    own."""
+    buffer = manifest.buffers[slot.buffer].of(slot.state)
+    for fragment in buffer.fragments(slot.part):
+        member = buffer.members[fragment.member]
+        spec = manifest.by_name[member.param]
+        if isinstance(spec.layout, Partial):
+            continue
+        for piece in manifest.pieces(member, slot.cut):
+            true = piece.clip_full(_true_box(spec))
+            for box in flat_boxes(piece.view, fragment.low, fragment.high) if true else ():
+                held = true.clip_local(box) if true else None
+                if held is not None and held.full.numel:
+                    offset = buffer.offset(member, slot.part, held.flat_start)
+                    yield member.param, piece.full, offset, held
+
+
+def true_shape(spec: ParamSpec) -> Ints:
+    """The shape of a parameter without vocabulary padding."""
+    return spec.shape if spec.extent is None else (spec.extent.true, *spec.shape[1:])
+
+
+def _true_box(spec: ParamSpec) -> Box:
+    shape = true_shape(spec)
+    return Box((0,) * len(shape), shape)
+
+
+def _sum(spec: ParamSpec, memory: torch.Tensor, offset: int, held: Piece) -> int:
+    """What a box of a parameter adds to the CRC-32 of all of it."""
+    shape = true_shape(spec)
+    steps = strides(shape)
+    values = (
+        torch.as_strided(memory, held.full.shape, held.strides, memory.storage_offset() + offset)
+        .contiguous()
+        .cpu()
+    )
+    size = values.element_size()
+    runs, places, elems = _runs(held.full.shape, steps)
+    rows = values.view(-1).view(torch.uint8).numpy().reshape(-1, elems * size)
+    sum_ = of_runs(rows, runs, [step * size for step in places])
+    last = sum((stop - 1) * step for stop, step in zip(held.full.stop, steps, strict=True))
+    return shifted(sum_, (prod(shape) - last - 1) * size)
+
+
+def _runs(shape: Ints, steps: Ints) -> tuple[list[int], list[int], int]:
+    """A box of a row-major tensor as runs of elements that follow each other: how many there are
+    along each dim that is left, their strides, and the elements of one."""
+    runs, places, elems = list(shape), list(steps), 1
+    while runs and (places[-1] == elems or runs[-1] == 1):
+        elems *= runs.pop()
+        places.pop()
+    return runs, places, elems
+
+
+# ------------------------------------------------ all ranks together
+
+
+def table_of(
+    manifest: Manifest, ranks: Sequence[Sums]
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The CRC-32s of all that ranks hold whole together; and the parameters of which copies differ,
+    which are not among them."""
+    shares, apart = _shares(ranks)
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}  # sum, elements
+    for (name, state, dtype, box), sum_ in shares.items():
+        true = box.meet(_true_box(manifest.by_name[name]))
+        before = found.get((name, state, dtype), (0, 0))
+        elems = before[1] + (true.numel if true else 0)
+        found[name, state, dtype] = before[0] ^ sum_, elems
+    out: dict[str, dict[str, str]] = {}
+    for (name, state, dtype), (sum_, elems) in sorted(found.items()):
+        if name not in apart and elems == prod(true_shape(manifest.by_name[name])):
+            crc = standard(sum_, elems * ITEMSIZE[dtype])
+            out.setdefault(name, {})[state] = f"{dtype} {crc:08x}"
+    return out, sorted(apart)
+
+
+def _shares(ranks: Sequence[Sums]) -> tuple[dict[tuple[str, str, str, Box], int], set[str]]:
+    """Each share once, and the parameters of which copies of one share differ."""
+    apart: set[str] = set()
+    partitions: Sums = {}
+    for own in ranks:
+        for key, sum_ in own.items():
+            if partitions.setdefault(key, sum_) != sum_:
+                apart.add(key[0])
+    copies: dict[tuple[str, str, str, Box, tuple[int, Any]], int] = {}
+    for (name, state, dtype, box, holder, _), sum_ in partitions.items():
+        copy = name, state, dtype, box, holder
+        copies[copy] = copies.get(copy, 0) ^ sum_
+    out: dict[tuple[str, str, str, Box], int] = {}
+    for (name, state, dtype, box, _), sum_ in copies.items():
+        if out.setdefault((name, state, dtype, box), sum_) != sum_:
+            apart.add(name)
+    return out, apart
+
+
+# ------------------------------------------------ beside tensors
+
+
+def settings_of(manifest: Manifest) -> dict[str, Any]:
+    """Steps and hyper-parameters of every parameter that is stepped: what is a number, or some."""
+    out: dict[str, Any] = {}
+    for _, member, group in manifest.stepped():
+        settings = manifest.groups[group].settings
+        plain = {key: _plain(value) for key, value in settings.items()}
+        known = {key: value for key, value in plain.items() if value is not None}
+        out[member.param] = {**known, **{key: float(v) for key, v in member.scalars.items()}}
+    return out
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, list | tuple) and all(isinstance(one, int | float) for one in value):
+        return [float(one) for one in value]
+    return None
+
+
+# ------------------------------------------------ files
+
+
+def of_files(checkpoint: Checkpoint) -> Fingerprint:
+    """The fingerprint of a checkpoint, from all of its bytes. Raises a UcpError."""
+    manifest = checkpoint.manifest
+    sums: Sums = {}
+    for number, buffer in enumerate(manifest.buffers):
+        for part in range(buffer.partitions):
+            for cut in manifest.cuts_of(buffer):
+                slots = [(Slot(number, cut, part, state), state) for state, _ in buffer.states]
+                sums |= sums_of(manifest, slots, lambda slot: _read(checkpoint, slot))
+    table, apart = table_of(manifest, [sums])
+    require_alike(apart, str(checkpoint.folder))
+    return Fingerprint(table, settings_of(manifest))
+
+
+def require_alike(apart: Sequence[str], file: str) -> None:
+    """Raises ForeignFileError where copies of one parameter differ."""
+    if apart:
+        raise ForeignFileError(
+            "copies of a parameter hold different values",
+            file=file,
+            parameter=some_of(apart),
+            fix="the replicas of the run have diverged: load an older tag",
+        )
+
+
+def _read(checkpoint: Checkpoint, slot: Slot) -> torch.Tensor:
+    """All of a slot's memory, from its file."""
+    from megatron_ucp.reshard.execute import TORCH_DTYPES
+
+    buffer = checkpoint.manifest.buffers[slot.buffer].of(slot.state)
+    where = checkpoint.where(slot)
+    out = torch.empty(buffer.elems(slot.part), dtype=TORCH_DTYPES[where.dtype])
+    data: Any = out.view(torch.uint8).numpy().data
+    where.file.read_into(where.record, where.offset_bytes, data)
+    return out
+
+
+# ------------------------------------------------ as a manifest keeps it
+
+
+def recorded_in(run: Mapping[str, Any]) -> Table:
+    """The table that a manifest's `run` keeps; empty where it has none."""
+    found = run.get(RECORDED)
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        str(name): {str(state): str(crc) for state, crc in states.items()}
+        for name, states in found.items()
+        if isinstance(states, Mapping)
+    }
+
+
+def require_recorded(table: Table, recorded: Table, file: str) -> int:
+    """Raises ForeignFileError where a value is not the recorded one, in the same dtype; returns how
+    many were compared."""
+    compared = 0
+    wrong: list[tuple[str, str]] = []
+    for name, states in table.items():
+        for state, crc in states.items():
+            saved = recorded.get(name, {}).get(state, "")
+            if saved.partition(" ")[0] == crc.partition(" ")[0]:
+                compared += 1
+                wrong += [(name, state)] if saved != crc else []
+    if wrong:
+        name, state = wrong[0]
+        raise ForeignFileError(
+            f"the {state} of a parameter is not what was saved",
+            file=file,
+            parameter=some_of([f"{one} ({what})" for one, what in wrong]),
+            expected=f"CRC-32 of {recorded[name][state]}",
+            found=table[name][state],
+            fix="a file was changed or damaged, or this package has a defect: load an older tag, "
+            "and report it",
+        )
+    return compared
