@@ -1,6 +1,7 @@
 """Resume a training run on any mesh, straight from its own checkpoint files, bit for bit.
 
-An engine:      attach, initialize, install, load, save, wait, report, export_hf
+An engine:      attach, initialize, install, load, save, wait, report, fingerprint,
+                export_hf
 Megatron-core:  attach_megatron; `megatron_ucp.megatron_lm` for Megatron-LM's own program
 A checkpoint:   inspect, describe, ls, plan, verify, diff, rules, newest_whole
 Another form:   convert, export_hf, import_hf, fp32_state_dict, fp32_tensors
@@ -37,6 +38,7 @@ from megatron_ucp.formats.deepspeed.target import Target
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each is imported on first use
     from megatron_ucp.engines.attach import attach, initialize, install
     from megatron_ucp.engines.background import wait
+    from megatron_ucp.engines.fingerprint import fingerprint
     from megatron_ucp.engines.load import load
     from megatron_ucp.engines.loader import ResumableLoader
     from megatron_ucp.engines.megatron.engine.attach import attach_megatron
@@ -84,6 +86,7 @@ __all__ = [
     "describe",
     "diff",
     "export_hf",
+    "fingerprint",
     "fp32_state_dict",
     "fp32_tensors",
     "import_hf",
@@ -111,6 +114,7 @@ _HOMES = {
     "describe": "reshard.describe",
     "diff": "reshard.diff",
     "export_hf": "reshard.hugging_face.export",
+    "fingerprint": "engines.fingerprint",
     "fp32_state_dict": "reshard.fp32",
     "fp32_tensors": "reshard.fp32",
     "import_hf": "reshard.hugging_face.import_hf",

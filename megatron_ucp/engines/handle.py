@@ -7,8 +7,10 @@ from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.reports import Reports, report
 from megatron_ucp.engines.saves import SaveReport
+from megatron_ucp.errors import UnsupportedError
 from megatron_ucp.families.base import Model
 from megatron_ucp.reshard.engine import Engine
+from megatron_ucp.reshard.fingerprint import Fingerprint
 from megatron_ucp.reshard.hugging_face.exported import Exported
 from megatron_ucp.reshard.report import Report
 
@@ -28,6 +30,14 @@ class Handle:
         """The engine, which a load fills; `family` is the load's. Collective. Raises a UcpError on
         every rank where it can't be filled exactly."""
         raise NotImplementedError
+
+    def fingerprint(self) -> Fingerprint:
+        """As `ucp.fingerprint` of the engine. Collective."""
+        raise UnsupportedError(
+            "the fingerprint of this engine can't be taken from its memory yet",
+            found=type(self.program).__name__,
+            fix="save, and take it from the files",
+        )
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         """As `engine.save_checkpoint`, or `ucp.save`."""

@@ -199,3 +199,32 @@ def memory_of(setup: Setup, folder: str, **options: Any) -> tuple[int, int, int]
     report = ucp.report(engine).save
     engine.destroy()
     return held[0], held[1], report.bytes_by_rank[dist.get_rank()]
+
+
+def fingerprints(setup: Setup, folder: str, target: Setup) -> list[Any]:
+    """Of an engine, of its files, and of an engine of another kind that loaded them."""
+    engine = make_engine(setup)
+    train(engine, 2)
+    found = [ucp.fingerprint(engine)]
+    engine.save_checkpoint(folder)
+    dist.barrier()
+    found.append(ucp.fingerprint(folder))
+    engine.destroy()
+    other = make_engine(replace(target, seed=9))
+    train(other, 1)
+    before = ucp.fingerprint(other)
+    other.load_checkpoint(folder)
+    found.append(ucp.fingerprint(other))
+    other.destroy()
+    return [found, len(before.differences(found[0]))]
+
+
+def refused_load(setup: Setup, folder: str) -> str:
+    engine = make_engine(replace(setup, seed=9))
+    try:
+        engine.load_checkpoint(folder)
+        return ""
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.destroy()

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from megatron_ucp.core.manifest import (
     RENAMED,
     RUN,
     TAG,
+    FileEntry,
     Manifest,
 )
 from megatron_ucp.core.manifest_json import to_json
@@ -75,7 +76,14 @@ from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.fingerprint import RECORDED as RECORDED_FINGERPRINT
-from megatron_ucp.reshard.fingerprint import Sums, sums_of, table_of
+from megatron_ucp.reshard.fingerprint import (
+    Fingerprint,
+    Sums,
+    require_alike,
+    settings_of,
+    sums_of,
+    table_of,
+)
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
@@ -122,7 +130,7 @@ class _Found:
 class _Taken:
     """All that a save takes of an engine: from here on the engine may train. `files` are written by
     this package (None: DeepSpeed wrote them, and `written` has their paths). `held` is the memory
-    of what this rank has, of its own or in the snapshot."""
+    of what this rank has, of its own or in the snapshot; `whole` has frozen parameters too."""
 
     asked: Asked
     manifest: Manifest
@@ -133,7 +141,8 @@ class _Taken:
     started: float
     stock_seconds: float
     sync: durable.Syncs
-    held: list[tuple[Slot, torch.Tensor]]
+    held: dict[Slot, torch.Tensor]
+    whole: Manifest
 
     @property
     def seconds(self) -> float:
@@ -185,21 +194,28 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
     said = copy.deepcopy(_said(live, asked, found) | position_of(asked.how.loader))
     notes = _note_of_states(_flat(block.values)) + _notes(found)
-    held = _held(live, bare, files)
-    return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync, held)
+    own = (_held(live, files), live.manifest)
+    return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync, *own)
 
 
-def _held(
-    live: LiveEngine, manifest: Manifest, files: RankFiles | None
-) -> list[tuple[Slot, torch.Tensor]]:
+def fingerprint_of(engine: Any, model: Model | None) -> Fingerprint:
+    """Of an engine as it is. Collective. Raises ForeignFileError where its replicas differ."""
+    live = describe(engine, model, present=True)
+    sums = agree.collect(lambda: _sums_of(live.manifest, _held(live, None)))
+    table, apart = table_of(live.manifest, sums)
+    require_alike([name for name in apart if _is_shared(live.manifest, name)], "the live engine")
+    return Fingerprint(table, settings_of(live.manifest))
+
+
+def _held(live: LiveEngine, files: RankFiles | None) -> dict[Slot, torch.Tensor]:
     """The memory of every state that this rank has: of a save in the background that of its
     snapshot, or a copy."""
-    out: list[tuple[Slot, torch.Tensor]] = []
+    out: dict[Slot, torch.Tensor] = {}
     for number, cut, part in live.parts():
         for state, _ in live.manifest.buffers[number].states:
             slot = Slot(number, cut, part, state)
             memory = live.tensor(slot)
-            out.append((slot, memory if files is None else files.kept(memory)))
+            out[slot] = memory if files is None else files.kept(memory)
     return out
 
 
@@ -224,20 +240,14 @@ def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
 def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | None) -> SaveReport:
     """Writes what waits, and brings it to disk; then files get their names. Collective, among
     `ranks`."""
-    asked, files, sync = taken.asked, taken.files, taken.sync
+    asked, sync = taken.asked, taken.sync
     with as_save_error(), agree.together(ranks) as block:
-        block.value = (*_written(taken), _sums(taken))
-    shared = _flat(ranges for ranges, _, _ in block.values)
-    bytes_by_rank = tuple(size_bytes for _, size_bytes, _ in block.values)
-    sums = [sums for _, _, sums in block.values]
+        block.value = (*_written(taken), _sums_of(taken.whole, taken.held))
+    ranges, bytes_by_rank, sums = zip(*block.values, strict=True)
     with as_save_error(), agree.together(ranks) as block:
-        made = [] if files is None else files.finish(shared)
-        sync(asked.aside)
-        block.value = [durable.entry_of(path) for path in [*taken.written, *made]]
-    table, apart = table_of(taken.manifest, sums)
-    said = {**taken.said, RECORDED_FINGERPRINT: table}
-    manifest = completed(taken.manifest, _flat(block.values), said)
-    notes = _diverged(manifest, apart) + _named(asked, manifest, sync, ranks)
+        block.value = _entries(taken, _flat(ranges))
+    manifest, notes = _recorded(taken, _flat(block.values), sums)
+    notes += _named(asked, manifest, sync, ranks)
     seconds = taken.seconds
     return SaveReport(
         str(asked.folder / asked.tag),
@@ -254,15 +264,37 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
     )
 
 
-def _sums(taken: _Taken) -> Sums:
+def _entries(taken: _Taken, written: Sequence[WrittenRange]) -> list[FileEntry]:
+    """This rank's files, whole and on disk, as lines of the manifest; `written` is what all ranks
+    wrote of them. Raises OSError."""
+    made = [] if taken.files is None else taken.files.finish(written)
+    taken.sync(taken.asked.aside)
+    return [durable.entry_of(path) for path in [*taken.written, *made]]
+
+
+def _recorded(
+    taken: _Taken, entries: Sequence[FileEntry], sums: Sequence[Sums]
+) -> tuple[Manifest, list[str]]:
+    """The manifest beside the files, with the fingerprint of what they hold; and notes."""
+    table, apart = table_of(taken.whole, sums)
+    kept = {name: states for name, states in table.items() if name in taken.manifest.by_name}
+    said = {**taken.said, RECORDED_FINGERPRINT: kept}
+    return completed(taken.manifest, entries, said), _diverged(taken.whole, apart)
+
+
+def _sums_of(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
     """What this rank's memory adds to the fingerprint of all."""
-    memory = dict(taken.held)
-    return sums_of(taken.manifest, [(slot, slot.state) for slot in memory], memory.__getitem__)
+    return sums_of(manifest, [(slot, slot.state) for slot in held], held.__getitem__)
+
+
+def _is_shared(manifest: Manifest, name: str) -> bool:
+    """Whether all ranks have the same of a parameter: of buffers each may have its own."""
+    return manifest.by_name[name].kind != "buffer"
 
 
 def _diverged(manifest: Manifest, apart: list[str]) -> list[str]:
     """A note about parameters of which ranks have different copies; of buffers they may."""
-    names = [name for name in apart if manifest.by_name[name].kind != "buffer"]
+    names = [name for name in apart if _is_shared(manifest, name)]
     if not names:
         return []
     return [f"copies of one parameter differ between ranks, and one is saved: {some_of(names)}"]
