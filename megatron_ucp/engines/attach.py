@@ -20,8 +20,9 @@ from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
 from megatron_ucp.engines.deepspeed.family import model_of, require_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.live_fingerprint import fingerprint_of
 from megatron_ucp.engines.deepspeed.refuse import refuse_engine, refuse_writer
-from megatron_ucp.engines.deepspeed.save import Asked, fingerprint_of, save
+from megatron_ucp.engines.deepspeed.save import Asked, save
 from megatron_ucp.engines.deepspeed.stage import is_pipeline, parallel_of
 from megatron_ucp.engines.deepspeed.stock_info import empty_extra_state, info_of
 from megatron_ucp.engines.deepspeed.wrappers import remember_stepped

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
 
 from megatron_ucp.errors import RankError
 from megatron_ucp.reshard import agree
@@ -26,7 +26,7 @@ class BesideRanks:
     def __init__(self) -> None:
         self.rank, self.world = agree.world()
         self._group: Any = None
-        self._store: Any = None
+        self._store: TCPStore | None = None
         self._turn = 0
         self.doing = "has not begun"
         if self.world > 1:
@@ -36,12 +36,13 @@ class BesideRanks:
         patience, alone = timedelta(seconds=_START_S), False
         if self.rank == 0:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            self._store = dist.TCPStore(host, 0, self.world, True, patience, alone)
-        place = None if self._store is None else (self._store.host, self._store.port)
+            self._store = TCPStore(host, 0, self.world, True, patience, alone)
+        place: Any = None if self._store is None else (self._store.host, self._store.port)
         host, port = agree.gather(place)[0]
         if self.rank:
-            self._store = dist.TCPStore(host, port, self.world, False, patience, alone)
-        mine = dist.PrefixStore("agree", self._store)
+            self._store = TCPStore(host, port, self.world, False, patience, alone)
+        store: Any = self._store
+        mine = PrefixStore("agree", store)
         self._group = dist.ProcessGroupGloo(mine, self.rank, self.world, patience)
 
     def gather(self, value: Any, seconds: float | None = None) -> list[Any]:

@@ -57,7 +57,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
             kind, elems = getattr(torch, obj._pickle_storage_type()), obj._size()
-        elif torch.is_storage(obj):
+        elif isinstance(obj, torch.UntypedStorage):
             storage, dtype = obj, torch.uint8
             kind, elems = torch.UntypedStorage, obj.nbytes()
         else:

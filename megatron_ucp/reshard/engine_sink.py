@@ -16,7 +16,6 @@ from megatron_ucp.reshard.file_source import SharedFiles
 from megatron_ucp.reshard.fingerprint import (
     Sums,
     Table,
-    recorded_in,
     require_alike,
     require_recorded,
     sums_of,
@@ -33,11 +32,13 @@ _NAMED = 5  # parameters that a note lists by name
 @dataclass(frozen=True)
 class Filled:
     """What an engine gets besides elements: `states` and `scalars` for each buffer of the manifest
-    that this rank fills, `groups` for each of its groups."""
+    that this rank fills, `groups` for each of its groups. `recorded` is what the save said of all
+    elements (empty: nothing)."""
 
     states: Mapping[int, tuple[str, ...]]
     scalars: Mapping[int, list[Scalars]]
     groups: list[Mapping[str, Any]]
+    recorded: Table
 
 
 class EngineSink:
@@ -60,7 +61,7 @@ class EngineSink:
         self.filled, self.extras, self.notes = filled, extras, notes
         self._read: tuple[Readable, Plan] | None = None
         self._sums: Sums = {}
-        self._recorded: Table = {}
+        self._file = ""
         self.compared = 0  # states of parameters whose fingerprint was compared
 
     def __enter__(self) -> Self:
@@ -77,10 +78,9 @@ class EngineSink:
         """All bytes that this rank needs, straight into its memory."""
         plan = _joined([one.plan for one in parts])
         self._read = source.checkpoint, plan
+        self._file = source.file
         source.read(plan, self.engine.tensor, run.progress)
-        recorded = source.checkpoint.recorded
-        self._recorded = {} if recorded is None else recorded_in(recorded.run)
-        if self._recorded and self.how.checksums:
+        if self.filled.recorded and self.how.checksums:
             self._sums = self._filled_sums(parts)
 
     def _filled_sums(self, parts: Sequence[Proved]) -> Sums:
@@ -112,15 +112,15 @@ class EngineSink:
         told = agree.gather((_inexact(plan, manifest), self._sums))
         found = [inexact for inexact, _ in told]
         self.notes[:0] = _of_all_ranks(manifest, found)
-        self._compare([sums for _, sums in told], str(checkpoint.folder))
+        self._compare([sums for _, sums in told])
         rounds = any(rounded for rounded, _ in found) or may_overflow(self.held, manifest)
         return lost_in(self.engine, checkpoint, plan) if rounds else {}
 
-    def _compare(self, ranks: Sequence[Sums], file: str) -> None:
+    def _compare(self, ranks: Sequence[Sums]) -> None:
         """Raises ForeignFileError where what ranks have now is not what was saved."""
         table, apart = table_of(self.parts[0].target, ranks)
-        require_alike(apart, file)
-        self.compared = require_recorded(table, self._recorded, file)
+        require_alike(apart, self._file)
+        self.compared = require_recorded(table, self.filled.recorded, self._file)
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""

@@ -21,11 +21,11 @@ from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
 
-RECORDED = "fingerprint"  # of a manifest's run
+FINGERPRINT = "fingerprint"  # of a manifest's run
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
 # parameter, state, dtype, share, its holder, partition
-Key = tuple[str, str, str, Box, tuple[int, Any], int]
-Sums = dict[Key, int]  # what one rank's memory adds to the whole
+ShareKey = tuple[str, str, str, Box, tuple[int, Any], int]
+Sums = dict[ShareKey, int]  # what one rank's memory adds to the whole
 ReadFlat = Callable[[Slot], torch.Tensor]
 
 
@@ -244,7 +244,7 @@ def _read(checkpoint: Checkpoint, slot: Slot) -> torch.Tensor:
 
 def recorded_in(run: Mapping[str, Any]) -> Table:
     """The table that a manifest's `run` keeps; empty where it has none."""
-    found = run.get(RECORDED)
+    found = run.get(FINGERPRINT)
     if not isinstance(found, Mapping):
         return {}
     return {

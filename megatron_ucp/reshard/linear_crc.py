@@ -14,8 +14,8 @@ import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 
 _ONES = 0xFFFFFFFF
-Rows = Any  # numpy: uint8 of runs, bytes of a run
-Sums = Any  # numpy: uint32
+_Rows = Any  # numpy: uint8 of runs, bytes of a run
+_Sums = Any  # numpy: uint32
 
 
 def linear(data: Any) -> int:
@@ -33,7 +33,7 @@ def shifted(sum_: int, size_bytes: int) -> int:
     return int(crc32_combine(sum_, 0, size_bytes))
 
 
-def of_runs(rows: Rows, shape: Sequence[int], strides_bytes: Sequence[int]) -> int:
+def of_runs(rows: _Rows, shape: Sequence[int], strides_bytes: Sequence[int]) -> int:
     """The sum of runs of equal length, row by row in `rows`, up to the end of the last one. Run
     number i, as an index of `shape`, begins `strides_bytes` times that index behind the first."""
     if len(rows) == 1:
@@ -45,7 +45,7 @@ def of_runs(rows: Rows, shape: Sequence[int], strides_bytes: Sequence[int]) -> i
     return int(sums)
 
 
-def _folded(sums: Sums, stride_bytes: int) -> Sums:
+def _folded(sums: _Sums, stride_bytes: int) -> _Sums:
     """Adds up the last dim, whose parts begin `stride_bytes` behind each other: two at a time."""
     while sums.shape[-1] > 1:
         if sums.shape[-1] % 2:  # zeros in front of the whole change nothing
@@ -55,7 +55,7 @@ def _folded(sums: Sums, stride_bytes: int) -> Sums:
     return sums[..., 0]
 
 
-def _shifted_each(sums: Sums, size_bytes: int) -> Sums:
+def _shifted_each(sums: _Sums, size_bytes: int) -> _Sums:
     tables = _tables(size_bytes)
     out = tables[0][sums & 0xFF]
     for number in (1, 2, 3):

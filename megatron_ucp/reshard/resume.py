@@ -31,6 +31,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.engine import Engine, How, TakenExtras
 from megatron_ucp.reshard.engine_sink import EngineSink, Filled, named
 from megatron_ucp.reshard.file_source import SharedFiles
+from megatron_ucp.reshard.fingerprint import recorded_in
 from megatron_ucp.reshard.match import (
     Fit,
     check_not_lost,
@@ -106,7 +107,7 @@ def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
     own, apart = values_for(source, bare, how.apart, how.per_rank, how.allow)
     how = replace(how, optimizer=optimizer, own=own)
     extras = _extras(engine, source, how)
-    filled = _filled(engine, source.manifest, states, groups)
+    filled = _filled(engine, source, states, groups)
     parts = _parts(engine, target, fit, how.allow)
     notes = [*source.notes, *_described(fit, source.manifest), *settings, *apart, *extras.notes]
     return EngineSink(engine, source.manifest, how, parts, filled, extras, notes)
@@ -114,15 +115,16 @@ def _prepared(engine: Engine, source: Checkpoint, how: How) -> EngineSink:
 
 def _filled(
     engine: Engine,
-    source: Manifest,
+    source: Checkpoint,
     states: list[tuple[str, ...]],
     groups: list[Mapping[str, Any]],
 ) -> Filled:
     """What this rank's buffers get besides elements."""
     buffers = engine.manifest.buffers
     own = [number for number, _, _ in engine.parts() if buffers[number].stepped]
-    scalars = {number: _scalars(buffers[number], source) for number in own}
-    return Filled({number: states[number] for number in own}, scalars, groups)
+    scalars = {number: _scalars(buffers[number], source.manifest) for number in own}
+    recorded = {} if source.recorded is None else recorded_in(source.recorded.run)
+    return Filled({number: states[number] for number in own}, scalars, groups, recorded)
 
 
 def _scalars(buffer: FlatBuffer, source: Manifest) -> list[Scalars]:

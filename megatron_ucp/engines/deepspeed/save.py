@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
 from megatron_ucp.engines.deepspeed.kept import of_caller, of_engine
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.deepspeed.live_fingerprint import diverged, held_by, sums_of_rank
 from megatron_ucp.engines.deepspeed.replicas import replicas_of
 from megatron_ucp.engines.deepspeed.restore import MIDDLE
 from megatron_ucp.engines.deepspeed.schedulers import CLASS, class_of
@@ -65,7 +66,7 @@ from megatron_ucp.engines.saves import (
     where_to,
 )
 from megatron_ucp.engines.values import members_by_value, named_in
-from megatron_ucp.errors import SaveError, some_of
+from megatron_ucp.errors import SaveError
 from megatron_ucp.families.architecture import recorded
 from megatron_ucp.families.base import Model
 from megatron_ucp.formats import durable, of_ranks
@@ -75,15 +76,7 @@ from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import RECORDED as RECORDED_FINGERPRINT
-from megatron_ucp.reshard.fingerprint import (
-    Fingerprint,
-    Sums,
-    require_alike,
-    settings_of,
-    sums_of,
-    table_of,
-)
+from megatron_ucp.reshard.fingerprint import FINGERPRINT, Sums, table_of
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
@@ -194,29 +187,8 @@ def _taken(asked: Asked, left: ExitStack) -> _Taken:
     bare = _without_frozen(live.manifest) if asked.exclude_frozen else live.manifest
     said = copy.deepcopy(_said(live, asked, found) | position_of(asked.how.loader))
     notes = _note_of_states(_flat(block.values)) + _notes(found)
-    own = (_held(live, files), live.manifest)
+    own = (held_by(live, files), live.manifest)
     return _Taken(asked, bare, said, files, paths, notes, started, stock_seconds, sync, *own)
-
-
-def fingerprint_of(engine: Any, model: Model | None) -> Fingerprint:
-    """Of an engine as it is. Collective. Raises ForeignFileError where its replicas differ."""
-    live = describe(engine, model, present=True)
-    sums = agree.collect(lambda: _sums_of(live.manifest, _held(live, None)))
-    table, apart = table_of(live.manifest, sums)
-    require_alike([name for name in apart if _is_shared(live.manifest, name)], "the live engine")
-    return Fingerprint(table, settings_of(live.manifest))
-
-
-def _held(live: LiveEngine, files: RankFiles | None) -> dict[Slot, torch.Tensor]:
-    """The memory of every state that this rank has: of a save in the background that of its
-    snapshot, or a copy."""
-    out: dict[Slot, torch.Tensor] = {}
-    for number, cut, part in live.parts():
-        for state, _ in live.manifest.buffers[number].states:
-            slot = Slot(number, cut, part, state)
-            memory = live.tensor(slot)
-            out[slot] = memory if files is None else files.kept(memory)
-    return out
 
 
 def _beside(asked: Asked, found: _Found) -> list[Path]:
@@ -242,7 +214,7 @@ def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | N
     `ranks`."""
     asked, sync = taken.asked, taken.sync
     with as_save_error(), agree.together(ranks) as block:
-        block.value = (*_written(taken), _sums_of(taken.whole, taken.held))
+        block.value = (*_written(taken), sums_of_rank(taken.whole, taken.held))
     ranges, bytes_by_rank, sums = zip(*block.values, strict=True)
     with as_save_error(), agree.together(ranks) as block:
         block.value = _entries(taken, _flat(ranges))
@@ -278,26 +250,8 @@ def _recorded(
     """The manifest beside the files, with the fingerprint of what they hold; and notes."""
     table, apart = table_of(taken.whole, sums)
     kept = {name: states for name, states in table.items() if name in taken.manifest.by_name}
-    said = {**taken.said, RECORDED_FINGERPRINT: kept}
-    return completed(taken.manifest, entries, said), _diverged(taken.whole, apart)
-
-
-def _sums_of(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
-    """What this rank's memory adds to the fingerprint of all."""
-    return sums_of(manifest, [(slot, slot.state) for slot in held], held.__getitem__)
-
-
-def _is_shared(manifest: Manifest, name: str) -> bool:
-    """Whether all ranks have the same of a parameter: of buffers each may have its own."""
-    return manifest.by_name[name].kind != "buffer"
-
-
-def _diverged(manifest: Manifest, apart: list[str]) -> list[str]:
-    """A note about parameters of which ranks have different copies; of buffers they may."""
-    names = [name for name in apart if _is_shared(manifest, name)]
-    if not names:
-        return []
-    return [f"copies of one parameter differ between ranks, and one is saved: {some_of(names)}"]
+    said = {**taken.said, FINGERPRINT: kept}
+    return completed(taken.manifest, entries, said), diverged(taken.whole, apart)
 
 
 def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:

@@ -1,0 +1,61 @@
+"""The fingerprint of a live DeepSpeed engine, or of the snapshot of one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.manifest import Manifest
+from megatron_ucp.core.plan import Slot
+from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
+from megatron_ucp.engines.rank_files import RankFiles
+from megatron_ucp.errors import some_of
+from megatron_ucp.families.base import Model
+from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.fingerprint import (
+    Fingerprint,
+    Sums,
+    require_alike,
+    settings_of,
+    sums_of,
+    table_of,
+)
+
+
+def fingerprint_of(engine: Any, model: Model | None) -> Fingerprint:
+    """Of an engine as it is. Collective. Raises ForeignFileError where its replicas differ."""
+    live = describe(engine, model, present=True)
+    sums = agree.collect(lambda: sums_of_rank(live.manifest, held_by(live, None)))
+    table, apart = table_of(live.manifest, sums)
+    require_alike([name for name in apart if _is_shared(live.manifest, name)], "the live engine")
+    return Fingerprint(table, settings_of(live.manifest))
+
+
+def held_by(live: LiveEngine, files: RankFiles | None) -> dict[Slot, torch.Tensor]:
+    """The memory of every state that this rank has: of a save in the background that of its
+    snapshot, or a copy."""
+    out: dict[Slot, torch.Tensor] = {}
+    for number, cut, part in live.parts():
+        for state, _ in live.manifest.buffers[number].states:
+            slot = Slot(number, cut, part, state)
+            memory = live.tensor(slot)
+            out[slot] = memory if files is None else files.kept(memory)
+    return out
+
+
+def sums_of_rank(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
+    """What this rank's memory adds to the fingerprint of all."""
+    return sums_of(manifest, [(slot, slot.state) for slot in held], held.__getitem__)
+
+
+def _is_shared(manifest: Manifest, name: str) -> bool:
+    """Whether all ranks have the same of a parameter: of buffers each may have its own."""
+    return manifest.by_name[name].kind != "buffer"
+
+
+def diverged(manifest: Manifest, apart: list[str]) -> list[str]:
+    """A note about parameters of which ranks have different copies; of buffers they may."""
+    names = [name for name in apart if _is_shared(manifest, name)]
+    if not names:
+        return []
+    return [f"copies of one parameter differ between ranks, and one is saved: {some_of(names)}"]
