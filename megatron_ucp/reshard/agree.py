@@ -58,7 +58,8 @@ def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
 class Ranks(Protocol):
     """Ranks that agree elsewhere than in the default process group."""
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
     def gather(self, value: Any) -> list[Any]:
         """As the function."""
