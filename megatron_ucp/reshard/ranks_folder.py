@@ -1,7 +1,7 @@
 """A folder as a sink of all ranks: each writes its share of the files, all of them at once.
 
-With a snapshot it takes copies while the source lasts, and writes them in the end: then another
-thread may do that, and the source may change meanwhile."""
+With a snapshot it takes windows into that while the source lasts, and writes them in the end: then
+another thread may do that, and the source may change meanwhile."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -33,8 +33,8 @@ _BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the
 class Snapshot(Protocol):
     """Memory for what is written later."""
 
-    def copy(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """A copy of flat bytes; None where there is no room for it."""
+    def room(self, size_bytes: int) -> torch.Tensor | None:
+        """So many bytes, of whatever value; None where there is no room for them."""
         ...
 
 
@@ -84,6 +84,7 @@ class RanksFolderSink(OutputFolder):
         self.sync = sync or durable.Syncs()
         self._snapshot, self._says = snapshot, says
         self._waiting: list[_Run] = []
+        self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
         self._sums: dict[tuple[str, int], list[_Sum]] = {}  # by file, and place of the piece
         self._files: dict[str, OutFile] = {}
 
@@ -116,7 +117,7 @@ class RanksFolderSink(OutputFolder):
             run.count(memory.nbytes)
 
         with self._as_save_error():
-            source.move(queues, put)
+            source.move(queues, put, self._room)
         self._lost = rounding.overflows.found
 
     def finish(self) -> None:
@@ -178,14 +179,22 @@ class RanksFolderSink(OutputFolder):
         others = iter(evenly(sizes, self.world))
         return [next(others) if owner is None else owner for owner in owners]
 
+    def _room(self, size_bytes: int) -> torch.Tensor | None:
+        """Where the next window is put together, so that it need not be copied once more."""
+        self._given = None if self._snapshot is None else self._snapshot.room(size_bytes)
+        return self._given
+
     def _take(self, place: _Place, low: int, memory: torch.Tensor) -> None:
-        """Keeps a copy of elements of a piece from `low` on; what finds no room is written."""
+        """Keeps elements of a piece from `low` on; what finds no room is written."""
         at, flat = place.piece.place + low * memory.element_size(), memory.view(torch.uint8)
-        copy = None if self._snapshot is None else self._snapshot.copy(flat)
-        if copy is None:
+        given = self._given
+        if given is None or len(given) < len(flat):
             self._write(_Run(place, at, flat))
-        else:
-            self._waiting.append(_Run(place, at, copy))
+            return
+        kept = given[: len(flat)]
+        if kept.data_ptr() != flat.data_ptr():  # it was rounded
+            kept.copy_(flat)
+        self._waiting.append(_Run(place, at, kept))
 
     def _write(self, one: _Run) -> None:
         data, file, piece = bytes_of(one.memory), one.place.file, one.place.piece

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import megatron_ucp as ucp
@@ -92,13 +93,16 @@ def trained_on(setup: Mcore, folder: str, plant: str = "") -> dict[str, list[str
 @contextmanager
 def _left_live(engine: Engine, background: Background, plant: str) -> Iterator[None]:
     finish, own = saving.finish_files, memories.MemoryWindows.own
+    take = ranks_folder.RanksFolderSink._take
     if plant == "schedule":
         saving.finish_files = partial(_with_live_schedule, engine, finish)  # type: ignore
     if plant == "elements":
-        background.snapshot.copy = lambda memory: memory  # type: ignore[method-assign]
+        background.snapshot.room = lambda size: None  # type: ignore[method-assign]
+        ranks_folder.RanksFolderSink._take = _keep_live  # type: ignore[method-assign]
         memories.MemoryWindows.own = _live_window  # type: ignore[method-assign]
     yield
     saving.finish_files, memories.MemoryWindows.own = finish, own
+    ranks_folder.RanksFolderSink._take = take  # type: ignore[method-assign]
 
 
 def _with_live_schedule(engine: Engine, finish: Any, aside: Path, plan: Any, common: Any) -> None:
@@ -107,9 +111,14 @@ def _with_live_schedule(engine: Engine, finish: Any, aside: Path, plan: Any, com
     finish(aside, plan, common)
 
 
-def _live_window(self: memories.MemoryWindows, window: Any) -> Any:
+def _live_window(self: memories.MemoryWindows, window: Any, _: Any) -> Any:
     (op,) = self.ops(window)
     return self.held.values(op).reshape(-1)
+
+
+def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:
+    at = place.piece.place + low * memory.element_size()
+    self._waiting.append(ranks_folder._Run(place, at, memory.view(torch.uint8)))
 
 
 def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:
