@@ -429,8 +429,12 @@ def save(engine: Any, args: argparse.Namespace, position: Position) -> None:
             "checkpoint_version": 3.0,
         },
     )
+    _say_saved(args, Path(args.save) / tag, position)
+
+
+def _say_saved(args: argparse.Namespace, path: str | Path, position: Position) -> None:
     done = "saving" if args.async_save else "saved"
-    say(f"{done} {Path(args.save) / tag} at iteration {position.iteration}")
+    say(f"{done} {path} at iteration {position.iteration}")
 
 
 def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> None:
@@ -444,7 +448,7 @@ def _save_stack(handle: Any, args: argparse.Namespace, position: Position) -> No
         keep_latest=args.keep_latest,
         rng=not args.no_save_rng,
     )
-    say(f"saved {report.path} at iteration {position.iteration}")
+    _say_saved(args, report.path, position)
 
 
 def export(engine: Any, args: argparse.Namespace) -> None:

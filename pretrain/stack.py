@@ -23,7 +23,11 @@ class StackEngine:
         )
         self.lr_scheduler = _scheduler(self.optimizer, args, settings)
         self.handle = ucp.attach_megatron(
-            self.stack.chunks, self.optimizer, self.lr_scheduler, family=args.model_family
+            self.stack.chunks,
+            self.optimizer,
+            self.lr_scheduler,
+            family=args.model_family,
+            save="background" if args.async_save else "direct",
         )
 
     @property
@@ -32,7 +36,8 @@ class StackEngine:
         return self.stack.bare[0]
 
     def destroy(self) -> None:
-        """There are no threads to stop; the process groups are `models.stop`'s."""
+        """Waits for the last save; the process groups are `models.stop`'s."""
+        ucp.wait(self.handle)
 
 
 def _stages(args: argparse.Namespace) -> chunks.Stages:

@@ -193,7 +193,9 @@ class Run:
                         self.save()
             if args.save:
                 self.save()
-                ucp.wait(self.engine)
+                ucp.wait(
+                    getattr(self.engine, "handle", self.engine)
+                )  # of megatron-core's own stack
             if args.export_hf:
                 checkpoint.export(self.engine, args)
             if args.eval_iters and result.losses and result.stopped_by == "--train-iters":

@@ -12,8 +12,8 @@ from megatron_ucp import say
 from megatron_ucp.engines.background import (
     Background,
     BesideTraining,
-    background_of,
     keep_background,
+    skipped,
     wait,
 )
 from megatron_ucp.engines.deepspeed import kept
@@ -36,7 +36,6 @@ from megatron_ucp.engines.saves import (
     SaveReport,
     Saving,
     ended,
-    under_way,
 )
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.engines.versions import check_versions
@@ -207,8 +206,8 @@ class _DeepSpeedHandle(Handle):
     ) -> SaveReport:
         engine = self.program
         require_usable(engine)
-        if (skipped := self._skipped()) is not None:
-            return skipped
+        if (other := skipped(engine, engine.global_steps)) is not None:
+            return other
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         given = (Path(plain_path(save_dir)), tag, client_state or {}, save_latest)
         asked = Asked(
@@ -216,19 +215,6 @@ class _DeepSpeedHandle(Handle):
         )
         report = save(asked)
         return report if report.is_under_way else ended(engine, report)
-
-    def _skipped(self) -> SaveReport | None:
-        """Waits for the save that is under way on any rank; or says that this one is skipped, and
-        returns the other's report. Collective."""
-        background = background_of(self.program)
-        if background is None:
-            return None
-        if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
-            say.note(f"a save was skipped: that of {background.what} is still under way")
-            return under_way(Path(background.what), "", self.program.global_steps, 0.0)
-        with agree.together():
-            background.wait()
-        return None
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """In the place of the engine's own."""

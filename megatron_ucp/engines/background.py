@@ -8,11 +8,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.beside_ranks import BesideRanks
 from megatron_ucp.engines.rank_files import at_lowest_priority
+from megatron_ucp.engines.saves import SaveReport, under_way
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import SaveError, UcpError, UsageError
 from megatron_ucp.reshard import agree
@@ -188,6 +190,20 @@ def background_of(engine: Any) -> Background | None:
 def keep_background(engine: Any, background: Background) -> None:
     """From now on the engine is saved so."""
     engine.__dict__[_KEPT] = background
+
+
+def skipped(engine: Any, steps: int) -> SaveReport | None:
+    """Waits for the save of an engine that is under way on any rank; or says that the one of
+    `steps`, which is asked for now, is skipped, and returns the other's report. Collective."""
+    background = background_of(engine)
+    if background is None:
+        return None
+    if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
+        say.note(f"a save was skipped: that of {background.what} is still under way")
+        return under_way(Path(background.what), "", steps, 0.0)
+    with agree.together():
+        background.wait()
+    return None
 
 
 def wait(engine: Any) -> None:

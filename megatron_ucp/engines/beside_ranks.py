@@ -86,10 +86,11 @@ class BesideRanks:
     def _missing(self) -> list[str]:
         """What the ranks do that did not come to this turn."""
         out: list[str] = []
+        store: Any = self._store
         with suppress(RuntimeError):
             for rank in range(self.world):
                 key = f"{self._turn - 1} of {rank}"
-                said = self._store.get(key).decode() if self._store.check([key]) else "nothing yet"
+                said = store.get(key).decode() if store.check([key]) else "nothing yet"
                 if said != _DONE:
                     out.append(f"rank {rank}: {said}")
         return out

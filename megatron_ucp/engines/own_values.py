@@ -92,13 +92,20 @@ class LiveValues:
         return PerRank(of("buffer"), of("client"), bool(of("schedule")))
 
     def write(self, folder: Path, rank: int, what: PerRank) -> Path:
-        """Writes what this rank has of all that differs; returns the file. Raises OSError."""
+        """Writes what this rank has of all that differs; returns the file. Raises OSError,
+        SaveError."""
+        path = folder / file_name(rank)
+        path.write_text(self.text(path, what), encoding="utf-8")
+        return path
+
+    def text(self, path: Path, what: PerRank) -> str:
+        """What that file holds. Raises SaveError where no load would take as much."""
         own = OwnValues(
             {name: inert(v) for name, v in self._buffers.items() if name in what.buffers},
             {key: inert(v) for key, v in self._client.items() if key in what.client_state},
             inert(self._scheduler) if what.scheduler else None,
         )
-        path, text = folder / file_name(rank), text_of(own)
+        text = text_of(own)
         try:
             check_extent(text, MAX_BYTES, MAX_VALUES)  # as a load does
         except ValueError as error:
@@ -109,8 +116,7 @@ class LiveValues:
                 fix="keep it in files of your own",
                 id="",
             ) from error
-        path.write_text(text, encoding="utf-8")
-        return path
+        return text
 
 
 def _require_alike(odd: Collection[str]) -> None:

@@ -37,11 +37,16 @@ def file_name(rank: int) -> str:
 
 def write(folder: Path, rank: int) -> Path:
     """Writes this rank's generators; returns the file."""
+    path = folder / file_name(rank)
+    path.write_bytes(file_bytes())  # not save_file: its files are for the user alone
+    return path
+
+
+def file_bytes() -> bytes:
+    """What such a file holds."""
     from safetensors.torch import save
 
-    path = folder / file_name(rank)
-    path.write_bytes(save(states()))  # not save_file: its files are for the user alone
-    return path
+    return save(states())
 
 
 def states() -> dict[str, torch.Tensor]:

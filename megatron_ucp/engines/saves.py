@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ucp import say
 from megatron_ucp.core.manifest import FILE_NAME, FileEntry, Manifest
@@ -43,12 +43,7 @@ class Saving:
         check_switch("durable", self.durable)
         check_switch("rng", self.rng)
         if self.way not in WAYS:
-            raise UsageError(
-                "save is none of the ways to save",
-                expected=", ".join(WAYS),
-                found=repr(self.way),
-                fix="give one of these, or leave save out",
-            )
+            refuse_way(self.way, WAYS)
         keep: object = self.keep_latest
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UsageError(
@@ -63,6 +58,16 @@ class Saving:
         """What all ranks must have been asked for alike."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: agree.plain_option(value) for name, value in {**own, **more}.items()}
+
+
+def refuse_way(found: object, ways: Sequence[str]) -> NoReturn:
+    """Raises UsageError for what is none of the ways to save."""
+    raise UsageError(
+        "save is none of the ways to save",
+        expected=", ".join(ways),
+        found=repr(found),
+        fix="give one of these, or leave save out",
+    )
 
 
 LOADED, SAVED = "ucp_report", "ucp_save_report"  # of an engine: what its last load, and save, did
@@ -188,12 +193,15 @@ _NOT_SAVED = "the checkpoint was not saved; `latest` and all older tags are as t
 
 
 class SaveSink(RanksFolderSink):
-    """A tag of a run that all ranks write. An older tag of that name is replaced."""
+    """A tag of a run that all ranks write. An older tag of that name is replaced. `later` is what
+    the sink takes beside: a snapshot, and who is told what it does with it."""
 
     what_failed = _NOT_SAVED
 
-    def __init__(self, folder: Path, tag: str, output: FolderOutput, sync: durable.Syncs) -> None:
-        super().__init__(folder / tag, output, sync)
+    def __init__(
+        self, folder: Path, tag: str, output: FolderOutput, sync: durable.Syncs, *later: Any
+    ) -> None:
+        super().__init__(folder / tag, output, sync, *later)
         self._tag = tag
 
     @contextmanager

@@ -25,11 +25,15 @@ class SnapshotMemory:
     def copy(self, memory: torch.Tensor) -> torch.Tensor | None:
         """A copy of flat bytes; None where there is no room for it. What comes from a GPU is there
         once its stream is."""
-        buffer = self._next(len(memory))
+        buffer = self.room(len(memory))
         if buffer is None:
             return None
-        buffer = buffer[: len(memory)]
         return buffer.copy_(memory, non_blocking=buffer.is_pinned())
+
+    def room(self, size_bytes: int) -> torch.Tensor | None:
+        """So many bytes, of whatever value; None where there is no room for them."""
+        buffer = self._next(size_bytes)
+        return None if buffer is None else buffer[:size_bytes]
 
     def _next(self, size: int) -> torch.Tensor | None:
         if self._taken == len(self._buffers):

@@ -26,6 +26,7 @@ from megatron_ucp.reshard.engine import Holder
 from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.transfer import Proved
 
+Room = Callable[[int], torch.Tensor | None]  # so many flat bytes; None: there are none
 MESSAGE_BYTES = 8 * 2**20  # of a window: fewer, larger messages than of files
 
 
@@ -91,18 +92,24 @@ class MemoryWindows:
         state, high = self._states[window.slot], window.low + window.elems
         return self._planner.plan(window.slot, state, window.low, high).ops
 
-    def own(self, window: Window) -> torch.Tensor:
+    def own(self, window: Window, room: Room) -> torch.Tensor:
         """A window that this rank has itself."""
         ops = self.ops(window)
-        exact = self.empty(window, ops)
+        exact = self.empty(window, ops, room)
         for op in ops:
             _put(op, self.held.values(op), exact)
         return exact
 
-    def empty(self, window: Window, ops: Sequence[Op]) -> torch.Tensor:
-        """A window of zeros, in a dtype that holds what all operations give."""
+    def empty(self, window: Window, ops: Sequence[Op], room: Room) -> torch.Tensor:
+        """A window in a dtype that holds what all operations give; zeros where none gives any."""
         dtypes = {TORCH_DTYPES[self.held.dtype(op)] for op in ops} or {torch.float32}
-        return torch.zeros(window.elems, dtype=reduce(torch.promote_types, dtypes))
+        dtype = reduce(torch.promote_types, dtypes)
+        memory = room(window.elems * dtype.itemsize)
+        if memory is None:
+            return torch.zeros(window.elems, dtype=dtype)
+        exact = memory.view(dtype)
+        is_filled = sum(op.box.numel for op in ops) == window.elems
+        return exact if is_filled else exact.zero_()
 
     def by_giver(self, window: Window, taker: int) -> Iterator[tuple[int, list[Op]]]:
         """The operations by the rank that gives their values: the taker itself, where it can."""
@@ -159,10 +166,14 @@ class Memories:
         return self._windows[part].holders.get(slot, set())
 
     def move(
-        self, queues: Sequence[Sequence[Window]], put: Callable[[Window, torch.Tensor], None]
+        self,
+        queues: Sequence[Sequence[Window]],
+        put: Callable[[Window, torch.Tensor], None],
+        room: Room = lambda size_bytes: None,
     ) -> None:
         """Gives each rank the windows of its queue, in their order, as they are held. Collective. A
-        rank that can't go on still sends what others wait for; its first error is raised then."""
+        rank that can't go on still sends what others wait for; its first error is raised then.
+        `room` is asked for the memory of each window before it is put."""
         kept = agree.KeptBack()
         moving = [
             [one for one in queue if rank not in self.holders_of(one.part, one.slot)]
@@ -172,17 +183,17 @@ class Memories:
             if self.rank in self.holders_of(window.part, window.slot):
                 with kept:
                     if kept.error is None:
-                        put(window, self._windows[window.part].own(window))
+                        put(window, self._windows[window.part].own(window, room))
         for round_ in range(max(map(len, moving))):
             asked = [queue[round_] if round_ < len(queue) else None for queue in moving]
-            mine, exact = asked[self.rank], self._exchange(asked, kept)
+            mine, exact = asked[self.rank], self._exchange(asked, kept, room)
             with kept:
                 if mine is not None and exact is not None and kept.error is None:
                     put(mine, exact)
         kept.raise_kept()
 
     def _exchange(
-        self, asked: Sequence[Window | None], kept: agree.KeptBack
+        self, asked: Sequence[Window | None], kept: agree.KeptBack, room: Room
     ) -> torch.Tensor | None:
         """One round; this rank's window."""
         messages: list[Any] = []
@@ -202,7 +213,7 @@ class Memories:
         for one in dist.batch_isend_irecv(messages) if messages else ():
             one.wait()
         mine = asked[self.rank]
-        return None if mine is None else self._put_together(mine, taken, kept)
+        return None if mine is None else self._put_together(mine, taken, kept, room)
 
     def _message(
         self, held: Holdings, ops: Sequence[Op], gives: bool, kept: agree.KeptBack
@@ -213,10 +224,14 @@ class Memories:
         return torch.empty(held.bytes_of(ops), dtype=torch.uint8, device=self._device)
 
     def _put_together(
-        self, window: Window, taken: list[tuple[list[Op], torch.Tensor]], kept: agree.KeptBack
+        self,
+        window: Window,
+        taken: list[tuple[list[Op], torch.Tensor]],
+        kept: agree.KeptBack,
+        room: Room,
     ) -> torch.Tensor:
         part = self._windows[window.part]
-        exact = part.empty(window, [op for ops, _ in taken for op in ops])
+        exact = part.empty(window, [op for ops, _ in taken for op in ops], room)
         with kept:
             for ops, packed in taken:
                 _unpack(part.held, ops, packed.cpu(), exact)

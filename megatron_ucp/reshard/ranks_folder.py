@@ -1,13 +1,16 @@
-"""A folder as a sink of all ranks: each writes its share of the files, all of them at once."""
+"""A folder as a sink of all ranks: each writes its share of the files, all of them at once.
 
-from collections.abc import Sequence
+With a snapshot it takes windows into that while the source lasts, and writes them in the end: then
+another thread may do that, and the source may change meanwhile."""
+
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
 from megatron_ucp.formats import durable
 from megatron_ucp.formats.durable import OutFile
@@ -27,6 +30,14 @@ from megatron_ucp.reshard.transfer import Proved, Rounding, TransferRun
 _BEGIN_SYNC_BYTES = 1 << 20  # of a piece after which the disk begins, while the next one is summed
 
 
+class Snapshot(Protocol):
+    """Memory for what is written later."""
+
+    def room(self, size_bytes: int) -> torch.Tensor | None:
+        """So many bytes, of whatever value; None where there is no room for them."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a window goes: the file, and its piece."""
@@ -35,19 +46,46 @@ class _Place:
     piece: FilePiece
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Flat bytes of a piece, which come to byte `at` of its file."""
+
+    place: _Place
+    at: int
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, order=True)
+class _Sum:
+    """The CRC-32 of bytes [at, at + size) of a file."""
+
+    at: int
+    size: int
+    crc: int
+
+
 class RanksFolderSink(OutputFolder):
     """Rank 0 makes the folder and names it. A file without an owner is written by all, each piece
-    by the rank that can best. `sync` brings files to disk."""
+    by the rank that can best. `sync` brings files to disk; `snapshot` holds what is written later,
+    and `says` is told then which file is at work."""
 
     what_to_do = "free space or mend permissions on every rank, then try again"
 
     def __init__(
-        self, folder: Path, output: FolderOutput, sync: durable.Syncs | None = None
+        self,
+        folder: Path,
+        output: FolderOutput,
+        sync: durable.Syncs | None = None,
+        snapshot: Snapshot | None = None,
+        says: Callable[[str], None] = lambda what: None,
     ) -> None:
         super().__init__(folder, output)
         self.rank, self.world = agree.world()
         self.sync = sync or durable.Syncs()
-        self._crcs: dict[str, dict[int, int]] = {}
+        self._snapshot, self._says = snapshot, says
+        self._waiting: list[_Run] = []
+        self._given: torch.Tensor | None = None  # of the snapshot, for the window that comes next
+        self._sums: dict[tuple[str, int], list[_Sum]] = {}  # by file, and place of the piece
         self._files: dict[str, OutFile] = {}
 
     def __enter__(self) -> Self:
@@ -75,26 +113,41 @@ class RanksFolderSink(OutputFolder):
         def put(window: Window, exact: torch.Tensor) -> None:
             place: _Place = window.goal
             memory = rounding.rounded(window.part, window.slot, window.low, exact)
-            self._write(place, window.low, memory)
+            self._take(place, window.low, memory)
             run.count(memory.nbytes)
 
         with self._as_save_error():
-            source.move(queues, put)
-            for file in self.output.files:
-                if self.rank == (file.owner or 0):
-                    empty = {piece.place: 0 for piece in file.pieces if not piece.elems}
-                    crcs = {**empty, **self._crcs.get(file.name, {})}
-                    write_around(self._file(file.name), file, crcs)
+            source.move(queues, put, self._room)
         self._lost = rounding.overflows.found
 
     def finish(self) -> None:
         """Each rank brings what it wrote to disk: other machines can't do it for it."""
         with self._as_save_error():
+            self._write_all()
             beside = self.output.each(self.aside, self.rank)
             for path in [*(self.aside / name for name in sorted(self._files)), *beside]:
+                self._says(f"syncs {path}")
                 self.sync(path)
         if self.rank == 0:
             super().finish()
+
+    def _write_all(self) -> None:
+        """What waits, then what stands around the pieces of this rank's files, whose CRC-32s are
+        known by then. Raises OSError."""
+        said = ""
+        for one in self._waiting:
+            if said != one.place.file.name:
+                said = one.place.file.name
+                self._says(f"writes {self.aside / said}")
+            self._write(one)
+        self._waiting.clear()
+        for file in self.output.files:
+            if self.rank == (file.owner or 0):
+                sums = {
+                    one.place: self._sums.get((file.name, one.place), ()) for one in file.pieces
+                }
+                crcs = {place: _joined(found) for place, found in sums.items()}
+                write_around(self._file(file.name), file, crcs)
 
     def _bring_to_disk(self) -> None:
         held = {self.aside / file.name for file in self.output.files}  # by those who wrote them
@@ -126,17 +179,42 @@ class RanksFolderSink(OutputFolder):
         others = iter(evenly(sizes, self.world))
         return [next(others) if owner is None else owner for owner in owners]
 
-    def _write(self, place: _Place, low: int, memory: torch.Tensor) -> None:
-        data, piece = bytes_of(memory), place.piece
-        self._file(place.file.name).write(data, piece.place + low * memory.element_size())
-        if place.file.owner is not None:
-            crcs = self._crcs.setdefault(place.file.name, {})
-            crcs[piece.place] = crc32(data, crcs.get(piece.place, 0))
-        is_whole = low + len(memory) == piece.elems
+    def _room(self, size_bytes: int) -> torch.Tensor | None:
+        """Where the next window is put together, so that it need not be copied once more."""
+        self._given = None if self._snapshot is None else self._snapshot.room(size_bytes)
+        return self._given
+
+    def _take(self, place: _Place, low: int, memory: torch.Tensor) -> None:
+        """Keeps elements of a piece from `low` on; what finds no room is written."""
+        at, flat = place.piece.place + low * memory.element_size(), memory.view(torch.uint8)
+        given = self._given
+        if given is None or len(given) < len(flat):
+            self._write(_Run(place, at, flat))
+            return
+        kept = given[: len(flat)]
+        if kept.data_ptr() != flat.data_ptr():  # it was rounded
+            kept.copy_(flat)
+        self._waiting.append(_Run(place, at, kept))
+
+    def _write(self, one: _Run) -> None:
+        data, file, piece = bytes_of(one.memory), one.place.file, one.place.piece
+        self._file(file.name).write(data, one.at)
+        if file.owner is not None:
+            sums = self._sums.setdefault((file.name, piece.place), [])
+            sums.append(_Sum(one.at, len(data), crc32(data)))
+        is_whole = one.at + len(data) == piece.place + piece.size_bytes
         if is_whole and self.sync.durable and piece.size_bytes >= _BEGIN_SYNC_BYTES:
-            begin_sync(self.aside / place.file.name, piece.place, piece.size_bytes)
+            begin_sync(self.aside / file.name, piece.place, piece.size_bytes)
 
     def _file(self, name: str) -> OutFile:
         if name not in self._files:
             self._files[name] = OutFile(self.aside / name)
         return self._files[name]
+
+
+def _joined(sums: Iterable[_Sum]) -> int:
+    """The CRC-32 of a piece from those of its windows, in whatever order they were written."""
+    crc = 0
+    for one in sorted(sums):
+        crc = crc32_combine(crc, one.crc, one.size)
+    return crc

@@ -8,7 +8,7 @@ checksums; nothing counts before all ranks are done, and after a failure of any 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -24,6 +24,7 @@ from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.findings import Progress
 from megatron_ucp.reshard.overflows import Lost, Overflows, is_finite, is_looked_at, refuse_lost
 
+Together = Callable[[], agree.together]  # what makes one fate of all ranks, or of some
 NARROW = frozenset({"narrow"})  # of a part: its values are rounded, and looked at
 
 
@@ -236,6 +237,49 @@ def proved(
     return one
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A transfer whose values have left their source, which may change from here on. `finish` does
+    the rest: what is written gets on disk and counts; before it, or where it fails, nothing
+    does."""
+
+    sink: Sink[Any]
+    file: str
+    lost: list[Lost]
+    held: ExitStack
+
+    def finish(self, together: Together = agree.together) -> None:
+        """Collective, among the ranks that `together` speaks to. Raises a UcpError on all of
+        them."""
+        with self.held:
+            with together():
+                refuse_lost(self.lost, self.file, self.sink.verb)
+                self.sink.finish()
+            with together():
+                self.sink.publish()
+
+
+def moved(
+    source: Given,
+    sink: Sink[Given],
+    allow: frozenset[str] = frozenset(),
+    run: TransferRun | None = None,
+    together: Together = agree.together,
+) -> Moved:
+    """The part of a transfer that needs its source. Collective. Raises as `transfer`."""
+    with ExitStack() as held:
+        with together():
+            parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
+        with together():
+            held.enter_context(sink)
+        with together():
+            sink.move(source, parts, run or TransferRun())
+        with together() as block:
+            source.check(sink.thorough)
+            block.value = sink.lost()
+        return Moved(sink, source.file, block.values, held.pop_all())
+
+
 def transfer(
     source: Given,
     sink: Sink[Given],
@@ -251,19 +295,5 @@ def transfer(
     """
     together = agree.alone if alone else agree.together
     run = run or TransferRun()
-    with ExitStack() as left:
-        with together():
-            parts = [proved(source, part, allow, n) for n, part in enumerate(sink.parts)]
-        with together():
-            left.enter_context(sink)
-        with together():
-            sink.move(source, parts, run)
-        with together() as block:
-            source.check(sink.thorough)
-            block.value = sink.lost()
-        with together():
-            refuse_lost(block.values, source.file, sink.verb)
-            sink.finish()
-        with together():
-            sink.publish()
+    moved(source, sink, allow, run, together).finish(together)
     return run

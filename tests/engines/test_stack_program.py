@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_ucp as ucp
 from megatron_ucp.errors import NotFoundError, UnsupportedError, UsageError
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.megatron_lm import load_checkpoint, save_checkpoint
@@ -173,6 +174,33 @@ def test_it_follows_the_flags(ranks: RankPool, tmp_path: Path) -> None:
     said = vars(tree["args"])
     assert said["params_dtype"] is torch.float32 and said["many"] == {"a": (1, None)}
     assert not {"attention_backend", "exit_signal", "activation", "some"} & {*said}
+
+
+def in_background(folder: str) -> list[str]:
+    """Saves with `--async-save`; what is missing of the last one in a run that loads it."""
+    kind = Mcore(layers=2)
+    engine = stack_jobs.make(kind)
+    give(args := flags(engine, save=folder, load=folder, async_save=True, save_retain_interval=4))
+    for iteration in range(1, 7):
+        stack_jobs.train(engine, 1, first=iteration - 1)
+        args.consumed_train_samples = iteration * BATCH
+        save_checkpoint(iteration, *parts(engine), 12.5)
+    want = {**canonical(engine), "counters": None}
+    stack_jobs.train(engine, 1, first=6)
+    assert load_checkpoint(*parts(engine)) == (6, 12.5), "the load waits for it"
+    found = compare(want, {**canonical(engine), "counters": None})
+    report = ucp.report(engine.optimizer._ucp_stack).save
+    assert report.global_steps == 6 and report.blocked_seconds < report.seconds
+    stack_jobs.close(engine)
+    return found
+
+
+def test_async_save(ranks: RankPool, tmp_path: Path) -> None:
+    """Each save waits for the one before it, and the older one goes when the newer one is named."""
+    job = "tests.engines.test_stack_program:in_background"
+    assert ranks.run(2, job, str(tmp_path)) == [[], []]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
 def test_a_folder_of_weights_is_no_first_start(tmp_path: Path) -> None:

@@ -91,6 +91,18 @@ def test_the_end_of_a_run(ranks: RankPool, llama: Source, tmp_path: Path) -> Non
     assert ucp.diff(saved / tags[0], out) != []
 
 
+def test_its_saves_go_on_while_it_trains(ranks: RankPool, own: Source, tmp_path: Path) -> None:
+    tp = ["--tensor-model-parallel-size", "2"]
+    saves = ["--save", str(tmp_path), "--save-interval", str(SAVED), "--async-save"]
+    found = ranks.run(4, JOB, own.argv(SHARED, tp, saves))
+    assert all(rank["losses"] == own.result["losses"] for rank in found)
+    assert f"saving {tmp_path / 'iter_0000008'} at iteration 8" in found[-1]["said"]
+    for tag in (f"iter_{SAVED:07}", f"iter_{ITERATIONS:07}"):
+        assert ucp.diff(tmp_path / tag, own.folder / tag) == []
+        assert not ucp.verify(tmp_path / tag).findings
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
+
+
 def test_a_tag_that_is_read_stays(ranks: RankPool, own: Source, tmp_path: Path) -> None:
     """Of two tags one would go."""
     copy = tmp_path / "run"

@@ -1,21 +1,27 @@
 """The way in: a stack that ucp.load fills and ucp.save writes."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from megatron_ucp.engines.background import Background, BesideTraining, keep_background
 from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.megatron.engine.family import model_of
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.place import mesh_of
 from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
-from megatron_ucp.engines.megatron.engine.save import save
+from megatron_ucp.engines.megatron.engine.save import save as save_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model, canonical_names
-from megatron_ucp.engines.saves import SaveReport
+from megatron_ucp.engines.saves import BACKGROUND, DIRECT, SaveReport, refuse_way
 from megatron_ucp.engines.versions import check_versions
+from megatron_ucp.errors import UsageError
 from megatron_ucp.families.base import Family
 from megatron_ucp.reshard import agree
+
+_WAYS = (DIRECT, BACKGROUND)  # there is no code of a program's own that "stock" could mean
+_OPTIONS = tuple(one.name for one in fields(BesideTraining))
 
 
 def attach_megatron(
@@ -23,6 +29,9 @@ def attach_megatron(
     optimizer: Any,
     scheduler: Any = None,
     family: str | Family | None = None,
+    *,
+    save: str | None = None,
+    **beside: Any,
 ) -> MegatronStack:
     """Makes megatron-core's own stack one that `ucp.load` fills and `ucp.save` writes. Collective.
     Nothing is changed.
@@ -33,13 +42,18 @@ def attach_megatron(
         scheduler: An `OptimizerParamScheduler`, or None.
         family: The model family (a registered name, or a `Family`). Default: the first one that
             has all of the model's parameters.
+        save: When `ucp.save` writes the files: before it returns ("direct", the default), or while
+            training goes on ("background": it returns when a snapshot is taken; see `wait`).
+        beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
+            `snapshot_bytes`, `keep_snapshot`; see `BesideTraining`. Other options are refused.
 
     Returns:
         The stack, whose `iteration` and `consumed_samples` a load sets and a save writes.
 
     Raises:
         UnsupportedError: On every rank, for a stack that can't be loaded exactly.
-        UsageError: For what is no such stack.
+        UsageError: For what is no such stack, and for options that are not known, or differ
+            between ranks.
         LayoutError: Where a live parameter contradicts its family.
 
     Example:
@@ -48,6 +62,7 @@ def attach_megatron(
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_versions()
+    how = _saved_how(save, beside)
     with agree.together() as told:
         refuse_stack(chunks, optimizer)
         inner_optimizers(optimizer)  # all of a known kind
@@ -59,7 +74,28 @@ def attach_megatron(
         stack = MegatronStack(chunks, optimizer, scheduler, mesh, model)
     describe(stack)  # compares every parameter with its family, and every position
     stack.ucp = _StackHandle(stack, bare_model(chunks[0]), model)
+    if how is not None:
+        keep_background(stack, Background(how))
     return stack
+
+
+def _saved_how(way: str | None, options: dict[str, Any]) -> BesideTraining | None:
+    """How saves go on beside training; None where they don't. Collective. Raises UsageError."""
+    with agree.together() as told:
+        told.value = {key: agree.plain_option(one) for key, one in {"save": way, **options}.items()}
+    agree.require_same(told.values)
+    with agree.together():
+        if way not in (None, *_WAYS):
+            refuse_way(way, _WAYS)
+        if unknown := {*options} - {*_OPTIONS}:
+            raise UsageError(
+                "an option is not known",
+                expected=", ".join(("save", *_OPTIONS)),
+                found=", ".join(sorted(unknown)),
+                fix="give one of these options",
+            )
+        how = BesideTraining(**options)
+    return how if way == BACKGROUND else None
 
 
 class _StackHandle(Handle):
@@ -72,7 +108,7 @@ class _StackHandle(Handle):
         return self.describe()
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
-        return save(self.program, save_dir, **options)
+        return save_stack(self.program, save_dir, **options)
 
 
 def _params(model: Any) -> list[str]:

@@ -2,22 +2,22 @@
 keeps of a run beside tensors."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
+from megatron_ucp.engines.background import wait
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
-from megatron_ucp.engines.megatron.engine.save import save
+from megatron_ucp.engines.megatron.engine.save import Asked, save_as
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
-from megatron_ucp.engines.saves import run_of
-from megatron_ucp.errors import UcpError, UnsupportedError, UsageError
-from megatron_ucp.formats.durable import retire
+from megatron_ucp.engines.saves import BACKGROUND, DIRECT, Saving
+from megatron_ucp.errors import UnsupportedError, UsageError
 from megatron_ucp.formats.megatron.extras import ARGUMENTS_KEY, OPERATIONS
-from megatron_ucp.formats.pointers import iteration_name, iteration_of_name, newest_named
+from megatron_ucp.formats.pointers import iteration_name
 from megatron_ucp.formats.tags import nothing_there
 from megatron_ucp.reshard import agree
+from megatron_ucp.reshard.arguments import plain_path
 
 _STACK = "_ucp_stack"  # of an optimizer
 # what Megatron-LM takes from a checkpoint's flags beside the consumed samples
@@ -40,6 +40,7 @@ def load_checkpoint(
     `--no-load-rng` and `--exit-on-missing-checkpoint`. Raises a UcpError on every rank.
     """
     args, stack = _arguments(), _stack_of(ddp_model, optimizer, opt_param_scheduler)
+    wait(stack)  # the folder's newest save may be on its way
     folder, finetune = getattr(args, load_arg), bool(args.finetune)
     pretrained = getattr(args, "pretrained_checkpoint", None)
     if pretrained is not None and _is_empty(folder):
@@ -84,7 +85,8 @@ def save_checkpoint(
     **_: Any,
 ) -> None:
     """In place of Megatron-LM's own: a distributed checkpoint in `--save` that every engine loads,
-    stock Megatron-LM too. Collective. Raises a UcpError on every rank."""
+    stock Megatron-LM too. With `--async-save` training goes on while it is written. Collective.
+    Raises a UcpError on every rank."""
     args = _arguments()
     _refuse(args, non_persistent_ckpt, release)
     stack = _stack_of(model, optimizer, opt_param_scheduler)
@@ -94,32 +96,9 @@ def save_checkpoint(
         folder, keep_latest = apart or str(Path(args.save) / "non_persistent"), 1
     stack.iteration, stack.consumed_samples = iteration, args.consumed_train_samples
     stack.floating_point_operations = num_floating_point_operations_so_far
-    rng = not args.no_save_rng
-    before = _newest(Path(folder))
-    save(stack, folder, arguments=args, keep_latest=keep_latest, rng=rng)
-    for removed in [] if non_persistent_ckpt else _retired(Path(folder), before, stack, args):
-        say.note(removed)
-
-
-def _newest(folder: Path) -> int | None:
-    """The iteration that a folder names as its newest one, as rank 0 sees it."""
-    if agree.world()[0] == 0:
-        with suppress(UcpError, OSError):  # the save that follows says what is wrong with it
-            named = newest_named(folder)
-            return iteration_of_name(named.tag) if named is not None else None
-    return None
-
-
-def _retired(folder: Path, before: int | None, stack: MegatronStack, args: Any) -> list[str]:
-    """Removes the save before this one, as `--save-retain-interval` asks: the iterations that it
-    divides stay. The save is done by now: what can't be removed is said, and no error."""
-    interval: int | None = getattr(args, "save_retain_interval", None)
-    if not interval or not before or before == stack.iteration or before % interval == 0:
-        return []
-    try:
-        return [retire(folder / iteration_name(before), run_of(stack).id)]
-    except OSError as error:
-        return [f"{iteration_name(before)} could not be removed: {error}"]
+    how = Saving(keep_latest=keep_latest, rng=not args.no_save_rng)
+    interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
+    save_as(Asked(stack, Path(plain_path(folder)), args, how, interval))
 
 
 def _arguments() -> Any:
@@ -139,7 +118,9 @@ def _stack_of(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronS
         )
     kept: MegatronStack | None = optimizer.__dict__.get(_STACK)
     if kept is None or kept.chunks != list(model):
-        kept = optimizer.__dict__[_STACK] = attach_megatron(model, optimizer, scheduler)
+        way = BACKGROUND if getattr(_arguments(), "async_save", False) else DIRECT
+        kept = attach_megatron(model, optimizer, scheduler, save=way)
+        optimizer.__dict__[_STACK] = kept
     return kept
 
 

@@ -1,11 +1,12 @@
 """`save` of megatron-core's stack: a distributed checkpoint that stock Megatron-LM and every engine
 here load on any mesh.
 
-All ranks make the same plan of the files from the manifest, and each writes the elements that it
-has to their places: nothing is gathered. Files are written aside; the folder gets its name when all
-of them are on disk.
+All ranks make the same plan of the files from the manifest, and each takes the elements that it
+has: nothing is gathered. Files are written aside, at once, or from a snapshot while training goes
+on; the folder gets its name when all of them are on disk.
 """
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,11 +28,13 @@ from megatron_ucp.core.manifest import (
 )
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
+from megatron_ucp.engines.background import Background, background_of, skipped
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.output import SavedStates, SavedWeights, StackOutput
+from megatron_ucp.engines.megatron.engine.retained import newest, retired
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.own_values import LiveValues
@@ -47,11 +50,13 @@ from megatron_ucp.engines.saves import (
     publish,
     require_one_save,
     run_of,
+    under_way,
     where_to,
 )
 from megatron_ucp.engines.unusable import require_usable
 from megatron_ucp.errors import SaveError, UnsupportedError, UsageError
 from megatron_ucp.families.architecture import FREQUENCY, recorded
+from megatron_ucp.formats import of_ranks
 from megatron_ucp.formats.base import Extras
 from megatron_ucp.formats.durable import Syncs
 from megatron_ucp.formats.loss_scale import LossScale
@@ -67,10 +72,7 @@ from megatron_ucp.reshard import agree
 from megatron_ucp.reshard.arguments import plain_path
 from megatron_ucp.reshard.folder_sink import FolderOutput
 from megatron_ucp.reshard.memories import Memories
-from megatron_ucp.reshard.transfer import TransferRun, transfer
-
-_WINDOW_BYTES = 8 << 20
-_BEGIN_SYNC_BYTES = 1 << 20  # of a chunk after which the disk begins, while the next one is summed
+from megatron_ucp.reshard.transfer import Moved, TransferRun, moved
 
 
 def save(
@@ -97,10 +99,13 @@ def save(
         loader: A `ResumableLoader`, whose position is kept.
 
     Returns:
-        What was done: path, mesh, step, bytes, seconds, notes.
+        What was done: path, mesh, step, bytes, seconds, notes. Of a stack that is saved in the
+        background (see `attach_megatron`) that it goes on: `ucp.wait` waits, and `ucp.report` then
+        says what was done.
 
     Raises:
-        SaveError: Where a file can't be written, on every rank; older tags are as they were.
+        SaveError: Where a file can't be written, on every rank; older tags are as they were. In
+            the background that is raised by what the program next asks for.
         UsageError: Before the first step, and for another engine.
 
     Example:
@@ -111,72 +116,164 @@ def save(
         _refuse_other(stack)
         folder = Path(plain_path(save_dir))
         how = Saving(durable, keep_latest, rng, loader)
-    started = time.perf_counter()
-    tag = iteration_name(stack.iteration)
-    sync = Syncs(how.durable)
-    job = _Job(stack, *_described(stack))
-    notes, written_bytes = _save(job, folder, tag, arguments, how, sync)
-    report = SaveReport(
-        str(folder / tag),
-        str(stack.mesh),
-        stack.iteration,
-        written_bytes,
-        time.perf_counter() - started,
-        sync.seconds,
-        durable=how.durable,
-        notes=tuple(notes),
-    )
-    return ended(stack, report)
+    return save_as(Asked(stack, folder, arguments, how))
 
 
-def _save(
-    job: "_Job", folder: Path, tag: str, arguments: Any, how: Saving, sync: Syncs
-) -> tuple[list[str], int]:
-    """Writes the tag; returns the notes, and the bytes of all files. Collective. Raises as
-    `save`."""
-    with agree.together() as block:
-        block.value = where_to(folder, tag), how.asked()
-    require_one_save(block.values)
-    apart = job.own.differing(agree.collect(job.own.digest))
-    written = _Tag(job, folder, tag, how, sync, apart)
-    close = partial(job.close, arguments=arguments)
-    files, parts = job.output.files(), job.output.parts
-    output = FolderOutput(parts, files, close, written.publish, "save", written.each)
-    with agree.together():
-        sink = SaveSink(folder, tag, output, sync)
-    source = Memories(str(folder / tag), job.states, SavedWeights(job.states))
-    with say.progress("save") as advance:
-        transfer(source, sink, run=TransferRun(progress=advance))
-    return agree.gather((job.notes, written.size_bytes))[0]
+@dataclass(frozen=True)
+class Asked:
+    """What is saved, and how. `retain_interval`: the save before this one goes, unless its
+    iteration is a multiple (None: it stays)."""
 
-
-@dataclass
-class _Tag:
-    """What a save adds to its tensors: `apart` is what differs from rank to rank. `size_bytes` are
-    those of all files, once they have their names."""
-
-    job: "_Job"
+    stack: MegatronStack
     folder: Path
-    tag: str
+    arguments: Any
     how: Saving
-    sync: Syncs
-    apart: PerRank
-    size_bytes: int = 0
+    retain_interval: int | None = None
 
-    def each(self, aside: Path, rank: int) -> list[Path]:
+    @property
+    def background(self) -> Background | None:
+        """What goes on with the save while the stack trains; None where that waits."""
+        return background_of(self.stack)
+
+
+def save_as(asked: Asked) -> SaveReport:
+    """As `save`."""
+    stack, background = asked.stack, asked.background
+    if (other := skipped(stack, stack.iteration)) is not None:
+        return other
+    tag, values = _taken(asked)
+    if background is None:
+        return ended(stack, _settled(tag, values, None))
+    begun = under_way(tag.path, str(stack.mesh), tag.steps, tag.seconds)
+    rest = partial(_in_background, tag, values, begun.blocked_seconds)
+    background.start(begun.path, rest)
+    return begun
+
+
+def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float) -> None:
+    """The rest of a save, in a thread of its own."""
+    ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
+
+
+def _taken(asked: Asked) -> "tuple[_Tag, Moved]":
+    """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
+    tag = _Tag(asked)
+    job = _Job(asked.stack, *_described(asked.stack))
+    with agree.together() as block:
+        block.value = where_to(asked.folder, tag.name), asked.how.asked()
+    require_one_save(block.values)
+    tag.take(job, job.own.differing(agree.collect(job.own.digest)))
+    background, later = asked.background, ()
+    if background is not None:
+        background.ready()
+        later = background.snapshot, background.connected.says
+    with agree.together():
+        output = tag.output(job)
+        sink = SaveSink(asked.folder, tag.name, output, tag.sync, *later)
+    source = Memories(str(tag.path), job.states, SavedWeights(job.states))
+    with say.progress("save") as advance:
+        return tag, moved(source, sink, run=TransferRun(progress=advance))
+
+
+def _settled(tag: "_Tag", values: Moved, blocked_seconds: float | None) -> SaveReport:
+    """Writes what was taken; then the files get their names. Collective, in the background among
+    its ranks."""
+    background = tag.asked.background
+    together = agree.together if background is None else partial(agree.together, background)
+    values.finish(together)
+    with together() as block:
+        block.value = tag.notes, tag.bytes_by_rank
+    notes, bytes_by_rank = block.values[0]
+    seconds = tag.seconds
+    return SaveReport(
+        str(tag.path),
+        str(tag.manifest.mesh),
+        tag.steps,
+        sum(bytes_by_rank),
+        seconds,
+        tag.sync.seconds,
+        durable=tag.asked.how.durable,
+        notes=tuple(notes),
+        blocked_seconds=seconds if blocked_seconds is None else blocked_seconds,
+        bytes_by_rank=bytes_by_rank,
+    )
+
+
+class _Tag:
+    """A save on its way to its name: everything of it that is no element of a tensor, as it was
+    when the save was asked for. `bytes_by_rank` are what each rank wrote, on rank 0 and once the
+    files have their names."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.steps = asked, asked.stack.iteration
+        self.name = iteration_name(self.steps)
+        self.path = asked.folder / self.name
+        self.sync = Syncs(asked.how.durable)
+        self.notes: list[str] = []
+        self.bytes_by_rank: tuple[int, ...] = ()
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the save began."""
+        return time.perf_counter() - self._started
+
+    def take(self, job: "_Job", apart: PerRank) -> None:
+        """What changes with a step. `apart` is what differs from rank to rank. Collective."""
+        how, rank = self.asked.how, agree.world()[0]
+        self.manifest = job.manifest
+        with agree.together():
+            common = job.common(self.asked.arguments, str(self.path))
+            # a live scheduler, and a program's own flags, may be in it
+            self._common = copy.deepcopy(common.output())
+            said = {TAG: self.name, RUN: run_of(job.stack).id, MOVED_LATEST: True}
+            said |= {PER_RANK: apart.as_value()} if apart else {}
+            self._said = copy.deepcopy(said | position_of(how.loader))
+            self._beside: dict[str, bytes] = {}
+            if how.rng:
+                self._beside[random_states.file_name(rank)] = random_states.file_bytes()
+            if apart:
+                own = of_ranks.file_name(rank)
+                self._beside[own] = job.own.text(self.path / own, apart).encode()
+        self.notes += [*job.notes, *common.notes]
+
+    def output(self, job: "_Job") -> FolderOutput:
+        """The folder on paper."""
+        plan, files = job.output.plan, job.output.files()
+        self._owners = {file.name: file.owner or 0 for file in files}
+        close = partial(finish_files, plan=plan, common=self._common)
+        return FolderOutput(job.output.parts, files, close, self._publish, "save", self._each)
+
+    def _each(self, aside: Path, rank: int) -> list[Path]:
         """Writes what a rank has for itself."""
-        beside = [random_states.write(aside, rank)] if self.how.rng else []
-        return beside + ([self.job.own.write(aside, rank, self.apart)] if self.apart else [])
+        for name, data in self._beside.items():
+            (aside / name).write_bytes(data)
+        return [aside / name for name in self._beside]
 
-    def publish(self, aside: Path) -> None:
+    def _publish(self, aside: Path) -> None:
         """The manifest, the name, the pointers; then older tags go."""
-        job, folder = self.job, self.folder
-        said = {TAG: self.tag, RUN: run_of(job.stack).id}
-        said |= {PER_RANK: self.apart.as_value()} if self.apart else {}
-        whole = _recorded(job.manifest, entries_of(aside), self.how.loader, said)
-        job.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
-        job.notes += prune(folder, self.how.keep_latest, job.stack)
-        self.size_bytes = whole.size_bytes
+        asked = self.asked
+        if asked.background is not None:
+            asked.background.left_s()  # what was given up gets no name
+        folder, interval = asked.folder, asked.retain_interval
+        before = newest(folder) if interval else None
+        entries = entries_of(aside)
+        whole = completed(self.manifest, entries, self._said)
+        self.notes += publish(aside, folder, to_json(whole), MEGATRON_LATEST, self.sync)
+        self.notes += prune(folder, asked.how.keep_latest, asked.stack)
+        self.notes += retired(folder, before, self.steps, self._said[RUN], interval)
+        self.bytes_by_rank = self._sizes(entries)
+
+    def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
+        """What each rank wrote: the files that all ranks have one of, and those of the plan; the
+        first one all else."""
+        world, owners = agree.world()[1], dict(self._owners)
+        for rank in range(world):
+            owners |= {random_states.file_name(rank): rank, of_ranks.file_name(rank): rank}
+        sizes = [0] * world
+        for entry in entries:
+            sizes[owners.get(entry.name, 0)] += entry.size_bytes
+        return tuple(sizes)
 
 
 def _refuse_other(stack: Any) -> None:
@@ -260,13 +357,7 @@ class _Job:
         apart = isinstance(getattr(bare_model(stack.chunks[0]).config, FREQUENCY, 1), list)
         self.output = StackOutput(manifest, self.kind, apart)
 
-    def close(self, aside: Path, arguments: Any) -> None:
-        """Writes what is no element. Raises OSError."""
-        common = self._common(arguments, str(aside))
-        finish_files(aside, self.output.plan, common.output())
-        self.notes += common.notes
-
-    def _common(self, arguments: Any, file: str) -> CommonFile:
+    def common(self, arguments: Any, file: str) -> CommonFile:
         """What stands in `common.pt`."""
         stack = self.stack
         said = plain_flags(arguments)
@@ -293,14 +384,3 @@ class _Job:
             scaler.growth_interval,
             (scaler.hysteresis, scaler._hysteresis_tracker),
         )
-
-
-def _recorded(
-    manifest: Manifest,
-    entries: list[FileEntry],
-    loader: ResumableLoader | None,
-    said: Mapping[str, Any],
-) -> Manifest:
-    """The manifest beside the files: mesh, random states, position of the data, and what is `said`
-    of the save. Where an element lies is said by the files' own index."""
-    return completed(manifest, entries, {**said, **position_of(loader), MOVED_LATEST: True})

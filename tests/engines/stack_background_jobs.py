@@ -1,0 +1,237 @@
+"""What the ranks do in the tests of saves of megatron-core's stack that go on beside training."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ucp as ucp
+from megatron_ucp.core.manifest import RUN
+from megatron_ucp.engines.background import Background, background_of
+from megatron_ucp.engines.megatron.engine import save as saving
+from megatron_ucp.reshard import memories, ranks_folder
+from tests.engines.save_jobs import listing
+from tests.engines.stack_jobs import Engine, Mcore, arguments, close, make, settle, train
+from tests.engines.stack_states import canonical, compare
+
+COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "floating_point_operations")
+
+
+def attached(engine: Engine, **options: Any) -> Engine:
+    """The engine with another handle, which is as far."""
+    parts = (engine.stack.chunks, engine.optimizer, engine.scheduler)
+    handle = ucp.attach_megatron(*parts, family=engine.setup.family, **options)
+    for name in COUNTS:
+        setattr(handle, name, getattr(engine.handle, name))
+    return replace(engine, handle=handle)
+
+
+def in_background(setup: Mcore, **options: Any) -> tuple[Engine, Background]:
+    engine = attached(make(setup), save="background", **options)
+    background = background_of(engine.handle)
+    assert background is not None
+    return engine, background
+
+
+def saved_both_ways(setup: Mcore, folder: str, window: int = 0, **options: Any) -> list[Any]:
+    """Saves one moment at once and in the background; what both report. `window`: so many bytes are
+    taken at a time."""
+    engine = make(setup)
+    train(engine, 2)
+    reports = []
+    before = ranks_folder.MESSAGE_BYTES
+    ranks_folder.MESSAGE_BYTES = window or before
+    for way in ("direct", "background"):
+        own = attached(engine, save=way, **options)
+        begun = ucp.save(own.handle, f"{folder}/{way}", arguments=arguments(engine))
+        assert begun.is_under_way == (way == "background")
+        ucp.wait(own.handle)
+        reports.append(ucp.report(own.handle).save)
+    ranks_folder.MESSAGE_BYTES = before
+    close(engine)
+    return reports
+
+
+def trained_on(setup: Mcore, folder: str, plant: str = "") -> dict[str, list[str]]:
+    """A save in the background whose writer starts ten steps later; what differs between the state
+    at the call and what a load of it gives, and what the steps changed. `plant`: something is left
+    out of what is taken."""
+    engine, background = in_background(setup)
+    train(engine, 2)
+    with _left_live(engine, background, plant):
+        held: list[Any] = []
+        background.start = lambda *work: held.append(work)  # type: ignore[method-assign]
+        flags = {"consumed_train_samples": 8, "many": {"a": [1, 2]}}
+        ucp.save(engine.handle, folder, arguments=flags)
+        flags["many"]["a"].append(3)  # type: ignore[index]
+        settle(engine)
+        want = canonical(engine)
+        assert not (Path(folder) / "latest_checkpointed_iteration.txt").exists()
+        train(engine, 10, first=2)
+        settle(engine)
+        changed = compare(want, canonical(engine))
+        del background.start
+        background.start(*held[0])
+        ucp.wait(engine.handle)
+    close(engine)
+    fresh = make(setup)
+    train(fresh, 1, first=99)
+    ucp.load(fresh.handle, folder)
+    found = compare(want, canonical(fresh))
+    close(fresh)
+    return {"found": found, "changed": changed}
+
+
+@contextmanager
+def _left_live(engine: Engine, background: Background, plant: str) -> Iterator[None]:
+    finish, own = saving.finish_files, memories.MemoryWindows.own
+    take = ranks_folder.RanksFolderSink._take
+    if plant == "schedule":
+        saving.finish_files = partial(_with_live_schedule, engine, finish)  # type: ignore
+    if plant == "elements":
+        background.snapshot.room = lambda size: None  # type: ignore[method-assign]
+        ranks_folder.RanksFolderSink._take = _keep_live  # type: ignore[method-assign]
+        memories.MemoryWindows.own = _live_window  # type: ignore[method-assign]
+    yield
+    saving.finish_files, memories.MemoryWindows.own = finish, own
+    ranks_folder.RanksFolderSink._take = take  # type: ignore[method-assign]
+
+
+def _with_live_schedule(engine: Engine, finish: Any, aside: Path, plan: Any, common: Any) -> None:
+    """Writes the counts of a schedule as they are when the writer comes to them."""
+    common.tree["opt_param_scheduler"]["num_steps"] = engine.scheduler.state_dict()["num_steps"]
+    finish(aside, plan, common)
+
+
+def _live_window(self: memories.MemoryWindows, window: Any, _: Any) -> Any:
+    (op,) = self.ops(window)
+    return self.held.values(op).reshape(-1)
+
+
+def _keep_live(self: Any, place: Any, low: int, memory: Any) -> None:
+    at = place.piece.place + low * memory.element_size()
+    self._waiting.append(ranks_folder._Run(place, at, memory.view(torch.uint8)))
+
+
+def failing(setup: Mcore, folder: str, how: str) -> dict[str, Any]:
+    """A good save, one that fails in the background on rank 1, a good one."""
+    options: dict[str, Any] = {"on_error": "warn"} if how == "warn" else {}
+    if how == "hangs":
+        options["deadline"] = 1.0
+    engine, _ = in_background(setup, **options)
+    train(engine, 1)
+    ucp.save(engine.handle, folder)
+    ucp.wait(engine.handle)
+    train(engine, 1, first=1)
+    write = ranks_folder.RanksFolderSink._write
+    if dist.get_rank() == 1:
+        broken = _hanging if how == "hangs" else _refused
+        ranks_folder.RanksFolderSink._write = broken  # type: ignore[method-assign]
+    out: dict[str, Any] = {"error": "", "message": ""}
+    try:
+        ucp.save(engine.handle, folder)
+        train(engine, 1, first=2)  # goes on meanwhile
+        ucp.wait(engine.handle)
+    except ucp.UcpError as error:
+        out["error"], out["message"] = type(error).__name__, str(error)
+    ranks_folder.RanksFolderSink._write = write  # type: ignore[method-assign]
+    dist.barrier()
+    out["left"] = listing(folder)
+    out["latest"] = (Path(folder) / "latest_checkpointed_iteration.txt").read_text()
+    dist.barrier()
+    ucp.save(engine.handle, folder)
+    ucp.wait(engine.handle)
+    want = canonical(engine)
+    close(engine)
+    fresh = make(setup)
+    ucp.load(fresh.handle, folder)
+    out["then"] = compare(want, canonical(fresh))
+    close(fresh)
+    return out
+
+
+def _refused(self: Any, one: Any) -> None:
+    raise OSError(28, "No space left on device", str(self.aside / one.place.file.name))
+
+
+def _hanging(self: Any, one: Any) -> None:
+    time.sleep(4.0)
+    raise OSError(5, "Input/output error", str(self.aside / one.place.file.name))
+
+
+def die(setup: Mcore, folder: str) -> None:
+    """Rank 1 dies while it writes in the background; rank 0 hears of it."""
+    engine, _ = in_background(setup)
+    train(engine, 1)
+    ucp.save(engine.handle, folder)
+    ucp.wait(engine.handle)
+    train(engine, 1, first=1)
+    if dist.get_rank() == 1:
+        ranks_folder.RanksFolderSink._write = lambda *_: os._exit(7)  # type: ignore
+    ucp.save(engine.handle, folder)
+    try:
+        ucp.wait(engine.handle)
+    except ucp.UcpError as error:
+        raise AssertionError(f"{type(error).__name__}: {error}") from error
+
+
+def busy(setup: Mcore, folder: str) -> dict[str, Any]:
+    """The tags that are there when a second save comes while the first one is written."""
+    out: dict[str, Any] = {}
+    for word in ("wait", "skip"):
+        engine, background = in_background(setup, busy=word)
+        train(engine, 1)
+        start = background.start
+        background.start = lambda what, work, start=start: start(  # type: ignore
+            what, lambda: (time.sleep(1.0), work())
+        )
+        ucp.save(engine.handle, f"{folder}/{word}")
+        train(engine, 1, first=1)
+        ucp.save(engine.handle, f"{folder}/{word}")
+        ucp.export_hf(engine.handle, f"{folder}/{word}.hf")
+        tags = [name for name in listing(f"{folder}/{word}") if name.startswith("iter")]
+        out[word] = tags
+        close(engine)
+        dist.barrier()
+    return out
+
+
+def memory_of(setup: Mcore, folder: str, **options: Any) -> tuple[int, int, int]:
+    """Bytes of host memory that are held after two saves, and bytes that this rank wrote."""
+    engine, background = in_background(setup, **options)
+    held = []
+    for step in range(2):
+        train(engine, 1, first=step)
+        ucp.save(engine.handle, folder)
+        ucp.wait(engine.handle)
+        held.append(background.snapshot.size_bytes)
+    report = ucp.report(engine.handle).save
+    close(engine)
+    return held[0], held[1], report.bytes_by_rank[dist.get_rank()]
+
+
+def refused(setup: Mcore, **options: Any) -> str:
+    engine = make(setup)
+    try:
+        attached(engine, **options)
+        return ""
+    except ucp.UcpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        close(engine)
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """A save's manifest, but when and by whom it was made."""
+    said = json.loads((folder / "ucp_manifest.json").read_text())
+    return {key: value for key, value in said.items() if key not in ("save_id", "run")} | {
+        "run": {k: v for k, v in said["run"].items() if k not in ("saved_at", RUN)}
+    }

@@ -1,0 +1,146 @@
+"""Saves of megatron-core's stack that go on beside training: byte for byte those of the same moment
+that wait."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ucp as ucp
+from tests.engines.stack_background_jobs import manifest
+from tests.engines.stack_jobs import Mcore
+from tests.engines.test_stack_pairs import BUCKETS, CONSTANT, MOE
+from tests.engines.test_stack_saves import MIXTURE
+from tests.ranks import RankPool, RanksFailed
+
+pytestmark = pytest.mark.ranks
+JOBS = "tests.engines.stack_background_jobs:"
+SMALL = Mcore(layers=2, **CONSTANT)
+LATEST = "latest_checkpointed_iteration.txt"
+ENGINES: dict[str, tuple[int, Mcore]] = {
+    "dp4": (4, Mcore(**BUCKETS, **CONSTANT)),
+    "tp2pp2vpp2": (4, Mcore("gpt", tied=True, tp=2, pp=2, vpp=2, dtype="bf16")),
+    "fp16": (2, Mcore(dtype="fp16", layers=2)),
+    "dropout": (2, Mcore(tp=2, dropout=0.2, layers=2)),
+    "moe": (4, Mcore(ep=2, overlap=True, bucket=1000, **MOE)),
+    "own buffers": (2, Mcore(**MIXTURE)),
+    "plain": (2, Mcore("gpt", distributed=False, tied=True, tp=2, layers=2, dtype="bf16")),
+}
+
+
+def check_alike(folder: Path) -> int:
+    """All files of both saves are the same, but when each was made; returns how many bytes."""
+    (one,), (two,) = ([*(folder / way).glob("iter_*")] for way in ("direct", "background"))
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in two.iterdir()) and len(names) > 4
+    assert (folder / "background" / LATEST).read_text() == "2"
+    assert manifest(one) == manifest(two)
+    sizes = 0
+    for name in names:
+        if name != "ucp_manifest.json":
+            assert (one / name).read_bytes() == (two / name).read_bytes(), name
+            sizes += (one / name).stat().st_size
+    return sizes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_files_are_those_of_a_save_that_waits(
+    ranks: RankPool, tmp_path: Path, engine: str
+) -> None:
+    world, setup = ENGINES[engine]
+    found = ranks.run(world, JOBS + "saved_both_ways", setup, str(tmp_path))
+    assert check_alike(tmp_path) > 10_000
+    assert not ucp.verify(tmp_path / "background", deep=True).findings
+    for direct, background in found:
+        assert direct.blocked_seconds == direct.seconds
+        assert 0 < background.blocked_seconds < background.seconds
+        assert direct.bytes_by_rank == background.bytes_by_rank
+        assert sum(direct.bytes_by_rank) == direct.written_bytes == background.written_bytes
+        assert all(direct.bytes_by_rank)
+
+
+@pytest.mark.parametrize("room", [None, 30_000])
+def test_in_small_windows_of_which_some_find_no_room(
+    ranks: RankPool, tmp_path: Path, room: int | None
+) -> None:
+    options = {} if room is None else {"snapshot_bytes": room}
+    ranks.run(2, JOBS + "saved_both_ways", SMALL, str(tmp_path), window=256, **options)
+    check_alike(tmp_path)
+    assert not ucp.verify(tmp_path / "background", deep=True).findings
+
+
+@pytest.mark.parametrize("engine", ["dp4", "fp16", "own buffers", "plain"])
+def test_ten_steps_before_the_writer_starts_change_nothing(
+    ranks: RankPool, tmp_path: Path, engine: str
+) -> None:
+    world, setup = ENGINES[engine]
+    for one in ranks.run(world, JOBS + "trained_on", setup, str(tmp_path)):
+        assert one["found"] == [] and len(one["changed"]) > 5
+    tree = torch.load(tmp_path / "iter_0000002" / "common.pt", weights_only=False)
+    assert vars(tree["args"])["many"] == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("plant", ["schedule", "elements"])
+def test_what_is_left_out_of_the_snapshot_is_found(
+    ranks: RankPool, tmp_path: Path, plant: str
+) -> None:
+    for one in ranks.run(2, JOBS + "trained_on", SMALL, str(tmp_path), plant):
+        assert one["found"]
+        assert any("scheduler" in line for line in one["found"]) == (plant == "schedule")
+
+
+@pytest.mark.parametrize("how", ["refused", "warn", "hangs"])
+def test_what_fails_in_the_background_is_named_on_every_rank(
+    ranks: RankPool, tmp_path: Path, how: str
+) -> None:
+    for found in ranks.run(2, JOBS + "failing", SMALL, str(tmp_path), how):
+        assert found["latest"] == "1" and found["then"] == []
+        assert [one for one in found["left"] if one.startswith("iter")] == ["iter_0000001"]
+        if how == "warn":
+            assert found["error"] == ""
+            continue
+        assert found["error"] in ("SaveError", "RankError")
+        assert "__1_0.distcp" in found["message"]
+        assert how == "refused" or "rank 1" in found["message"] or "this rank" in found["message"]
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(2, JOBS + "die", SMALL, str(tmp_path))
+    assert "RankError" in failed.value.by_rank[0]
+    assert (tmp_path / LATEST).read_text() == "1"
+    assert not (tmp_path / "iter_0000002").exists()
+
+
+def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """And an export waits."""
+    for found in ranks.run(2, JOBS + "busy", SMALL, str(tmp_path)):
+        assert found == {"wait": ["iter_0000001", "iter_0000002"], "skip": ["iter_0000001"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_snapshot": False}, {"snapshot_bytes": 600}])
+def test_memory_is_kept_and_used_again_or_given_back(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    for first, second, written in ranks.run(2, JOBS + "memory_of", SMALL, str(tmp_path), **options):
+        most = options.get("snapshot_bytes", written if options.get("keep_snapshot", True) else 0)
+        assert first == second <= most and bool(first) == bool(most)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"save": "stock"}, "direct, background"),
+        ({"save": "background", "busy": "later"}, "busy is none of its words"),
+        ({"deadlin": 3}, "deadlin"),
+    ],
+    ids=str,
+)
+def test_options_are_checked(ranks: RankPool, options: dict[str, Any], said: str) -> None:
+    (found,) = ranks.run(1, JOBS + "refused", SMALL, **options)
+    assert found.startswith("UsageError") and said in found
