@@ -6,7 +6,7 @@ memory, and bytes read.
 
 Every ratio is new over old, of medians of one run, the two in turns; which one goes first changes
 with the repetition. Each measurement is a process of its own (two for loads and saves: DeepSpeed at
-ZeRO-3), its imports apart. Memory is the peak of RssAnon in /proc, read from outside. Bytes read
+ZeRO-3; four for the live export: at ZeRO-1), its imports apart. Memory is the peak of RssAnon in /proc, read from outside. Bytes read
 are those of the source's files, counted by strace in one more run. Sources are written by this
 package's writer (bf16, ZeRO-1, two ranks). Writes benchmarks/results/commits.json.
 """
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "commits.json"
 # layers, width, vocabulary
 SIZES = {"124M": (12, 768, 50304), "1B": (24, 1824, 50304), "tiny": (2, 48, 500)}
 HEADS = 12
-ON_RANKS = ("load", "save")
+ON_RANKS = {"load": 2, "save": 2, "live export": 4}  # how many
 OPERATIONS = (*ON_RANKS, "universal", "native", "torch_dist", "export", "import")
 LIMIT, MEMORY_LIMIT = 1.03, 1.01  # memory is seen every 10 ms
 
@@ -43,7 +43,9 @@ def prepared(what: str, source: str, output: str, size: str) -> Callable[[], obj
     import megatron_ucp as ucp
 
     if what in ON_RANKS:
-        engine = _engine(size)
+        engine = _engine(size, zero=1 if what == "live export" else 3)
+        if what == "live export":
+            return lambda: engine.ucp_export_hf(output)
         if what == "load":
             return lambda: ucp.load(engine, source, family="gpt")
         ucp.load(engine, source, family="gpt")
@@ -68,8 +70,8 @@ def prepared(what: str, source: str, output: str, size: str) -> Callable[[], obj
     return calls[what]
 
 
-def _engine(size: str) -> Any:
-    """A DeepSpeed engine of megatron-core's GPT at ZeRO-3, without states of an optimizer."""
+def _engine(size: str, zero: int) -> Any:
+    """A DeepSpeed engine of megatron-core's GPT, without states of an optimizer."""
     import deepspeed
     import torch.distributed as dist
 
@@ -80,7 +82,7 @@ def _engine(size: str) -> Any:
     deepspeed.init_distributed("gloo", dist_init_required=False)
     layers, width, vocabulary = SIZES[size]
     sizes = {"layers": layers, "width": width, "vocabulary": vocabulary}
-    return make_engine(Mesh(zero=3, tp=1), sizes, attach=True)
+    return make_engine(Mesh(zero, tp=1), sizes, attach=True)
 
 
 def child(what: str, source: str, output: str, size: str, marker: str) -> None:
@@ -143,10 +145,10 @@ class Bench:
         marker = str(self.folder / "marker")
         return [sys.executable, "-m", "benchmarks.commits", "--child", *arguments, marker]
 
-    def environment(self, code: str, rank: int | None) -> dict[str, str]:
+    def environment(self, code: str, rank: int | None, world: int = 1) -> dict[str, str]:
         found = {**os.environ, "PYTHONPATH": f"{self.codes[code]}:{ROOT}"}
         if rank is not None:
-            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         return found
 
@@ -156,7 +158,7 @@ class Bench:
         for path in self.folder.glob("marker.*"):
             path.unlink()
         os.sync()
-        ranks = [0, 1] if what in ON_RANKS else [None]
+        ranks = [*range(ON_RANKS[what])] if what in ON_RANKS else [None]
         processes = self._started(what, code, ranks, traced)
         most = watched_together(processes)
         lines = [process.communicate()[0].split() for process in processes]
@@ -186,7 +188,7 @@ class Bench:
         return [
             subprocess.Popen(
                 [*([*strace, str(self._log(rank or 0))] if traced else []), *command],
-                env=self.environment(code, rank),
+                env=self.environment(code, rank, len(ranks)),
                 cwd=self.folder,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
