@@ -6,9 +6,10 @@ memory, and bytes read.
 
 Every ratio is new over old, of medians of one run, the two in turns; which one goes first changes
 with the repetition. Each measurement is a process of its own (two for loads and saves: DeepSpeed at
-ZeRO-3; four for the live export: at ZeRO-1), its imports apart. Memory is the peak of RssAnon in /proc, read from outside. Bytes read
-are those of the source's files, counted by strace in one more run. Sources are written by this
-package's writer (bf16, ZeRO-1, two ranks). Writes benchmarks/results/commits.json.
+ZeRO-3; four for the live export: at ZeRO-1), its imports apart. Memory is the peak of RssAnon in
+/proc, read from outside. Bytes read are those of the source's files, counted by strace in one more
+run. Sources are written by this package's writer (bf16, ZeRO-1, two ranks). Writes
+benchmarks/results/commits.json.
 """
 
 import argparse

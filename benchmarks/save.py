@@ -4,6 +4,9 @@ ranks; the size of a manifest.
     python -m benchmarks.save                         # about two minutes
     python -m benchmarks.save --tiny --repetitions 2  # to see that it runs
 
+Then every way to save in turns, against copies of the same bytes on disk (`cp` and `sync`) and in
+memory, and how even the ranks write at ZeRO-1 on four ranks.
+
 Own time is what a save takes beyond DeepSpeed's own call inside it, measured with `durable=False`;
 the slowest rank counts. fsync is measured by saves with `durable=True`, interleaved, which are also
 what own time is compared with: it is the default. The manifest is of a run that exists on paper
@@ -19,20 +22,31 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import Mesh
 from benchmarks.machine import description
 from benchmarks.model import TINY
+from benchmarks.tool import claim
 from megatron_ucp.core.flat import FlatBuffer, Member
 from megatron_ucp.core.keepers import Keeper
 from megatron_ucp.core.layout import Replicate, Shard
 from megatron_ucp.core.manifest import FileEntry, Manifest, ParamGroup, ParamSpec
 from megatron_ucp.core.manifest_json import to_json
-from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.core.mesh import Mesh as WholeMesh
 from megatron_ucp.formats.deepspeed.formulas import whole_length
 from tests.ranks import RankPool
 
+# of the ways to save: what, numerator, denominator, "at most" or "at least", limit
+WAYS = [
+    ("training waits / copy in memory", "background blocked", "copy in memory blocked", 1.1),
+    ("training waits / stock's whole save", "background blocked", "stock seconds", 0.1),
+    ("direct / cp and sync", "direct seconds", "cp and sync seconds", 1.05),
+    ("background / cp and sync", "background seconds", "cp and sync seconds", 1.2),
+    ("direct / stock, both on disk", "direct seconds", "stock seconds", 1 / 1.8),
+]
+EVEN_RANKS, EVEN_LIMIT = 4, 1.02
 RANKS, RESULTS = 2, Path(__file__).parent / "results" / "save.json"
 OWN_LIMIT, MANIFEST_LIMIT_BYTES = 0.01, 64 * 10**6
-PAPER = Mesh(tp=8, pp=16, ep=16, dp=128, zero=1)
+PAPER = WholeMesh(tp=8, pp=16, ep=16, dp=128, zero=1)
 LAYERS, WIDTH, EXPERT_WIDTH, EXPERTS, VOCABULARY = 64, 8192, 5120, 128, 128000
 
 
@@ -49,14 +63,49 @@ def main() -> int:
             args.repetitions,
             timeout_s=1000,
         )
+        ways = measured_ways(pool, RANKS, folder, args)
     finally:
         pool.close()
         shutil.rmtree(folder)
     result = evaluated([slowest(found, number) for number in range(args.repetitions)])
+    result["ways"] = claims_of(ways) + [even(folder, args)]
+    result["seconds of ways"] = ways
     print(told(result))
     if not args.tiny:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if args.tiny or (result["met"] and result["manifest"]["met"]) else 1
+
+
+def measured_ways(
+    pool: RankPool, ranks: int, folder: Path, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Seconds of every way to save, of the rank that took longest."""
+    call = ("benchmarks.save_ranks:measure_ways", str(folder / "ways"), Mesh(1))
+    size = TINY if args.tiny else {}
+    found = pool.run(ranks, *call, size, args.ways_repetitions, timeout_s=1000)
+    out: dict[str, list[float]] = {}
+    for each in zip(*found, strict=True):
+        for way in each[0]:
+            for key in each[0][way].keys() - {"bytes"}:
+                out.setdefault(f"{way} {key}", []).append(max(rank[way][key] for rank in each))
+    return out
+
+
+def claims_of(ways: dict[str, list[float]]) -> list[dict[str, Any]]:
+    medians = {name: statistics.median(each) for name, each in ways.items()}
+    return [claim(what, medians[top] / medians[bottom], limit) for what, top, bottom, limit in WAYS]
+
+
+def even(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """How much more than the mean one rank writes, at ZeRO-1 on four ranks."""
+    pool = RankPool(EVEN_RANKS, gloo=True)
+    try:
+        call = ("benchmarks.save_ranks:bytes_by_rank", str(folder), Mesh(1))
+        sizes = pool.run(EVEN_RANKS, *call, TINY if args.tiny else {}, timeout_s=1000)[0]
+    finally:
+        pool.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return claim("most bytes by one rank / mean", max(sizes) / statistics.mean(sizes), EVEN_LIMIT)
 
 
 def slowest(found: list[list[dict[str, Any]]], number: int) -> dict[str, dict[str, float]]:
@@ -116,7 +165,11 @@ def told(result: dict[str, Any]) -> str:
         f"fsync: {result['fsync_seconds']:.2f} s of a durable save's "
         f"{result['durable_save_seconds']:.2f} s\n"
         f"manifest of {PAPER.world:,} ranks and {paper['parameters']:.2e} parameters: "
-        f"{paper['bytes'] / 1e6:.1f} MB (at most 64)"
+        f"{paper['bytes'] / 1e6:.1f} MB (at most 64)\n"
+        + "\n".join(
+            f"{row['what']}: {row['ratio']:.3f} (at most {row['limit']:.3g})"
+            for row in result["ways"]
+        )
     )
 
 
@@ -240,6 +293,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--ways-repetitions", type=int, default=5)
     parser.add_argument(
         "--tiny",
         action="store_true",

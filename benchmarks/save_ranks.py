@@ -74,6 +74,18 @@ def measure_ways(
     return out[1:]
 
 
+def bytes_by_rank(folder: str, mesh: Mesh, size: dict[str, int]) -> tuple[int, ...]:
+    """What each rank writes of a save."""
+    engine = make_engine(mesh, size)
+    train_step(engine, mesh)
+    ucp.attach(engine, save="direct")
+    engine.save_checkpoint(folder)
+    report = ucp.report(engine).save
+    engine.destroy()
+    assert report is not None
+    return report.bytes_by_rank
+
+
 def _measured(engine: Any, folder: Path, way: str) -> dict[str, Any]:
     own_bytes = _own_bytes(folder) if way not in WAYS[:3] else 0
     os.sync()
