@@ -116,11 +116,11 @@ def save(
         _refuse_other(stack)
         folder = Path(plain_path(save_dir))
         how = Saving(durable, keep_latest, rng, loader)
-    return save_as(Asked(stack, folder, arguments, how))
+    return save_as(AskedOfStack(stack, folder, arguments, how))
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedOfStack:
     """What is saved, and how. `retain_interval`: the save before this one goes, unless its
     iteration is a multiple (None: it stays)."""
 
@@ -136,7 +136,7 @@ class Asked:
         return background_of(self.stack)
 
 
-def save_as(asked: Asked) -> SaveReport:
+def save_as(asked: AskedOfStack) -> SaveReport:
     """As `save`."""
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
@@ -155,7 +155,7 @@ def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float) -> None:
     ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
 
 
-def _taken(asked: Asked) -> "tuple[_Tag, Moved]":
+def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
     tag = _Tag(asked)
     job = _Job(asked.stack, *_described(asked.stack))
@@ -204,7 +204,7 @@ class _Tag:
     when the save was asked for. `bytes_by_rank` are what each rank wrote, on rank 0 and once the
     files have their names."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: AskedOfStack) -> None:
         self.asked, self.steps = asked, asked.stack.iteration
         self.name = iteration_name(self.steps)
         self.path = asked.folder / self.name
