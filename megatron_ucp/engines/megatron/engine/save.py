@@ -212,6 +212,8 @@ class _Tag:
         self.notes: list[str] = []
         self.bytes_by_rank: tuple[int, ...] = ()
         self._started = time.perf_counter()
+        # in the background the program's process groups may be gone
+        self._rank, self._world = agree.world()
 
     @property
     def seconds(self) -> float:
@@ -220,7 +222,7 @@ class _Tag:
 
     def take(self, job: "_Job", apart: PerRank) -> None:
         """What changes with a step. `apart` is what differs from rank to rank. Collective."""
-        how, rank = self.asked.how, agree.world()[0]
+        how, rank = self.asked.how, self._rank
         self.manifest = job.manifest
         with agree.together():
             common = job.common(self.asked.arguments, str(self.path))
@@ -267,10 +269,10 @@ class _Tag:
     def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
         """What each rank wrote: the files that all ranks have one of, and those of the plan; the
         first one all else."""
-        world, owners = agree.world()[1], dict(self._owners)
-        for rank in range(world):
+        owners = dict(self._owners)
+        for rank in range(self._world):
             owners |= {random_states.file_name(rank): rank, of_ranks.file_name(rank): rank}
-        sizes = [0] * world
+        sizes = [0] * self._world
         for entry in entries:
             sizes[owners.get(entry.name, 0)] += entry.size_bytes
         return tuple(sizes)
