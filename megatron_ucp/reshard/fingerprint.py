@@ -79,14 +79,16 @@ def sums_of(manifest: Manifest, wants: Iterable[tuple[Slot, str]], read: ReadFla
 
 def _held(manifest: Manifest, slot: Slot) -> Iterator[tuple[str, Box, int, Piece]]:
     """What a slot holds: the parameter, the whole share that it is of, where it begins in the slot,
-    and the box. Nothing of padding, and of parameters of which every rank has a copy of its
-    own."""
+    and the box. Nothing of padding, of parameters of which every rank has a copy of its own, and
+    of what another partition has as well."""
     buffer = manifest.buffers[slot.buffer].of(slot.state)
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
         spec = manifest.by_name[member.param]
         if isinstance(spec.layout, Partial):
             continue
+        if buffer.rule == "uncut" and buffer.owners(member, 0, 1)[0] != slot.part:
+            continue  # the first partition that has it all is read
         for piece in manifest.pieces(member, slot.cut):
             true = piece.clip_full(_true_box(spec))
             for box in flat_boxes(piece.view, fragment.low, fragment.high) if true else ():

@@ -118,6 +118,7 @@ class RanksFolderSink(OutputFolder):
 
         with self._as_save_error():
             source.move(queues, put, self._room)
+        self._given = None
         self._lost = rounding.overflows.found
 
     def finish(self) -> None:

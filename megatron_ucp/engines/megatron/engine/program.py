@@ -9,7 +9,7 @@ from megatron_ucp import say
 from megatron_ucp.engines.background import wait
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.megatron.engine.attach import attach_megatron
-from megatron_ucp.engines.megatron.engine.save import StackSave, save_as
+from megatron_ucp.engines.megatron.engine.save import AskedOfStack, save_as
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, Saving
 from megatron_ucp.errors import UnsupportedError, UsageError
@@ -98,7 +98,7 @@ def save_checkpoint(
     stack.floating_point_operations = num_floating_point_operations_so_far
     how = Saving(keep_latest=keep_latest, rng=not args.no_save_rng)
     interval = None if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
-    save_as(StackSave(stack, Path(plain_path(folder)), args, how, interval))
+    save_as(AskedOfStack(stack, Path(plain_path(folder)), args, how, interval))
 
 
 def _arguments() -> Any:

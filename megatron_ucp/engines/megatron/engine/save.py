@@ -116,11 +116,11 @@ def save(
         _refuse_other(stack)
         folder = Path(plain_path(save_dir))
         how = Saving(durable, keep_latest, rng, loader)
-    return save_as(StackSave(stack, folder, arguments, how))
+    return save_as(AskedOfStack(stack, folder, arguments, how))
 
 
 @dataclass(frozen=True)
-class StackSave:
+class AskedOfStack:
     """What is saved, and how. `retain_interval`: the save before this one goes, unless its
     iteration is a multiple (None: it stays)."""
 
@@ -136,7 +136,7 @@ class StackSave:
         return background_of(self.stack)
 
 
-def save_as(asked: StackSave) -> SaveReport:
+def save_as(asked: AskedOfStack) -> SaveReport:
     """As `save`."""
     stack, background = asked.stack, asked.background
     if (other := skipped(stack, stack.iteration)) is not None:
@@ -155,7 +155,7 @@ def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float) -> None:
     ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
 
 
-def _taken(asked: StackSave) -> "tuple[_Tag, Moved]":
+def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     """Takes everything: from here on the stack may train. Collective. Raises as `save`."""
     tag = _Tag(asked)
     job = _Job(asked.stack, *_described(asked.stack))
@@ -204,7 +204,7 @@ class _Tag:
     when the save was asked for. `bytes_by_rank` are what each rank wrote, on rank 0 and once the
     files have their names."""
 
-    def __init__(self, asked: StackSave) -> None:
+    def __init__(self, asked: AskedOfStack) -> None:
         self.asked, self.steps = asked, asked.stack.iteration
         self.name = iteration_name(self.steps)
         self.path = asked.folder / self.name
@@ -212,6 +212,8 @@ class _Tag:
         self.notes: list[str] = []
         self.bytes_by_rank: tuple[int, ...] = ()
         self._started = time.perf_counter()
+        # in the background the program's process groups may be gone
+        self._rank, self._world = agree.world()
 
     @property
     def seconds(self) -> float:
@@ -220,7 +222,7 @@ class _Tag:
 
     def take(self, job: "_Job", apart: PerRank) -> None:
         """What changes with a step. `apart` is what differs from rank to rank. Collective."""
-        how, rank = self.asked.how, agree.world()[0]
+        how, rank = self.asked.how, self._rank
         self.manifest = job.manifest
         with agree.together():
             common = job.common(self.asked.arguments, str(self.path))
@@ -267,10 +269,10 @@ class _Tag:
     def _sizes(self, entries: list[FileEntry]) -> tuple[int, ...]:
         """What each rank wrote: the files that all ranks have one of, and those of the plan; the
         first one all else."""
-        world, owners = agree.world()[1], dict(self._owners)
-        for rank in range(world):
+        owners = dict(self._owners)
+        for rank in range(self._world):
             owners |= {random_states.file_name(rank): rank, of_ranks.file_name(rank): rank}
-        sizes = [0] * world
+        sizes = [0] * self._world
         for entry in entries:
             sizes[owners.get(entry.name, 0)] += entry.size_bytes
         return tuple(sizes)
