@@ -93,7 +93,9 @@ class Background:
 
     def ready(self) -> None:
         """Connections and memory for the next save. Collective; nothing is under way."""
-        self.ranks = self.ranks or BesideRanks()
+        # a rank that failed has let its connections go, and then all of them are made anew
+        if not all(agree.gather(self.ranks is not None)):
+            self.ranks = BesideRanks()
         self.snapshot.begin()
 
     def left_s(self) -> float | None:

@@ -154,9 +154,9 @@ class RankFiles:
         if now:
             self.written += _written_by_threads(now, self.stopped)
 
-    def kept(self, memory: torch.Tensor) -> torch.Tensor:
-        """Memory of the engine as the snapshot has it: the part of it, or a copy; itself where
-        nothing is to be written later."""
+    def kept(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """Memory of the engine as the snapshot has it; itself where nothing is to be written later;
+        None where the snapshot has not got it."""
         if self.snapshot is None:
             return memory
         size, start = memory.numel() * memory.element_size(), memory.data_ptr()
@@ -164,7 +164,7 @@ class RankFiles:
             if first <= start and start + size <= first + len(copy) and memory.is_contiguous():
                 part = copy[start - first : start - first + size]
                 return part.view(memory.dtype).view(memory.shape)
-        return memory.clone()
+        return None
 
     def write(self) -> None:
         """Writes what waits, in this thread. Raises OSError."""

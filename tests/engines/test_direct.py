@@ -9,6 +9,7 @@ import pytest
 
 import megatron_ucp as ucp
 from megatron_ucp.engines.background import BesideTraining
+from megatron_ucp.engines.saves import WAYS
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import UsageError
 from tests.engines.autoep_jobs import Auto as AutoEP
@@ -80,6 +81,9 @@ def test_files_hold_what_stock_writes_of_the_same_moment(
     found = ranks.run(world, JOBS + "saved_each_way", making, setup, training, str(tmp_path))
     assert check_alike(tmp_path) > 10_000
     assert ucp.verify(tmp_path / "direct" / "tag").findings == ()
+    tables = [ucp.describe(tmp_path / way).run["fingerprint"] for way in WAYS]
+    assert tables[0] == tables[1] == tables[2]
+    assert {*tables[0]} == {spec.name for spec in ucp.describe(tmp_path / "stock").params}
     for _, direct, background in found:
         assert direct.blocked_seconds == direct.seconds
         assert 0 < background.blocked_seconds < background.seconds
