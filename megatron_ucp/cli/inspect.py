@@ -1,14 +1,18 @@
 """What a checkpoint is: format, model, step, mesh, optimizer, dtypes, date, size. Reads no tensor
-and imports no torch."""
+and imports no torch, but for a fingerprint."""
 
 import argparse
 from typing import Any
 
 from megatron_ucp.cli.output import DONE, add_checkpoint, named, print_json
+from megatron_ucp.core.manifest import FINGERPRINT
 
 HELP = "what a checkpoint is: format, model, step, mesh, optimizer, size"
 EXAMPLE = "inspect runs/llama --all"
-OPTIONS = {"--all": "also settings, groups, the model's sizes, and the table of parameters"}
+OPTIONS = {
+    "--all": "also settings, groups, the model's sizes, and the table of parameters",
+    "--fingerprint": "also read every byte: what the state is, on whatever mesh it lies",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +23,16 @@ def run(args: Any) -> int:
     from megatron_ucp.reshard.inspect import inspect
 
     found = inspect(args.path, **named(args, "tag", "rules"))
+    summed = {}
+    if args.fingerprint:
+        from megatron_ucp.reshard.fingerprint import of_path
+
+        summed = {"fingerprint": of_path(args.path, args.tag).digest}
     if args.json:
-        return print_json(_tree(found), DONE)
+        return print_json({**_tree(found), **summed}, DONE)
     print(found)
+    for name, digest in summed.items():
+        print(f"{name:12} {digest}")
     if args.all:
         print(f"\n{found.details()}")
     return DONE
@@ -31,12 +42,13 @@ def _tree(found: Any) -> dict[str, Any]:
     from megatron_ucp.reshard.describe import experts
 
     manifest = found.manifest
+    # a value for each parameter and state, which are long and say nothing to a reader
     return {
         "path": found.path,
         "engine": manifest.keeper,
         "family": manifest.family,
         "mesh": manifest.written_on,
-        "run": manifest.run,
+        "run": {key: value for key, value in manifest.run.items() if key != FINGERPRINT},
         "has_manifest": bool(manifest.save_id),
         "parameters": len(manifest.params),
         "elements": found.elems,

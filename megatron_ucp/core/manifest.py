@@ -20,6 +20,7 @@ RECORDED = "model"  # of a manifest's run: sizes and architecture of the model, 
 TAG = "tag"  # of a manifest's run: the name of the folder that was saved; a copy has another one
 CONVERTED_FROM = "converted_from"  # of a manifest's run: the mesh of what was converted
 RUN = "run_id"  # of a manifest's run: what all saves of one run say, and no other run's
+FINGERPRINT = "fingerprint"  # of a manifest's run: dtype and CRC-32 of each parameter's states
 MOVED_LATEST = "moved_latest"  # of a manifest's run: whether it became the newest one
 RENAMED = "renamed"  # of a manifest's run: names in a state dict -> those of the model
 ARGUMENTS = "arguments"  # of a manifest's run: the flags of a program that says no family

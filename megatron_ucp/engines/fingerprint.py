@@ -1,13 +1,11 @@
 """The fingerprint of a live engine, or of files."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 from megatron_ucp.engines.load import HANDLE
 from megatron_ucp.errors import UsageError
-from megatron_ucp.formats.registry import open_checkpoint
-from megatron_ucp.reshard.fingerprint import Fingerprint, of_files, recorded_in, require_recorded
+from megatron_ucp.reshard.fingerprint import Fingerprint, of_path
 
 
 def fingerprint(engine_or_path: Any, tag: str | None = None) -> Fingerprint:
@@ -35,12 +33,7 @@ def fingerprint(engine_or_path: Any, tag: str | None = None) -> Fingerprint:
         []
     """
     if isinstance(engine_or_path, str | os.PathLike):
-        with open_checkpoint(Path(engine_or_path), tag) as source:
-            found = of_files(source)
-            if source.recorded is not None:
-                recorded = recorded_in(source.recorded.run)
-                require_recorded(found.table, recorded, str(source.folder))
-            return found
+        return of_path(engine_or_path, tag)
     handle: Any = getattr(engine_or_path, HANDLE, None)
     if handle is None:
         raise UsageError(

@@ -4,24 +4,26 @@ table, the steps and the hyper-parameters."""
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_ucp.core.box import Box, Ints, flat_boxes, strides
 from megatron_ucp.core.layout import Partial, Piece
-from megatron_ucp.core.manifest import Manifest, ParamSpec
+from megatron_ucp.core.manifest import FINGERPRINT, Manifest, ParamSpec
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.errors import ForeignFileError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
+from megatron_ucp.formats.registry import open_checkpoint
 from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
 
-FINGERPRINT = "fingerprint"  # of a manifest's run
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
 # parameter, state, dtype, share, its holder, partition
 ShareKey = tuple[str, str, str, Box, tuple[int, Any], int]
@@ -239,6 +241,16 @@ def _read(checkpoint: Checkpoint, slot: Slot) -> torch.Tensor:
     data: Any = out.view(torch.uint8).numpy().data
     where.file.read_into(where.record, where.offset_bytes, data)
     return out
+
+
+def of_path(path: str | os.PathLike[str], tag: str | None = None) -> Fingerprint:
+    """The fingerprint of a checkpoint's files, compared with what the save recorded. Raises a
+    UcpError."""
+    with open_checkpoint(Path(path), tag) as source:
+        found = of_files(source)
+        if source.recorded is not None:
+            require_recorded(found.table, recorded_in(source.recorded.run), str(source.folder))
+        return found
 
 
 # ------------------------------------------------ as a manifest keeps it

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.core.keepers import Keeper
-from megatron_ucp.core.manifest import RECORDED, Manifest, ParamSpec
+from megatron_ucp.core.manifest import FINGERPRINT, RECORDED, Manifest, ParamSpec
 from megatron_ucp.core.states import MASTER, VALUE
 from megatron_ucp.families.arguments import with_model
 from megatron_ucp.formats.deepspeed.doctor import NOT_SAVED
@@ -28,7 +28,10 @@ _FORMATS = {
 _OF_MEGATRON = (Keeper.TORCH_DIST, Keeper.LEGACY)
 _STATES = {MASTER: "master weights", VALUE: "values"}
 _WIDTH, _INDENT = 100, 13  # of lines with settings
-_KNOWN = ("global_steps", "skipped_steps", "saved_at", "ds_version", "moved_latest", NOT_SAVED)
+_KNOWN = (
+    *("global_steps", "skipped_steps", "saved_at", "ds_version", "moved_latest"),
+    *(NOT_SAVED, FINGERPRINT),
+)
 
 
 @dataclass(frozen=True)

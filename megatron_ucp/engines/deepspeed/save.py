@@ -22,6 +22,7 @@ import torch
 
 from megatron_ucp.core.experts import in_own_file
 from megatron_ucp.core.manifest import (
+    FINGERPRINT,
     MOVED_LATEST,
     RECORDED,
     RENAMED,
@@ -76,7 +77,7 @@ from megatron_ucp.formats.of_ranks import PerRank
 from megatron_ucp.formats.plain_values import GROUP_MARKS
 from megatron_ucp.formats.pointers import LATEST
 from megatron_ucp.reshard import agree
-from megatron_ucp.reshard.fingerprint import FINGERPRINT, Sums, table_of
+from megatron_ucp.reshard.fingerprint import Sums, table_of
 
 # What torch.save raises for a disk that refuses, or for a client state that can't be pickled.
 _REFUSALS = (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError)
