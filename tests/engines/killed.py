@@ -23,8 +23,10 @@ from typing import Any
 from tests import rank_worker
 
 MESHES = [(1, 2), (2, 2), (3, 2), (0, 1), (3, 1)]  # ZeRO stage, ranks
-STEPS = 80  # more than a trial reaches
-SAVES_S = 0.5  # within which the kill falls, counted from the end of the first save
+STEPS = 300  # more than a trial reaches
+# within which the kill falls, counted from the end of the first save; in the background saves wait
+# for each other, and a step is fast
+SAVES_S = {"stock": 0.5, "direct": 0.5, "background": 1.5}
 LIMIT_S = 100
 
 
@@ -147,7 +149,7 @@ def save_and_kill(
     job = ranks, store, save_on_and_on, zero, folder, STEPS, way
     pids = [start(rank, *job) for rank in range(ranks)]
     wait_for(folder / "latest")
-    after_s = dice.uniform(0, SAVES_S)
+    after_s = dice.uniform(0, SAVES_S[way])
     time.sleep(after_s)
     for pid in dice.sample(pids, len(pids)):
         os.kill(pid, signal.SIGKILL)
