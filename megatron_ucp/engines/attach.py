@@ -15,6 +15,7 @@ from megatron_ucp.engines.background import (
     keep_background,
     skipped,
     wait,
+    wait_together,
 )
 from megatron_ucp.engines.deepspeed import kept
 from megatron_ucp.engines.deepspeed.carried import carried_as
@@ -243,7 +244,7 @@ class _DeepSpeedHandle(Handle):
             **{**options, "allow": frozenset(allow)},
         )
         stock = bool(native) or custom_load_fn is not None
-        wait(self.program)
+        wait_together(self.program)
         with agree.together() as block:
             plain_path(load_dir)
             nothing = not stock and tag is None and nothing_there(load_dir)

@@ -2,18 +2,21 @@
 priority, on connections between ranks that training does not use."""
 
 import atexit
+import ctypes
+import os
+import platform
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.beside_ranks import BesideRanks
-from megatron_ucp.engines.rank_files import at_lowest_priority
 from megatron_ucp.engines.saves import SaveReport, under_way
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import SaveError, UcpError, UsageError
@@ -71,71 +74,112 @@ def _require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
         )
 
 
+class SaveTurn:
+    """One save that goes on: its ranks, its deadline, and what became of it. A save that was given
+    up keeps its own, so that nothing of it meets the next one, whenever its thread comes back."""
+
+    def __init__(self, what: str, ranks: BesideRanks, deadline: float | None) -> None:
+        self.what, self.ranks, self.deadline = what, ranks, deadline
+        self.began = time.monotonic()
+        self.given_up = threading.Event()
+        self.error: Exception | None = None
+        self.thread: threading.Thread | None = None
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self.ranks.rank
+
+    def left_s(self) -> float | None:
+        """Seconds until the deadline. Raises SaveError where it was given up."""
+        if self.given_up.is_set():
+            raise SaveError("the save was given up", found=self.what)
+        if self.deadline is None:
+            return None
+        return max(0.0, self.deadline - (time.monotonic() - self.began))
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `BesideRanks.gather`, until the deadline. Raises RankError, SaveError."""
+        return self.ranks.gather(value, self.left_s())
+
+    def join(self) -> None:
+        """Waits until it is done, or given up: a little longer than the ranks wait for each other,
+        so that the error names one."""
+        if self.thread is None:
+            return
+        left = None
+        if self.deadline is not None:
+            left = self.deadline + 1.0 - (time.monotonic() - self.began)
+        self.thread.join(None if left is None else max(0.0, left))
+        if self.thread.is_alive():
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The thread hangs in the operating system: it may never come back, and what it holds is
+        left to it."""
+        self.given_up.set()
+        self.error = SaveError(
+            "a save in the background did not finish before its deadline, and was given up",
+            file=self.what,
+            expected=f"done within {self.deadline:g} s",
+            found=f"this rank {self.ranks.doing}",
+            fix="look at the disk; older tags are as they were",
+            id="",
+        )
+
+
 class Background:
     """The saves of one engine that go on beside its training."""
 
     def __init__(self, how: BesideTraining) -> None:
         self.how = how
         self.snapshot = SnapshotMemory(how.snapshot_bytes)
-        self.ranks: BesideRanks | None = None
-        self.what = ""
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._began = 0.0
-        self._given_up = threading.Event()
+        self._ranks: BesideRanks | None = None
+        self._turn: SaveTurn | None = None
         _ALL.add(self)
         _wait_at_end()
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = None if self._turn is None else self._turn.thread
+        return thread is not None and thread.is_alive()
 
-    def ready(self) -> None:
-        """Connections and memory for the next save. Collective; nothing is under way."""
+    @property
+    def what(self) -> str:
+        """What is saved now."""
+        return "" if self._turn is None else self._turn.what
+
+    def ready(self) -> Callable[[str], None]:
+        """Connections and memory for the next save; returns what is told of the file at work.
+        Collective; nothing is under way."""
         # a rank that failed has let its connections go, and then all of them are made anew
-        if not all(agree.gather(self.ranks is not None)):
-            self.ranks = BesideRanks()
+        if not all(agree.gather(self._ranks is not None)):
+            self._ranks = BesideRanks()
         self.snapshot.begin()
-
-    def left_s(self) -> float | None:
-        """Seconds until the deadline. Raises SaveError where it was given up."""
-        if self._given_up.is_set():
-            raise SaveError("the save was given up", found=self.what)
-        if self.how.deadline is None:
-            return None
-        return max(0.0, self.how.deadline - (time.monotonic() - self._began))
-
-    def gather(self, value: Any) -> list[Any]:
-        """As `BesideRanks.gather`, until the deadline. Raises RankError, SaveError."""
-        left = self.left_s()
-        return self.connected.gather(value, left)
+        return self._connected.says
 
     @property
-    def rank(self) -> int:
-        """This one."""
-        return self.connected.rank
-
-    @property
-    def connected(self) -> BesideRanks:
-        """The connections, which `ready` made."""
-        if self.ranks is None:
+    def _connected(self) -> BesideRanks:
+        if self._ranks is None:
             raise SaveError("the ranks are not connected", id="")
-        return self.ranks
+        return self._ranks
 
-    def start(self, what: str, work: Callable[[], object]) -> None:
+    def start(self, what: str, work: Callable[[SaveTurn], object]) -> None:
         """Does the work of a save in a thread of its own."""
-        self.what, self._error, self._began = what, None, time.monotonic()
-        self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
+        turn = SaveTurn(what, self._connected, self.how.deadline)
+        turn.thread = threading.Thread(target=self._run, args=(turn, work), daemon=True)
+        self._turn = turn
+        turn.thread.start()
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, turn: SaveTurn, work: Callable[[SaveTurn], object]) -> None:
         at_lowest_priority()
         kept = agree.KeptBack()
         with kept:
-            work()
-        self._error = kept.error  # raised where the program next asks
+            work(turn)
+        if turn.given_up.is_set():
+            return  # the program has gone on without it
+        turn.error = kept.error  # raised where the program next asks
         if kept.error is not None and self.how.on_error == "warn":
             say.note(f"a save in the background failed, and training goes on: {kept.error}")
         if not self.how.keep_snapshot:
@@ -144,44 +188,21 @@ class Background:
     def wait(self) -> None:
         """Returns when nothing is under way. Raises the error of the save that failed, once, unless
         it was to warn."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        turn = self._turn
+        if turn is None:
             return
-        thread.join(self._patience_s())
-        if thread.is_alive():
-            self._give_up()
-        error, self._error = self._error, None
-        if error is None:
+        turn.join()
+        self._turn = None  # only now: an interrupt leaves it to the next call
+        if turn.error is None:
             return
         # those who failed may not be at the same message any more
-        self.ranks = None
-        if self.how.on_error == "raise":
-            raise error
-        if not isinstance(error, UcpError):
-            raise error
-
-    def _patience_s(self) -> float | None:
-        """A little longer than the ranks wait for each other, so that the error names one."""
-        if self.how.deadline is None:
-            return None
-        return self.how.deadline + 1.0 - (time.monotonic() - self._began)
-
-    def _give_up(self) -> None:
-        """The thread hangs in the operating system: it may never come back, and what it holds is
-        left to it."""
-        self._given_up.set()
-        doing = self.ranks.doing if self.ranks is not None else ""
-        self._error = SaveError(
-            "a save in the background did not finish before its deadline, and was given up",
-            file=self.what,
-            expected=f"done within {self.how.deadline:g} s",
-            found=f"this rank {doing}",
-            fix="look at the disk; older tags are as they were",
-            id="",
-        )
-        self.snapshot = SnapshotMemory(self.how.snapshot_bytes)
-        if self.how.on_error == "warn":
-            say.note(str(self._error))
+        self._ranks = None
+        if turn.given_up.is_set():
+            self.snapshot = SnapshotMemory(self.how.snapshot_bytes)
+            if self.how.on_error == "warn":
+                say.note(str(turn.error))
+        if self.how.on_error == "raise" or not isinstance(turn.error, UcpError):
+            raise turn.error
 
 
 def background_of(engine: Any) -> Background | None:
@@ -203,9 +224,16 @@ def skipped(engine: Any, steps: int) -> SaveReport | None:
     if background.how.busy == "skip" and any(agree.gather(background.is_busy)):
         say.note(f"a save was skipped: that of {background.what} is still under way")
         return under_way(Path(background.what), "", steps, 0.0)
-    with agree.together():
-        background.wait()
+    wait_together(engine)
     return None
+
+
+def wait_together(engine: Any) -> None:
+    """As `wait`, on all ranks: what failed on one is raised on each. Collective."""
+    background = background_of(engine)
+    if background is not None:
+        with agree.together():
+            background.wait()
 
 
 def wait(engine: Any) -> None:
@@ -257,3 +285,17 @@ def _terminated(number: int, _frame: object) -> None:
     _wait_for_all()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+def at_lowest_priority() -> None:
+    """This thread works when nobody else does: of processors, and of disks."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    _idle_disk()
+
+
+def _idle_disk() -> None:
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set(2)
+    if number is not None:
+        lowest = 2 << 13 | 7  # best effort, level 7: an idle class may never be served
+        ctypes.CDLL(None).syscall(number, 1, threading.get_native_id(), lowest)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_ucp.engines.background import wait
+from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.export import export
 from megatron_ucp.engines.load import load
 from megatron_ucp.engines.reports import Reports, report
@@ -51,7 +51,7 @@ class Handle:
     def export_hf(self, dst: str | Path, *args: Any, **options: Any) -> Exported:
         """The weights as `ucp.export_hf` of the engine writes them; see `export`. A save that is
         under way is there before."""
-        wait(self.program)
+        wait_together(self.program)
         return export(self.describe, self.module, self.model, dst, *args, **options)
 
     def report(self) -> Reports:

@@ -34,11 +34,12 @@ def live_archive(value: object, path: Path) -> LiveArchive:
     pickler.dump(value)
     sizes = {key: storage.nbytes() for key, storage in pickler.storages.items()}
     layout = archive_of(path.stem, stream.getvalue(), sizes)
-    memory = {key: _bytes_of(storage) for key, storage in pickler.storages.items()}
+    memory = {key: storage_bytes(storage) for key, storage in pickler.storages.items()}
     return LiveArchive(path, layout, memory)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The memory of a storage, as flat bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

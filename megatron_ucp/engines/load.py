@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_ucp import say
-from megatron_ucp.engines.background import wait
+from megatron_ucp.engines.background import wait_together
 from megatron_ucp.engines.built import reducing
 from megatron_ucp.engines.deepspeed.family import model_of
 from megatron_ucp.engines.deepspeed.live import LiveEngine, describe
@@ -142,7 +142,7 @@ def to_fill(engine: Any, family: Any) -> LiveEngine:
 @collector_paused()
 def fill(engine: Any, path: str | Path, tag: str | None, family: Any, how: How) -> Report:
     """`load` of what all ranks were asked for alike. A save that is under way is there before."""
-    wait(engine)
+    wait_together(engine)
     # a caller may evaluate: tensors that inference mode makes could never be trained again
     with torch.inference_mode(False):
         handle: Any = getattr(engine, HANDLE, None)

@@ -10,9 +10,8 @@ checksums of all ranges are known (`finish`).
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -140,16 +139,15 @@ class RankFiles:
             if (name := self._shared_name(memory)) is not None
         ]
 
-    def _take(self, ranges: Any) -> None:
+    def _take(self, ranges: Iterable[RecordRange]) -> None:
         """Writes ranges, or keeps copies of them; what finds no room is written."""
         now: list[RecordRange] = []
         for one in ranges:
             copy = None if self.snapshot is None else self.snapshot.copy(one.memory)
-            if copy is not None:
-                self._copies.append((one.memory.data_ptr(), copy))
             if copy is None:
                 now.append(one)
             else:
+                self._copies.append((one.memory.data_ptr(), copy))
                 self.waiting.append(RecordRange(one.path, one.key, one.low, one.place, copy))
         if now:
             self.written += _written_by_threads(now, self.stopped)
@@ -246,20 +244,3 @@ def _threads() -> int:
     """The cores of this machine are for all of its ranks."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or agree.world()[1])
     return max(1, min(8, (os.cpu_count() or 1) // local))
-
-
-def at_lowest_priority() -> None:
-    """This thread works when nobody else does: of processors, and of disks."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    _idle_disk()
-
-
-def _idle_disk() -> None:
-    import ctypes
-    import platform
-
-    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())  # ioprio_set(2)
-    if number is not None:
-        lowest = 2 << 13 | 7  # best effort, level 7: an idle class may never be served
-        ctypes.CDLL(None).syscall(number, 1, threading.get_native_id(), lowest)

@@ -62,7 +62,6 @@ class EngineSink:
         self._read: tuple[Readable, Plan] | None = None
         self._sums: Sums = {}
         self._file = ""
-        self.compared = 0  # states of parameters whose fingerprint was compared
 
     def __enter__(self) -> Self:
         """The first write. From here on a failure of any rank leaves the engine unusable on all."""
@@ -120,7 +119,7 @@ class EngineSink:
         """Raises ForeignFileError where what ranks have now is not what was saved."""
         table, apart = table_of(self.parts[0].target, ranks)
         require_alike(apart, self._file)
-        self.compared = require_recorded(table, self.filled.recorded, self._file)
+        require_recorded(table, self.filled.recorded, self._file)
 
     def finish(self) -> None:
         """Copies the masters into the weights; sets steps, hyper-parameters and extras."""

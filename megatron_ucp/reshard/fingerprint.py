@@ -22,6 +22,7 @@ from megatron_ucp.errors import ForeignFileError, some_of
 from megatron_ucp.formats.base import Checkpoint
 from megatron_ucp.formats.pt.values import ITEMSIZE
 from megatron_ucp.formats.registry import open_checkpoint
+from megatron_ucp.reshard.execute import TORCH_DTYPES
 from megatron_ucp.reshard.linear_crc import of_runs, shifted, standard
 
 Table = Mapping[str, Mapping[str, str]]  # parameter -> state -> dtype and CRC-32
@@ -144,7 +145,7 @@ def table_of(
     manifest: Manifest, ranks: Sequence[Sums]
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The CRC-32s of all that ranks hold whole together; and the parameters of which copies differ,
-    which are not among them."""
+    which are not among them. Of buffers each rank may have its own: such have no CRC-32."""
     shares, apart = _shares(ranks)
     found: dict[tuple[str, str, str], tuple[int, int]] = {}  # sum, elements
     for (name, state, dtype, box), sum_ in shares.items():
@@ -157,7 +158,7 @@ def table_of(
         if name not in apart and elems == prod(true_shape(manifest.by_name[name])):
             crc = standard(sum_, elems * ITEMSIZE[dtype])
             out.setdefault(name, {})[state] = f"{dtype} {crc:08x}"
-    return out, sorted(apart)
+    return out, sorted(name for name in apart if manifest.by_name[name].kind != "buffer")
 
 
 def _shares(ranks: Sequence[Sums]) -> tuple[dict[tuple[str, str, str, Box], int], set[str]]:
@@ -233,8 +234,6 @@ def require_alike(apart: Sequence[str], file: str) -> None:
 
 def _read(checkpoint: Checkpoint, slot: Slot) -> torch.Tensor:
     """All of a slot's memory, from its file."""
-    from megatron_ucp.reshard.execute import TORCH_DTYPES
-
     buffer = checkpoint.manifest.buffers[slot.buffer].of(slot.state)
     where = checkpoint.where(slot)
     out = torch.empty(buffer.elems(slot.part), dtype=TORCH_DTYPES[where.dtype])
@@ -268,17 +267,14 @@ def recorded_in(run: Mapping[str, Any]) -> Table:
     }
 
 
-def require_recorded(table: Table, recorded: Table, file: str) -> int:
-    """Raises ForeignFileError where a value is not the recorded one, in the same dtype; returns how
-    many were compared."""
-    compared = 0
+def require_recorded(table: Table, recorded: Table, file: str) -> None:
+    """Raises ForeignFileError where a value is not the recorded one, in the same dtype."""
     wrong: list[tuple[str, str]] = []
     for name, states in table.items():
         for state, crc in states.items():
             saved = recorded.get(name, {}).get(state, "")
-            if saved.partition(" ")[0] == crc.partition(" ")[0]:
-                compared += 1
-                wrong += [(name, state)] if saved != crc else []
+            if saved.partition(" ")[0] == crc.partition(" ")[0] and saved != crc:
+                wrong.append((name, state))
     if wrong:
         name, state = wrong[0]
         raise ForeignFileError(
@@ -290,4 +286,3 @@ def require_recorded(table: Table, recorded: Table, file: str) -> int:
             fix="a file was changed or damaged, or this package has a defect: load an older tag, "
             "and report it",
         )
-    return compared

@@ -228,3 +228,42 @@ def refused_load(setup: Setup, folder: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         engine.destroy()
+
+
+def back_in_the_next_save(setup: Setup, folder: str) -> list[str]:
+    """The writer of a save that was given up comes back while the next save is written; what
+    differs between that one and what a load of it gives, and the tags that are there."""
+    engine = make_engine(setup, attach=False)
+    ucp.attach(engine, save="background", on_error="warn", deadline=2.0, keep_snapshot=False)
+    train(engine, 1)
+    write = rank_files._written
+    if dist.get_rank() == 1:
+        rank_files._written = _back_late(write)
+    engine.save_checkpoint(folder, tag="given_up")
+    ucp.wait(engine)
+    rank_files._written = _slowly(write)
+    train(engine, 1, first=1)
+    want = canonical(engine)
+    dist.barrier()
+    engine.save_checkpoint(folder, tag="next")
+    ucp.wait(engine)
+    rank_files._written = write
+    engine.destroy()
+    time.sleep(1.0)
+    dist.barrier()
+    fresh = make_engine(replace(setup, seed=9))
+    fresh.load_checkpoint(folder)
+    found = differences(want, canonical(fresh))
+    fresh.destroy()
+    return found + [name for name in listing(folder) if not name.startswith(".")]
+
+
+def _back_late(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Its first call takes longer than the deadline, and then goes on."""
+    late = [3.6]
+
+    def written(one: Any) -> Any:
+        time.sleep(late.pop() if late else 0.0)
+        return write(one)
+
+    return written

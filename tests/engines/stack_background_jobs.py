@@ -194,7 +194,7 @@ def busy(setup: Mcore, folder: str) -> dict[str, Any]:
         train(engine, 1)
         start = background.start
         background.start = lambda what, work, start=start: start(  # type: ignore
-            what, lambda: (time.sleep(1.0), work())
+            what, lambda turn: (time.sleep(1.0), work(turn))
         )
         ucp.save(engine.handle, f"{folder}/{word}")
         train(engine, 1, first=1)

@@ -173,6 +173,11 @@ def test_a_rank_that_dies_while_it_writes_leaves_no_pointer(
     assert not (tmp_path / "global_step2").exists()
 
 
+def test_a_writer_that_was_given_up_disturbs_no_later_save(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(2, JOBS + "back_in_the_next_save", Setup(1, "bf16"), str(tmp_path))
+    assert found == [["next"], ["next"]]
+
+
 def test_a_save_that_is_asked_for_meanwhile_waits_or_is_skipped(
     ranks: RankPool, tmp_path: Path
 ) -> None:

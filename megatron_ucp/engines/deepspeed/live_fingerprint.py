@@ -27,7 +27,7 @@ def fingerprint_of(engine: Any, model: Model | None) -> Fingerprint:
     live = describe(engine, model, present=True)
     sums = agree.collect(lambda: sums_of_rank(live.manifest, held_by(live, None)))
     table, apart = table_of(live.manifest, sums)
-    require_alike([name for name in apart if _is_shared(live.manifest, name)], "the live engine")
+    require_alike(apart, "the live engine")
     return Fingerprint(table, settings_of(live.manifest))
 
 
@@ -60,14 +60,8 @@ def sums_of_rank(manifest: Manifest, held: Mapping[Slot, torch.Tensor]) -> Sums:
     return sums_of(manifest, [(slot, slot.state) for slot in held], held.__getitem__)
 
 
-def _is_shared(manifest: Manifest, name: str) -> bool:
-    """Whether all ranks have the same of a parameter: of buffers each may have its own."""
-    return manifest.by_name[name].kind != "buffer"
-
-
-def diverged(manifest: Manifest, apart: list[str]) -> list[str]:
-    """A note about parameters of which ranks have different copies; of buffers they may."""
-    names = [name for name in apart if _is_shared(manifest, name)]
-    if not names:
+def diverged(apart: list[str]) -> list[str]:
+    """A note about parameters of which ranks have different copies."""
+    if not apart:
         return []
-    return [f"copies of one parameter differ between ranks, and one is saved: {some_of(names)}"]
+    return [f"copies of one parameter differ between ranks, and one is saved: {some_of(apart)}"]

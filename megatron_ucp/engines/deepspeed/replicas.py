@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ucp.engines.live_archive import storage_bytes
 from megatron_ucp.engines.rank_files import Replicas
 
 _GATHERED = (1, 2)  # ZeRO stages at which every rank gets all weights from those that step them
@@ -24,7 +25,7 @@ def replicas_of(engine: Any) -> Replicas:
         if not param.requires_grad or not getattr(param, "allreduce", True):
             apart.add(storage.data_ptr())
     memory = {
-        name: torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        name: storage_bytes(storage)
         for place, (name, storage) in found.items()
         if place not in apart
     }

@@ -34,7 +34,7 @@ from megatron_ucp.core.manifest import (
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.core.plan import Slot
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.background import Background, background_of
+from megatron_ucp.engines.background import Background, SaveTurn, background_of
 from megatron_ucp.engines.deepspeed.accumulation import in_the_middle, micro_batches
 from megatron_ucp.engines.deepspeed.batch import BATCH, batch_of
 from megatron_ucp.engines.deepspeed.extra_state import check_states, states_of
@@ -155,17 +155,15 @@ def save(asked: Asked) -> SaveReport:
         held = left.pop_all()
         where, steps = asked.folder / asked.tag, taken.said[random_states.STEPS]
         begun = under_way(where, str(taken.manifest.mesh), steps, taken.seconds)
-        background.start(begun.path, partial(_in_background, taken, held, background, begun))
+        background.start(begun.path, partial(_in_background, taken, held, begun))
         return begun
 
 
-def _in_background(
-    taken: _Taken, held: ExitStack, background: Background, begun: SaveReport
-) -> None:
+def _in_background(taken: _Taken, held: ExitStack, begun: SaveReport, turn: SaveTurn) -> None:
     """The rest of a save, in a thread of its own."""
     asked = taken.asked
     with held, as_rank_error(asked.folder, asked.tag):
-        ended(asked.engine, _settled(taken, background, begun.blocked_seconds))
+        ended(asked.engine, _settled(taken, turn, begun.blocked_seconds))
 
 
 def _taken(asked: Asked, left: ExitStack) -> _Taken:
@@ -205,12 +203,11 @@ def _rank_files(asked: Asked, sync: durable.Syncs) -> RankFiles | None:
     background = asked.background
     if background is None:
         return RankFiles(replicas_of(asked.engine), sync)
-    background.ready()
-    own = (background.snapshot, background.connected.says)
-    return RankFiles(replicas_of(asked.engine), sync, *own)
+    says = background.ready()
+    return RankFiles(replicas_of(asked.engine), sync, background.snapshot, says)
 
 
-def _settled(taken: _Taken, ranks: Background | None, blocked_seconds: float | None) -> SaveReport:
+def _settled(taken: _Taken, ranks: SaveTurn | None, blocked_seconds: float | None) -> SaveReport:
     """Writes what waits, and brings it to disk; then files get their names. Collective, among
     `ranks`."""
     asked, sync = taken.asked, taken.sync
@@ -252,7 +249,7 @@ def _recorded(
     table, apart = table_of(taken.whole, sums)
     kept = {name: states for name, states in table.items() if name in taken.manifest.by_name}
     said = {**taken.said, FINGERPRINT: kept}
-    return completed(taken.manifest, entries, said), diverged(taken.whole, apart)
+    return completed(taken.manifest, entries, said), diverged(apart)
 
 
 def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:
@@ -275,7 +272,7 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _named(
-    asked: Asked, manifest: Manifest, sync: durable.Syncs, ranks: Background | None
+    asked: Asked, manifest: Manifest, sync: durable.Syncs, ranks: SaveTurn | None
 ) -> list[str]:
     """Rank 0 gives the files their names, and takes older tags away; returns notes, on rank 0.
     Collective, among `ranks`."""

@@ -28,7 +28,12 @@ from megatron_ucp.core.manifest import (
 )
 from megatron_ucp.core.manifest_json import to_json
 from megatron_ucp.engines import random_states
-from megatron_ucp.engines.background import Background, background_of, skipped
+from megatron_ucp.engines.background import (
+    Background,
+    SaveTurn,
+    background_of,
+    skipped,
+)
 from megatron_ucp.engines.loader import ResumableLoader
 from megatron_ucp.engines.megatron.engine.flags import plain_flags
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers, kind_of
@@ -150,8 +155,9 @@ def save_as(asked: AskedOfStack) -> SaveReport:
     return begun
 
 
-def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float) -> None:
+def _in_background(tag: "_Tag", values: Moved, blocked_seconds: float, turn: SaveTurn) -> None:
     """The rest of a save, in a thread of its own."""
+    tag.turn = turn
     ended(tag.asked.stack, _settled(tag, values, blocked_seconds))
 
 
@@ -165,8 +171,8 @@ def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
     tag.take(job, job.own.differing(agree.collect(job.own.digest)))
     background, later = asked.background, ()
     if background is not None:
-        background.ready()
-        later = background.snapshot, background.connected.says
+        says = background.ready()
+        later = background.snapshot, says
     with agree.together():
         output = tag.output(job)
         sink = SaveSink(asked.folder, tag.name, output, tag.sync, *later)
@@ -178,8 +184,7 @@ def _taken(asked: AskedOfStack) -> "tuple[_Tag, Moved]":
 def _settled(tag: "_Tag", values: Moved, blocked_seconds: float | None) -> SaveReport:
     """Writes what was taken; then the files get their names. Collective, in the background among
     its ranks."""
-    background = tag.asked.background
-    together = agree.together if background is None else partial(agree.together, background)
+    together = agree.together if tag.turn is None else partial(agree.together, tag.turn)
     values.finish(together)
     with together() as block:
         block.value = tag.notes, tag.bytes_by_rank
@@ -211,6 +216,7 @@ class _Tag:
         self.sync = Syncs(asked.how.durable)
         self.notes: list[str] = []
         self.bytes_by_rank: tuple[int, ...] = ()
+        self.turn: SaveTurn | None = None  # in the background
         self._started = time.perf_counter()
         # in the background the program's process groups may be gone
         self._rank, self._world = agree.world()
@@ -255,8 +261,8 @@ class _Tag:
     def _publish(self, aside: Path) -> None:
         """The manifest, the name, the pointers; then older tags go."""
         asked = self.asked
-        if asked.background is not None:
-            asked.background.left_s()  # what was given up gets no name
+        if self.turn is not None:
+            self.turn.left_s()  # what was given up gets no name
         folder, interval = asked.folder, asked.retain_interval
         before = newest(folder) if interval else None
         entries = entries_of(aside)
