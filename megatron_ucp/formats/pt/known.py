@@ -251,7 +251,7 @@ def _builtin(machine: Machine, name: str, args: tuple[object, ...]) -> object:
         return complex(*args)  # type: ignore[arg-type]
     if kind in (range, slice) and len(args) == 3:
         if all(item is None or type(item) is int and abs(item) < 2**63 for item in args):
-            return kind(*args)
+            return kind(*args)  # type: ignore[arg-type]
     machine.fail(f"{name} is malformed", found=args)
 
 
