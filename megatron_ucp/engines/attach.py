@@ -3,15 +3,15 @@ deepspeed themselves."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ucp import say
 from megatron_ucp.engines.background import (
+    BESIDE,
     Background,
-    BesideTraining,
+    beside_training,
     keep_background,
     skipped,
     wait,
@@ -52,7 +52,6 @@ from megatron_ucp.reshard.load_options import check_options
 
 _OPTIONS = ("durable", "keep_latest", "rng", "hyper", "checksums", "allow", "per_rank", "save")
 _OF_SAVES = ("durable", "keep_latest", "rng")
-_BESIDE = tuple(one.name for one in fields(BesideTraining))
 _ATTACHED = "_ucp_attached"
 # DeepSpeed writes this attribute of the module into its model files
 INFO = "universal_checkpoint_info"
@@ -122,8 +121,9 @@ def _attach(
     given = {**options, "family": family, "loader": loader}
     asked = {key: agree.plain_option(value) for key, value in given.items()}
     agree.require_same(agree.gather(asked))
-    beside = BesideTraining(**{key: options.pop(key) for key in _BESIDE if key in options})
     how = _saving(options, loader)
+    of_background = {key: options.pop(key) for key in BESIDE if key in options}
+    beside = beside_training(how.way == BACKGROUND, of_background)
     of_saves = {*_OF_SAVES, "save"} - {"rng"}
     loading = {key: options[key] for key in options if key not in of_saves}
     check_options(**loading)
@@ -137,7 +137,7 @@ def _attach(
         say.note(taken_as)
     if model is not None and not hasattr(engine.module, INFO):
         _say_layouts(engine, model)
-    if how.way == BACKGROUND:
+    if beside is not None:
         keep_background(engine, Background(beside))
     _take_over(engine, _DeepSpeedHandle(engine, model, how, family, loading))
 

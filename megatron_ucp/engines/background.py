@@ -9,9 +9,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,23 @@ def _require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
             found=repr(value),
             fix=f"give {name} as one of these",
         )
+
+
+BESIDE = tuple(one.name for one in fields(BesideTraining))
+
+
+def beside_training(is_asked: bool, options: Mapping[str, Any]) -> BesideTraining | None:
+    """How saves go on beside training; None where they don't. Raises UsageError."""
+    how = BesideTraining(**options)
+    if options and not is_asked:
+        raise UsageError(
+            "options of saves in the background were given, and saves are not made there",
+            parameter=", ".join(sorted(options)),
+            expected='save="background" beside them',
+            found="another way to save, or none",
+            fix='give save="background", or leave them out',
+        )
+    return how if is_asked else None
 
 
 class SaveTurn:

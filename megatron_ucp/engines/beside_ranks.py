@@ -2,10 +2,10 @@
 meets, and which outlive the process groups of the program."""
 
 import os
-import pickle
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,29 +53,22 @@ class BesideRanks:
         patience = timedelta(seconds=max(seconds, 0.001) if seconds is not None else 86400.0)
         self.says(_DONE)
         self._turn += 1
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            sizes = [int(one) for one in self._all(torch.tensor([len(data)]), patience)]
-            longest = torch.zeros(max(sizes), dtype=torch.uint8)
-            longest[: len(data)] = data
-            found = self._all(longest, patience)
+            return agree.gathered(value, partial(self._exchange, patience))
         except RuntimeError as error:
             raise RankError(
                 "the ranks could not agree beside training: one is gone, or takes too long",
                 found="; ".join(self._missing()) or str(error).strip().partition("\n")[0],
                 fix="look at the output of that rank",
             ) from error
-        return [
-            pickle.loads(part[:size].numpy().tobytes())  # our own ranks' bytes
-            for part, size in zip(found, sizes, strict=True)
-        ]
 
-    def _all(self, mine: torch.Tensor, patience: timedelta) -> list[torch.Tensor]:
+    def _exchange(self, patience: timedelta, data: bytes, size_bytes: int) -> list[bytes]:
         options = AllgatherOptions()
         options.timeout = patience
+        mine = agree.filled(data, size_bytes)
         out = [torch.empty_like(mine) for _ in range(self.world)]
         self._group.allgather([out], [mine], options).wait(patience)
-        return out
+        return [part.numpy().tobytes() for part in out]
 
     def says(self, what: str) -> None:
         """Keeps what this rank does now for those that wait for it."""

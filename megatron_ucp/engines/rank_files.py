@@ -10,6 +10,8 @@ checksums of all ranges are known (`finish`).
 import os
 import socket
 import threading
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -90,7 +92,15 @@ class RankFiles:
     written: list[WrittenRange] = field(default_factory=list[WrittenRange])
     stopped: threading.Event = field(default_factory=threading.Event)
     around_bytes: int = 0
-    _copies: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    # by the first byte of the engine's memory
+    _copies: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    _begins: list[int] = field(default_factory=list[int])  # of copies, in order
+
+    @property
+    def for_others(self) -> list[WrittenRange]:
+        """What this rank wrote of files that other ranks made."""
+        own = {archive.path for archive in self.archives}
+        return [one for one in self.written if one.path not in own]
 
     @property
     def written_bytes(self) -> int:
@@ -129,6 +139,7 @@ class RankFiles:
         )
         self.archives = [LiveArchive(one.path, one.layout, {}) for one in self.archives]
         self.replicas = Replicas()
+        self._begins = sorted(self._copies)
 
     def _shared(self) -> list[tuple[Path, str, int, str]]:
         """Of each record of this rank's files that others hold too: file, key, place, name."""
@@ -147,7 +158,7 @@ class RankFiles:
             if copy is None:
                 now.append(one)
             else:
-                self._copies.append((one.memory.data_ptr(), copy))
+                self._copies[one.memory.data_ptr()] = copy
                 self.waiting.append(RecordRange(one.path, one.key, one.low, one.place, copy))
         if now:
             self.written += _written_by_threads(now, self.stopped)
@@ -157,12 +168,13 @@ class RankFiles:
         None where the snapshot has not got it."""
         if self.snapshot is None:
             return memory
-        size, start = memory.numel() * memory.element_size(), memory.data_ptr()
-        for first, copy in self._copies:
-            if first <= start and start + size <= first + len(copy) and memory.is_contiguous():
-                part = copy[start - first : start - first + size]
-                return part.view(memory.dtype).view(memory.shape)
-        return None
+        start, size = memory.data_ptr(), memory.numel() * memory.element_size()
+        at = bisect_right(self._begins, start)
+        if not at or not memory.is_contiguous():
+            return None
+        first = self._begins[at - 1]
+        part = self._copies[first][start - first : start - first + size]
+        return part.view(memory.dtype).view(memory.shape) if len(part) == size else None
 
     def write(self) -> None:
         """Writes what waits, in this thread. Raises OSError."""
@@ -179,13 +191,15 @@ class RankFiles:
             self.says(f"syncs {path}")
             self.sync(path)
 
-    def finish(self, written: Sequence[WrittenRange]) -> list[Path]:
-        """Writes what stands around the records of this rank's files, of which all ranks have
-        `written` all by now; returns the files. Raises OSError."""
+    def finish(self, others: Iterable[WrittenRange]) -> list[Path]:
+        """Writes what stands around the records of this rank's files, of which `others` wrote
+        ranges too, all on disk by now; returns the files. Raises OSError."""
+        ranges: dict[Path, list[WrittenRange]] = defaultdict(list)
+        for one in (*self.written, *others):
+            ranges[one.path].append(one)
         for archive in self.archives:
-            mine = [one for one in written if one.path == archive.path]
             crcs = {key: 0 for key in archive.layout.places}
-            for one in sorted(mine, key=lambda one: one.low):
+            for one in sorted(ranges[archive.path], key=lambda one: one.low):
                 crcs[one.key] = crc32_combine(crcs[one.key], one.crc, one.size)
             with OutFile(archive.path) as out:
                 for at, data in archive.layout.around(crcs):

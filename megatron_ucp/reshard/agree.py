@@ -22,17 +22,17 @@ def world() -> tuple[int, int]:
 def gather(value: T) -> list[T]:
     """The value of every rank, by rank. Collective: one, where the values are small, and a second
     one for what does not fit."""
-    import torch.distributed as dist
+    return gathered(value, _all_gather) if world()[1] > 1 else [value]
 
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
+
+def gathered(value: T, exchange: Callable[[bytes, int], list[bytes]]) -> list[T]:
+    """As `gather`, among ranks that get the bytes of all of them by `exchange`, each filled up to
+    one size."""
     data = pickle.dumps(value)
-    first = _all_gather(
-        len(data).to_bytes(8, "little") + data[: _AT_ONCE_BYTES - 8], _AT_ONCE_BYTES
-    )
+    first = exchange(len(data).to_bytes(8, "little") + data[: _AT_ONCE_BYTES - 8], _AT_ONCE_BYTES)
     sizes = [int.from_bytes(part[:8], "little") for part in first]
     if (longest := max(sizes)) > _AT_ONCE_BYTES - 8:
-        first = [bytes(8) + part for part in _all_gather(data, longest)]
+        first = [bytes(8) + part for part in exchange(data, longest)]
     return [
         pickle.loads(part[8 : 8 + size]) for part, size in zip(first, sizes, strict=True)
     ]  # our own ranks' bytes
@@ -46,13 +46,17 @@ def _all_gather(data: bytes, size_bytes: int) -> list[bytes]:
     from torch.distributed.distributed_c10d import _get_object_coll_device
 
     device = _get_object_coll_device(dist.group.WORLD)
-    mine = torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8).to(device)
-    out = [
-        torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        for _ in range(dist.get_world_size())
-    ]
+    mine = filled(data, size_bytes).to(device)
+    out = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(out, mine)
     return [part.cpu().numpy().tobytes() for part in out]
+
+
+def filled(data: bytes, size_bytes: int) -> Any:
+    """A message of so many bytes, as a tensor."""
+    import torch
+
+    return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
 
 
 class Ranks(Protocol):

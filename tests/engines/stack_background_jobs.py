@@ -50,7 +50,7 @@ def saved_both_ways(setup: Mcore, folder: str, window: int = 0, **options: Any) 
     before = ranks_folder.MESSAGE_BYTES
     ranks_folder.MESSAGE_BYTES = window or before
     for way in ("direct", "background"):
-        own = attached(engine, save=way, **options)
+        own = attached(engine, save=way, **(options if way == "background" else {}))
         begun = ucp.save(own.handle, f"{folder}/{way}", arguments=arguments(engine))
         assert begun.is_under_way == (way == "background")
         ucp.wait(own.handle)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import megatron_ucp as ucp
-from megatron_ucp.engines.background import BesideTraining
+from megatron_ucp.engines.background import BesideTraining, beside_training
 from megatron_ucp.engines.saves import WAYS
 from megatron_ucp.engines.snapshot import SnapshotMemory
 from megatron_ucp.errors import UsageError
@@ -221,3 +221,10 @@ def test_a_snapshot_says_where_there_is_no_room() -> None:
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         BesideTraining(**options)
+
+
+def test_options_of_the_background_are_refused_for_other_saves() -> None:
+    assert beside_training(True, {"deadline": 3.0}) == BesideTraining(deadline=3.0)
+    assert beside_training(False, {}) is None
+    with pytest.raises(UsageError, match='deadline(.|\n)*save="background" beside them'):
+        beside_training(False, {"deadline": 3.0})

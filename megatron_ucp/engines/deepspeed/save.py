@@ -234,10 +234,10 @@ def _settled(taken: _Taken, ranks: SaveTurn | None, blocked_seconds: float | Non
     )
 
 
-def _entries(taken: _Taken, written: Sequence[WrittenRange]) -> list[FileEntry]:
-    """This rank's files, whole and on disk, as lines of the manifest; `written` is what all ranks
-    wrote of them. Raises OSError."""
-    made = [] if taken.files is None else taken.files.finish(written)
+def _entries(taken: _Taken, others: Iterable[WrittenRange]) -> list[FileEntry]:
+    """This rank's files, whole and on disk, as lines of the manifest; `others` wrote ranges of
+    them. Raises OSError."""
+    made = [] if taken.files is None else taken.files.finish(others)
     taken.sync(taken.asked.aside)
     return [durable.entry_of(path) for path in [*taken.written, *made]]
 
@@ -253,8 +253,8 @@ def _recorded(
 
 
 def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:
-    """What this rank wrote, all of it on disk: ranges of files that others may have begun, and how
-    many bytes in all. Raises OSError."""
+    """What this rank wrote, all of it on disk: ranges of files that others made, and how many bytes
+    in all. Raises OSError."""
     size_bytes = 0
     for path in taken.written:
         taken.sync(path)
@@ -263,7 +263,7 @@ def _written(taken: _Taken) -> tuple[list[WrittenRange], int]:
         return [], size_bytes
     taken.files.write()
     taken.files.to_disk()
-    return taken.files.written, size_bytes + taken.files.written_bytes
+    return taken.files.for_others, size_bytes + taken.files.written_bytes
 
 
 def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:

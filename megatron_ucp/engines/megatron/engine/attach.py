@@ -1,10 +1,15 @@
 """The way in: a stack that ucp.load fills and ucp.save writes."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
-from megatron_ucp.engines.background import Background, BesideTraining, keep_background
+from megatron_ucp.engines.background import (
+    BESIDE,
+    Background,
+    BesideTraining,
+    beside_training,
+    keep_background,
+)
 from megatron_ucp.engines.handle import Handle
 from megatron_ucp.engines.megatron.engine.family import model_of
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
@@ -21,7 +26,6 @@ from megatron_ucp.families.base import Family
 from megatron_ucp.reshard import agree
 
 _WAYS = (DIRECT, BACKGROUND)  # there is no code of a program's own that "stock" could mean
-_OPTIONS = tuple(one.name for one in fields(BesideTraining))
 
 
 def attach_megatron(
@@ -87,15 +91,15 @@ def _saved_how(way: str | None, options: dict[str, Any]) -> BesideTraining | Non
     with agree.together():
         if way not in (None, *_WAYS):
             refuse_way(way, _WAYS)
-        if unknown := {*options} - {*_OPTIONS}:
+        if unknown := {*options} - {*BESIDE}:
             raise UsageError(
                 "an option is not known",
-                expected=", ".join(("save", *_OPTIONS)),
+                expected=", ".join(("save", *BESIDE)),
                 found=", ".join(sorted(unknown)),
                 fix="give one of these options",
             )
-        how = BesideTraining(**options)
-    return how if way == BACKGROUND else None
+        how = beside_training(way == BACKGROUND, options)
+    return how
 
 
 class _StackHandle(Handle):
