@@ -215,10 +215,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Model:
-    """A family at certain sizes."""
+    """A family at certain sizes (of a class of the family's own)."""
 
     family: Family
-    sizes: Sizes
+    sizes: Any
 
     @cached_property
     def table(self) -> dict[str, Declared]:

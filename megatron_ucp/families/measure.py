@@ -17,7 +17,8 @@ def measured(module: Any) -> Sizes:
         for name in ("num_layers", "num_query_groups", "kv_channels", "gated_linear_unit")
         if not hasattr(config, name)
     ]
-    if missing or not hasattr(module, "share_embeddings_and_output_weights"):
+    of_module = ("share_embeddings_and_output_weights", "position_embedding_type")
+    if missing or not all(hasattr(module, name) for name in of_module):
         raise UsageError(
             "a family describes a megatron-core GPTModel",
             expected="GPTModel as the engine's module",

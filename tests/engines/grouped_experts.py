@@ -38,6 +38,31 @@ class Grouped(torch.nn.Module):
             weight.allreduce = not apart  # type: ignore[attr-defined]
             setattr(self, f"weight{number}", weight)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As `_sharded_state_dict_grouped` of the same file."""
+        from megatron.core import parallel_state as groups
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        held, apart = dict(self.named_parameters()), metadata.get("singleton_local_shards")
+        ranks: Any = groups.get_expert_model_parallel_world_size()
+        first: Any = groups.get_expert_model_parallel_rank()
+        out: dict[str, Any] = {}
+        for local in range(len(held)):
+            number = first * len(held) + local
+            own = (len(sharded_offsets), number, ranks * len(held))
+            made = make_sharded_tensors_for_checkpoint(
+                {"weight": held[f"weight{local}"]},
+                f"{number}.{prefix}" if apart else prefix,
+                {"weight": self.dim},
+                sharded_offsets if apart else (*sharded_offsets, own),
+                tp_group=groups.get_expert_tensor_parallel_group(),
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            (out[f"{prefix}weight{local}"],) = made.values()
+        return out
+
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
         parts = tokens.split(counts)
         return torch.cat(

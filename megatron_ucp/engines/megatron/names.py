@@ -5,11 +5,12 @@ import re
 from typing import Any
 
 from megatron_ucp.engines.megatron.experts import expert_prefixes
-from megatron_ucp.formats.megatron.names import unfused
+from megatron_ucp.formats.megatron.names import with_unfused_norms
 
 EMBEDDING = "embedding.word_embeddings.weight"
+POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"((?:\w+\.)*layers)\.\d+")  # the name of a module in a list of layers
 # of TEGroupedMLP: a parameter for each expert of the rank
 _GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
@@ -30,8 +31,7 @@ def canonical_names(model: Any) -> dict[str, str]:
     Transformer Engine a norm is a part of the matrix behind it, and all experts of a rank are one
     module.
     """
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    own_experts = expert_prefixes(model)
+    layers, own_experts = _layers(model), expert_prefixes(model)
     out: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if value is None or name.endswith("._extra_state"):
@@ -40,12 +40,24 @@ def canonical_names(model: Any) -> dict[str, str]:
         for local, prefix in own_experts.items():
             if whole.startswith(local):
                 whole = prefix + whole.removeprefix(local)
-        if found := _LAYER.match(whole):
-            rest = unfused(whole[found.end() :])
-            whole = f"decoder.layers.{layers[int(found[1])]}.{rest}"
+        for local, prefix in layers.items():
+            if whole.startswith(local):
+                whole = with_unfused_norms(prefix + whole.removeprefix(local))
+                break
         if name == HEAD and getattr(value, "shared_embedding", False):
             whole = EMBEDDING
         out[name] = whole
+    return out
+
+
+def _layers(model: Any) -> dict[str, str]:
+    """What names in each layer begin with -> what they do in the whole model: megatron-core's
+    layers know their numbers."""
+    out: dict[str, str] = {}
+    for name, module in model.named_modules():
+        found = _LAYER.fullmatch(name)
+        if found is not None and hasattr(module, "layer_number"):
+            out[f"{name}."] = f"{found[1]}.{module.layer_number - 1}."
     return out
 
 

@@ -15,6 +15,10 @@ from megatron_ucp.core.layout import Layout, Replicate, Shard, ShardNC
 from megatron_ucp.core.mesh import DENSE_CUT, EXPERT_CUT
 
 LAYERS_PREFIX = "decoder.layers."
+# Lists of layers. Those for multi-token prediction are never stacked, and have a layer of the
+# decoder's kind in each of theirs.
+_LISTS = r"(?P<list>(?P<of>decoder|encoder|mtp)\.layers)"
+_INNER = r"(?P<inner>(?:transformer_layer|mtp_model_layer)\.)?"
 STACKED_EXPERTS = "mlp.experts.experts."
 LOCAL_EXPERTS = "mlp.experts.local_experts."
 ROUTER = "mlp.router.weight"
@@ -25,7 +29,7 @@ _RENAMED = {
     _FUSED_WITH_MLP: "pre_mlp_layernorm.",
 }
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(?P<number>\d+)\.)?(?P<rest>linear_fc[12]\..+)")
-_LAYER = re.compile(r"decoder\.layers\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+_LAYER = re.compile(rf"{_LISTS}\.(?:(?P<number>\d+)\.)?{_INNER}(?P<rest>.+)")
 # Gate and up of a gated MLP, where each has a key of its own (singleton_local_shards).
 _HALVES = {"_w": 0, "_v": 1}
 
@@ -79,23 +83,28 @@ def read_key(key: str) -> Key:
     expert = _EXPERT.fullmatch(rest)
     stacked = () if number else ("layer",)
     half: int | None = None
+    before = f"{layer['list']}.{{layer}}.{layer['inner'] or ''}"
     if expert is None:
         rest, half = _half(rest)
-        rest = unfused(rest)
-        name = f"{LAYERS_PREFIX}{{layer}}.{_escaped(rest)}"
-        return Key(name, _number(number), None, stacked, half)
-    inner, half = _half(expert["rest"])
-    name = f"{LAYERS_PREFIX}{{layer}}.{LOCAL_EXPERTS}{{expert}}.{_escaped(inner)}"
+        return Key(before + _escaped(_unfused(rest)), _number(number), None, stacked, half)
+    matrix, half = _half(expert["rest"])
+    name = f"{before}{LOCAL_EXPERTS}{{expert}}.{_escaped(matrix)}"
     stacked = stacked if expert["number"] else (*stacked, "expert")
     return Key(name, _number(number), _number(expert["number"]), stacked, half)
 
 
-def unfused(rest: str) -> str:
+def _unfused(rest: str) -> str:
     """The rest of a name in a layer, where a norm may be a part of the matrix behind it."""
     for theirs, ours in _RENAMED.items():
         if rest.startswith(theirs):
             return ours + rest.removeprefix(theirs)
     return rest
+
+
+def with_unfused_norms(name: str) -> str:
+    """A name in a model, where a norm in a layer may be a part of the matrix behind it."""
+    found = _LAYER.fullmatch(name)
+    return name[: found.start("rest")] + _unfused(found["rest"]) if found else name
 
 
 def _half(rest: str) -> tuple[str, int | None]:
@@ -125,11 +134,11 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     found = _LAYER.fullmatch(name)
     if found is None or found["number"] is None:
         return name
-    rest = found["rest"]
-    rest = unfused(rest)
+    rest = _unfused(found["rest"])
     if expert := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}"
-    return f"{LAYERS_PREFIX}{int(found['number']) + first_layer}.{rest}"
+    number = int(found["number"]) + (first_layer if found["of"] != _PREDICTS else 0)
+    return f"{found['list']}.{number}.{found['inner'] or ''}{rest}"
 
 
 def whole_shape(name: str, local: Ints, ranks: int) -> Ints:
@@ -142,7 +151,8 @@ def whole_shape(name: str, local: Ints, ranks: int) -> Ints:
 
 def _short(name: str) -> str:
     """The name of a parameter in its layer, the first and the second matrix of any MLP alike."""
-    short = re.sub(r"^decoder\.layers\.\d+\.", "", name)
+    found = _LAYER.fullmatch(name)
+    short = found["rest"] if found else name
     return re.sub(r"^mlp\..*?(linear_fc[12]\.)", r"\1", short)
 
 
@@ -195,9 +205,10 @@ class Stacking:
 
 
 _CANONICAL = re.compile(
-    r"decoder\.layers\.(?P<layer>\d+)\."
-    r"(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<inner>.+)|(?P<rest>.+))"
+    rf"{_LISTS}\.(?P<layer>\d+)\.{_INNER}"
+    r"(?:mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<matrix>.+)|(?P<rest>.+))"
 )
+_PREDICTS = "mtp"  # of what the layers for multi-token prediction are
 
 
 def key_of(name: str, stacked: bool) -> Stacking:
@@ -206,12 +217,12 @@ def key_of(name: str, stacked: bool) -> Stacking:
     found = _CANONICAL.fullmatch(name)
     if found is None:
         return Stacking(name, ())
-    layer = int(found["layer"])
-    before = LAYERS_PREFIX if stacked else f"{LAYERS_PREFIX}{layer}."
-    index = (layer,) if stacked else ()
+    layer, stacked = int(found["layer"]), stacked and found["of"] != _PREDICTS
+    before = f"{found['list']}." if stacked else f"{found['list']}.{layer}."
+    before, index = before + (found["inner"] or ""), (layer,) if stacked else ()
     if found["expert"] is not None:
         return Stacking(
-            f"{before}{STACKED_EXPERTS}{found['inner']}", (*index, int(found["expert"]))
+            f"{before}{STACKED_EXPERTS}{found['matrix']}", (*index, int(found["expert"]))
         )
     rest = found["rest"]
     for theirs, ours in _RENAMED.items():
@@ -229,9 +240,18 @@ def key_before_experts(key: str) -> str | None:
 
 
 def number_of_layer(name: str) -> int | None:
-    """The layer that a parameter is part of, by its canonical name."""
+    """The layer of the decoder that a parameter is part of, by its canonical name."""
     found = _CANONICAL.fullmatch(name)
-    return int(found["layer"]) if found else None
+    return int(found["layer"]) if found and found["list"] + "." == LAYERS_PREFIX else None
+
+
+def in_its_layer(name: str) -> tuple[str, int, str] | None:
+    """A canonical name in parts: the list of layers that may be stacked, the number, the rest; None
+    for what is in none."""
+    found = _CANONICAL.fullmatch(name)
+    if found is None or found["of"] == _PREDICTS:
+        return None
+    return found["list"], int(found["layer"]), name[found.end("layer") + 1 :]
 
 
 def is_expert(name: str) -> bool:

@@ -28,6 +28,7 @@ from megatron_ucp.formats.megatron.kinds import Kind
 from megatron_ucp.formats.megatron.names import (
     ROUTER,
     Stacking,
+    in_its_layer,
     key_before_experts,
     key_of,
     number_of_layer,
@@ -223,13 +224,18 @@ def _file_of(number: int) -> str:
 
 
 def layers_are_alike(params: Iterable[str]) -> bool:
-    """Whether all layers have the same parameters: Megatron stacks those under one key."""
-    layers: dict[int, set[str]] = {}
+    """Whether all layers of a list have the same parameters: Megatron stacks those under one
+    key."""
+    lists: dict[str, dict[int, set[str]]] = {}
     for name in params:
-        if (number := number_of_layer(name)) is not None:
-            layers.setdefault(number, set()).add(name.partition(f".{number}.")[2])
-    kinds = list(layers.values())
-    return sorted(layers) == list(range(len(layers))) and all(kind == kinds[0] for kind in kinds)
+        if (found := in_its_layer(name)) is not None:
+            of, number, rest = found
+            lists.setdefault(of, {}).setdefault(number, set()).add(rest)
+    return all(
+        sorted(layers) == list(range(len(layers)))
+        and all(one == layers[0] for one in layers.values())
+        for layers in lists.values()
+    )
 
 
 def extra_states(params: Iterable[str], stacked: bool) -> dict[str, bytes]:

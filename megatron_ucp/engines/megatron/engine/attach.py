@@ -11,14 +11,14 @@ from megatron_ucp.engines.background import (
     keep_background,
 )
 from megatron_ucp.engines.handle import Handle
-from megatron_ucp.engines.megatron.engine.family import model_of
+from megatron_ucp.engines.megatron.engine.family import model_of, table_of
 from megatron_ucp.engines.megatron.engine.inner import inner_optimizers
 from megatron_ucp.engines.megatron.engine.live import LiveMegatron, describe
 from megatron_ucp.engines.megatron.engine.place import mesh_of
 from megatron_ucp.engines.megatron.engine.refuse import refuse_stack
 from megatron_ucp.engines.megatron.engine.save import save as save_stack
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
-from megatron_ucp.engines.megatron.names import bare_model, canonical_names
+from megatron_ucp.engines.megatron.names import bare_model
 from megatron_ucp.engines.saves import BACKGROUND, DIRECT, SaveReport, refuse_way
 from megatron_ucp.engines.versions import check_versions
 from megatron_ucp.errors import UsageError
@@ -45,7 +45,8 @@ def attach_megatron(
         optimizer: What `get_megatron_optimizer` returns.
         scheduler: An `OptimizerParamScheduler`, or None.
         family: The model family (a registered name, or a `Family`). Default: the first one that
-            has all of the model's parameters.
+            has all of the model's parameters; where none has, the layouts are those that the model
+            says itself.
         save: When `ucp.save` writes the files: before it returns ("direct", the default), or while
             training goes on ("background": it returns when a snapshot is taken; see `wait`).
         beside: How a save goes on in the background: `busy`, `deadline`, `on_error`,
@@ -67,14 +68,13 @@ def attach_megatron(
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_versions()
     how = _saved_how(save, beside)
-    with agree.together() as told:
+    with agree.together():
         refuse_stack(chunks, optimizer)
         inner_optimizers(optimizer)  # all of a known kind
         mesh = mesh_of(chunks)
-        told.value = {name for chunk in chunks for name in _params(bare_model(chunk))}
-    names = set[str]().union(*told.values)
+    table = table_of(chunks, mesh)
     with agree.together():
-        model = model_of(bare_model(chunks[0]), names, mesh.tp, family)
+        model = model_of(bare_model(chunks[0]), table, mesh.tp, family)
         stack = MegatronStack(chunks, optimizer, scheduler, mesh, model)
     describe(stack)  # compares every parameter with its family, and every position
     stack.ucp = _StackHandle(stack, bare_model(chunks[0]), model)
@@ -113,8 +113,3 @@ class _StackHandle(Handle):
 
     def save(self, save_dir: Any, **options: Any) -> SaveReport:
         return save_stack(self.program, save_dir, **options)
-
-
-def _params(model: Any) -> list[str]:
-    names = canonical_names(model)
-    return [names[name] for name, _ in model.named_parameters()]

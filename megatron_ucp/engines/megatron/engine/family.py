@@ -1,28 +1,70 @@
-"""The family of a live stack, at the sizes of its own config."""
+"""The family of a live stack, at the sizes of its own config, compared with what the model says
+itself; or that alone."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from megatron_ucp.errors import LayoutError, UnsupportedError, UsageError
+import torch
+
+from megatron_ucp import say
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.engines.megatron.derived import (
+    Table,
+    derived_table,
+    digest_of,
+    joined_tables,
+    model_by_itself,
+    require_agreement,
+)
+from megatron_ucp.engines.megatron.names import bare_model, canonical_names
+from megatron_ucp.errors import LayoutError, UsageError
 from megatron_ucp.families import families, model_of_module
-from megatron_ucp.families.base import Family, Model
+from megatron_ucp.families.base import Declared, Family, Model
 from megatron_ucp.families.measure import measured
+from megatron_ucp.reshard import agree
 
 
-def model_of(module: Any, names: Collection[str], tp: int, family: str | Family | None) -> Model:
-    """The family at the sizes of the bare model `module`, whose parameters have the canonical
-    `names`. Without one, the first registered family that is built as the model is (norms, biases,
-    gates, positions, experts) and whose table has all of them.
+def table_of(chunks: Sequence[Any], mesh: Mesh) -> Table:
+    """What the chunks of all ranks say of how their parameters are cut. Collective. Raises
+    UnsupportedError, LayoutError on every rank."""
+    rank = torch.distributed.get_rank()
+    at = mesh.at(rank, dict(mesh.holding()[0]))
+    own: Table = {}
+    with agree.together() as told:
+        for bare in map(bare_model, chunks):
+            own |= derived_table(bare, canonical_names(bare), mesh, rank)
+        is_first = rank == mesh.rank_of(at, 0)
+        told.value = at, digest_of(own), own if is_first else None
+    if len({(place, digest) for place, digest, _ in told.values}) != len(
+        {place for place, _, _ in told.values}
+    ):
+        return joined_tables(agree.gather(own))  # says where they differ
+    return joined_tables([table or {} for _, _, table in told.values])
 
-    Raises UsageError for a family that does not fit, UnsupportedError where none does, LayoutError
-    where the tensor-parallel size does not divide the model.
+
+def model_of(
+    module: Any, table: Mapping[str, Declared], tp: int, family: str | Family | None
+) -> Model:
+    """The family at the sizes of the bare model `module`, which says of itself what `table` has.
+    Without one, the first registered family that is built as the model is (norms, biases, gates,
+    positions, experts) and whose table has all of its parameters; where none is, the table alone.
+
+    Raises UsageError for a family that does not fit, LayoutError where the tensor-parallel size
+    does not divide the model, or where family and model say different things.
     """
-    if family is None:
-        family = _fitting(module, names)
-    return model_of_module(family, module, tp)
+    found = _fitting(module, table) if family is None else family
+    if found is None:
+        say.note(
+            "no family describes this model: how it is cut is what the model says itself; an "
+            "export to Hugging Face needs a family"
+        )
+        return model_by_itself(dict(table))
+    model = model_of_module(found, module, tp)
+    require_agreement(model, table)
+    return model
 
 
-def _fitting(module: Any, names: Collection[str]) -> Family:
+def _fitting(module: Any, names: Collection[str]) -> Family | None:
     for family in families().values():
         try:
             model = Model(family, (family.measure or measured)(module))
@@ -31,13 +73,7 @@ def _fitting(module: Any, names: Collection[str]) -> Family:
             continue
         if fits:
             return family
-    raise UnsupportedError(
-        "no family has the parameters of this model",
-        expected=", ".join(families()),
-        found=", ".join(sorted(names)[:3]),
-        fix="register a family with megatron_ucp.register_family, and name it: family=",
-        id="layout-unknown",
-    )
+    return None
 
 
 def _is_built_so(model: Model) -> bool:

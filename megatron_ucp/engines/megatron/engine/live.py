@@ -25,7 +25,7 @@ from megatron_ucp.engines.megatron.engine.inner import (
 )
 from megatron_ucp.engines.megatron.engine.place import MARKS, OwnPlace
 from megatron_ucp.engines.megatron.engine.stack import MegatronStack
-from megatron_ucp.engines.megatron.names import EMBEDDING, bare_model
+from megatron_ucp.engines.megatron.names import EMBEDDING, POSITIONS, bare_model
 from megatron_ucp.engines.optimizer_groups import built_groups
 from megatron_ucp.engines.partitions import broadcast_each, on_cpu
 from megatron_ucp.engines.places import LivePlaces, told_by
@@ -70,8 +70,7 @@ class LiveMegatron(LivePlaces):
         family = stack.model.family.name
         held = (joined.params, joined.buffers, joined.groups)
         self.manifest = Manifest(Keeper.MEGATRON, own.mesh, *held, family=family)
-        tied = bare_model(stack.chunks[0]).share_embeddings_and_output_weights
-        check_replicas(self.manifest, [EMBEDDING] if tied else [])
+        check_replicas(self.manifest, _on_several_stages(bare_model(stack.chunks[0])))
 
     def told(self) -> Told:
         return told_by(self.stack.model, self.manifest)
@@ -223,6 +222,14 @@ class LiveMegatron(LivePlaces):
             for found in [saved or elsewhere.get(_identity(group), {})]
         ]
         return super().set_groups(plain, carried)
+
+
+def _on_several_stages(model: Any) -> list[str]:
+    """What megatron-core keeps alike on the first stage and the last: a tied embedding, and all
+    embeddings where layers for multi-token prediction need them."""
+    if getattr(model.config, "mtp_num_layers", None):
+        return [EMBEDDING, POSITIONS]
+    return [EMBEDDING] if getattr(model, "share_embeddings_and_output_weights", False) else []
 
 
 def _identity(group: ParamGroup) -> tuple[tuple[str, Any], ...]:

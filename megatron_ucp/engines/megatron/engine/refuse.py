@@ -20,8 +20,6 @@ _BUFFERS = {
 _MODEL = {
     "fp8": "scales lie in extra states of Transformer Engine's layers",
     "fp4": "scales lie in extra states of Transformer Engine's layers",
-    "mtp_num_layers": "layers for multi-token prediction",
-    "heterogeneous_block_specs": "layers that differ in their sizes",
 }
 
 
@@ -65,13 +63,13 @@ def _refuse(config: Any, settings: dict[str, str]) -> None:
 
 
 def _refuse_model(model: Any) -> None:
-    if not hasattr(model, "decoder"):
+    if not hasattr(model, "sharded_state_dict"):
         raise UnsupportedError(
-            "the model is no GPTModel of megatron-core",
-            expected="a decoder of transformer layers",
+            "the model is none of megatron-core's",
+            expected="a module with a sharded_state_dict, such as a GPTModel",
             found=type(model).__name__,
-            fix="build a GPTModel, or save and load with Megatron-LM's own functions on "
-            "the same mesh",
+            fix="give it one (megatron.core.transformer.MegatronModule has it), or save and load "
+            "with the program's own functions on the same mesh",
         )
     _refuse(model.config, _MODEL)
     for name, layer in moe_layers(model):

@@ -1,0 +1,323 @@
+"""How the parameters of a live model of megatron-core are cut, as the model itself says it: its
+`sharded_state_dict()` has the box of every parameter, whatever the model is.
+
+A box of this rank alone shows no cut where an axis has one rank. So the offsets are kept from which
+megatron-core makes each box: they name the dim that is cut, into however many parts. Where a module
+saves one parameter as several tensors (gate and up, the parts of a Mamba projection), the function
+that divides it is called on memory without values, and the strides of what it gives say which rows
+are which.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ucp.core.box import Ints, strides
+from megatron_ucp.core.experts import is_expert
+from megatron_ucp.core.layout import (
+    Extent,
+    Layout,
+    Replicate,
+    Shard,
+    ShardNC,
+    layout_to_json,
+    same_layout,
+)
+from megatron_ucp.core.mesh import Mesh
+from megatron_ucp.errors import LayoutError, UnsupportedError
+from megatron_ucp.families.base import Declared, Family, Model
+from megatron_ucp.families.measure import TRUE_VOCAB
+
+SOURCE = "the model's own sharded_state_dict()"
+_OFFSETS = "_ucp_offsets"  # of a ShardedTensor: those that it was made from
+
+
+@dataclass(frozen=True)
+class Place:
+    """Into how many parts the ranks cut a parameter, along which axis, and which part this rank
+    has."""
+
+    axis: str
+    parts: int
+    index: int
+
+
+@dataclass(frozen=True)
+class NoSizes:
+    """A model that no family describes has none that a family's table could be made from."""
+
+
+Table = dict[str, Declared]
+
+
+def derived_table(model: Any, names: Mapping[str, str], mesh: Mesh, rank: int) -> Table:
+    """What this rank's `model` says of each of its parameters. `names` are those of its state dict,
+    each with the canonical one.
+
+    Raises UnsupportedError, which names the parameter, for one that the model says nothing of, or
+    says to be cut in a way that no layout has; LayoutError where it gives a layer or an expert
+    another number.
+    """
+    out: Table = {}
+    with _without_values(model) as params:
+        for entry in _entries(model):
+            name = names.get(params.get(id(entry.data), ""))
+            if name is not None:
+                shape = tuple(entry.data.shape)
+                pieces = _pieces(name, entry, shape)
+                _check_numbers(name, pieces)
+                declared = _declared(name, shape, pieces, _place_of(name, mesh, rank))
+                out.setdefault(name, _with_extent(declared, entry, model))
+        missing = sorted({names[own] for own in params.values() if own in names} - out.keys())
+    if missing:
+        raise UnsupportedError(
+            "the model does not say how a parameter is cut",
+            parameter=missing[0],
+            expected=f"an entry of {SOURCE} for it",
+            found="none",
+            fix="give its module a sharded_state_dict that has it, or name a family: family=",
+            id="layout-unknown",
+        )
+    return out
+
+
+def digest_of(table: Mapping[str, Declared]) -> str:
+    """Equal for tables that say the same."""
+    said = [(name, one.shape, layout_to_json(one.layout)) for name, one in sorted(table.items())]
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def joined_tables(tables: Sequence[Mapping[str, Declared]]) -> Table:
+    """What all ranks say together. Raises LayoutError where two say different things of one
+    parameter: then the cut is none that a mesh axis makes."""
+    out: Table = {}
+    first: dict[str, int] = {}
+    for rank, table in enumerate(tables):
+        for name, declared in table.items():
+            known = out.setdefault(name, declared)
+            if known.shape != declared.shape or not same_layout(known.layout, declared.layout):
+                raise LayoutError(
+                    "two ranks say different things of how a parameter is cut",
+                    parameter=name,
+                    expected=f"{known.shape}, {known.layout} as on rank {first[name]}",
+                    found=f"{declared.shape}, {declared.layout} on rank {rank}",
+                    fix=f"look at {SOURCE} on these ranks",
+                )
+            first.setdefault(name, rank)
+    return out
+
+
+def model_by_itself(table: Table) -> Model:
+    """A model that no family describes: all that is known of it is how it is cut."""
+    return Model(Family("", lambda _: table, SOURCE, divided=lambda _: ()), NoSizes())
+
+
+def require_agreement(model: Model, table: Mapping[str, Declared]) -> None:
+    """Raises LayoutError where a family declares another shape or cut than the model has."""
+    for name, own in table.items():
+        declared = model.find(name)
+        if declared.shape != own.shape or not same_layout(declared.layout, own.layout):
+            raise LayoutError(
+                "the family declares a parameter otherwise than the model says itself",
+                file=model.family.source,
+                parameter=name,
+                expected=f"{own.shape}, {own.layout}, by {SOURCE}",
+                found=f"{declared.shape}, {declared.layout}, by the family {model.family.name}",
+                fix="give the family that the model was built with, or none",
+            )
+
+
+def _place_of(name: str, mesh: Mesh, rank: int) -> Place:
+    ((axis, parts),) = mesh.cuts(expert=is_expert(name)).items()
+    return Place(axis, parts, mesh.index(rank, axis))
+
+
+@contextmanager
+def _without_values(model: Any) -> Iterator[dict[int, str]]:
+    """Inside, the model has parameters without memory in the place of its own, of the shapes before
+    ZeRO divided them: nothing that the model does then can touch a value. Gives the name of each in
+    the model's state dict."""
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    shadows: dict[int, Any] = {}
+    made: set[int] = set()
+    try:
+        for module in model.modules():
+            for name, param in list(module._parameters.items()):
+                if param is not None:
+                    shadow = shadows.setdefault(id(param), _shadow(param))
+                    made.add(id(shadow))
+                    swapped.append((module._parameters, name, param))
+                    module._parameters[name] = shadow
+        held = model.state_dict(keep_vars=True)
+        yield {id(held[name]): name for name in held if id(held[name]) in made}
+    finally:
+        for params, name, param in swapped:
+            params[name] = param
+
+
+def _shadow(param: Any) -> torch.nn.Parameter:
+    shape = getattr(param, "ds_shape", param.shape)
+    empty = torch.empty(tuple(shape), dtype=param.dtype, device="meta")
+    shadow = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+    for name, value in vars(param).items():  # what its module marked it with
+        if not name.startswith("ds_"):
+            setattr(shadow, name, value)
+    return shadow
+
+
+def _entries(model: Any) -> Iterator[Any]:
+    """What the model says of every tensor. Layers and experts have keys of their own."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    copies: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    asked = {"singleton_local_shards": True, "dp_cp_group": copies}
+    with _offsets_kept():
+        said = model.sharded_state_dict(metadata=asked)
+    yield from _of_kind(said, (ShardedTensor, ShardedTensorFactory))
+
+
+@contextmanager
+def _offsets_kept() -> Iterator[None]:
+    from megatron.core.dist_checkpointing import mapping
+
+    tensor: Any = mapping.ShardedTensor
+    stock = vars(tensor)["from_rank_offsets"]
+
+    def made(kind: Any, key: str, data: Any, *offsets: Any, **more: Any) -> Any:
+        out = stock.__func__(kind, key, data, *offsets, **more)
+        setattr(out, _OFFSETS, offsets)
+        return out
+
+    tensor.from_rank_offsets = classmethod(made)
+    try:
+        yield
+    finally:
+        tensor.from_rank_offsets = stock
+
+
+def _of_kind(value: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+    if isinstance(value, kinds):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
+        for one in inner:
+            yield from _of_kind(one, kinds)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements of a parameter that one ShardedTensor has: the view of them, and the offsets of it
+    along dims of the parameter: (dim, which part, of how many). `key` is its name in files."""
+
+    key: str
+    view: torch.Tensor
+    offsets: tuple[tuple[int, int, int], ...]
+
+
+def _pieces(name: str, entry: Any, shape: Ints) -> list[_Piece]:
+    """One for each ShardedTensor that an entry stands for."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    if isinstance(entry, ShardedTensor):
+        return [_piece(name, entry)]
+    whole = torch.empty(shape, device="meta")
+    with _offsets_kept():
+        built = entry.build_fn(entry.key, whole, entry.replica_id, None)
+    found = [_piece(name, one) for one in _of_kind(built, (ShardedTensor,))]
+    memory = whole.untyped_storage()._cdata
+    if any(one.view.untyped_storage()._cdata != memory for one in found):
+        raise _not_a_layout(name, "a copy of its elements in another order")
+    return found
+
+
+def _piece(name: str, tensor: Any) -> _Piece:
+    offsets = getattr(tensor, _OFFSETS, None)
+    if offsets is None:
+        raise _not_a_layout(name, "a tensor without offsets of ranks")
+    before = tensor.prepend_axis_num
+    own = tuple((dim - before, index, of) for dim, index, of in offsets if dim >= before)
+    return _Piece(tensor.key, tensor.data, own)
+
+
+def _check_numbers(name: str, pieces: Sequence[_Piece]) -> None:
+    """Raises LayoutError where a key has other numbers of layers or experts than the name."""
+    for piece in pieces:
+        if _numbers(piece.key) != _numbers(name):
+            raise LayoutError(
+                "a module and its files number a layer or an expert differently",
+                parameter=name,
+                expected=f"the numbers of {name}",
+                found=piece.key,
+                fix=f"look at the layer_number of the modules, and at {SOURCE}",
+            )
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"(?<=\.)\d+(?=\.)", name)
+
+
+def _declared(name: str, shape: Ints, pieces: Sequence[_Piece], place: Place) -> Declared:
+    """The whole shape and the layout. Raises UnsupportedError."""
+    dims = {dim for piece in pieces for dim, _, _ in piece.offsets}
+    if not dims and len(pieces) == 1:
+        return Declared(shape, Replicate())
+    if len(dims) != 1:
+        raise _not_a_layout(name, f"cut along the dims {sorted(dims)}")
+    (dim,) = dims
+    for piece in pieces:
+        if any((index, of) != (place.index, place.parts) for _, index, of in piece.offsets):
+            raise _not_a_layout(name, f"{piece.key} cut as {piece.offsets}")
+    sizes = _rows(name, shape, dim, pieces)
+    whole = (*shape[:dim], shape[dim] * place.parts, *shape[dim + 1 :])
+    return Declared(whole, _cut_along(place, dim, sizes))
+
+
+def _cut_along(place: Place, dim: int, sizes: Sequence[int]) -> Layout:
+    """`sizes` are those that this rank has of each part along the dim."""
+    if len(sizes) == 1:
+        return Shard(place.axis, dim)
+    return ShardNC(place.axis, dim, tuple(size * place.parts for size in sizes))
+
+
+def _rows(name: str, shape: Ints, dim: int, pieces: Sequence[_Piece]) -> list[int]:
+    """The sizes of the pieces along a dim, in the order of the memory. Raises UnsupportedError
+    where they are not all of the parameter, one after the other."""
+    steps, at, out = strides(shape), 0, []
+    for view in sorted((piece.view for piece in pieces), key=lambda view: view.storage_offset()):
+        fits = [size == whole for size, whole in zip(view.shape, shape, strict=True)]
+        others = [fit for number, fit in enumerate(fits) if number != dim]
+        if view.storage_offset() != at * steps[dim] or tuple(view.stride()) != steps:
+            raise _not_a_layout(name, "its elements in another order")
+        if not all(others):
+            raise _not_a_layout(name, f"a part of the shape {tuple(view.shape)}")
+        out.append(view.shape[dim])
+        at += view.shape[dim]
+    if at != shape[dim]:
+        raise _not_a_layout(name, f"{at} of {shape[dim]} rows")
+    return out
+
+
+def _with_extent(declared: Declared, entry: Any, model: Any) -> Declared:
+    """With what is data of a padded vocabulary, where the model knows it."""
+    true, padded = getattr(model, TRUE_VOCAB, None), getattr(entry, "allow_shape_mismatch", False)
+    if true is None or not padded:
+        return declared
+    return Declared(declared.shape, declared.layout, extent=Extent(true, declared.shape[0]))
+
+
+def _not_a_layout(name: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the model cuts a parameter in a way that no layout has",
+        parameter=name,
+        expected="one dim, cut evenly along an axis of the mesh",
+        found=found,
+        fix="register a family that declares it (megatron_ucp.register_family), or save and load "
+        "with Megatron-LM's own functions on the same mesh",
+        id="layout-unknown",
+    )

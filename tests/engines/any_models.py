@@ -1,0 +1,356 @@
+"""Models of megatron-core's that no family describes, in its own stack: built, trained, saved,
+resumed on other meshes, and compared by stock megatron-core's own checkpoints of both."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import megatron_ucp as ucp
+from megatron_ucp.engines.megatron import chunks, models
+from megatron_ucp.engines.megatron.chunks import Stack, Stages
+from tests.engines.stack_jobs import (
+    BATCH,
+    SEQUENCE,
+    VOCAB,
+    Engine,
+    Mcore,
+    close,
+    make_optimizer,
+    stock_save,
+    train,
+)
+
+HIDDEN = 16
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_topk": 2,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
+DENSE_FIRST = {**EXPERTS, "moe_layer_freq": [0, 1, 1, 1]}
+SHARED = {**DENSE_FIRST, "moe_shared_expert_intermediate_size": 12}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4,
+    "rope_type": "rope",
+}
+# what a model has beside those of `_config`
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "q/k norms and experts": {**EXPERTS, "qk_layernorm": True},
+    "leading dense layers": DENSE_FIRST,
+    "shared experts and router bias": {**SHARED, **BIASED},
+    "latent attention": {**LATENT, **SHARED, **BIASED},
+    "multi-token prediction": {"mtp_num_layers": 1},
+    "predicting mixture": {**SHARED, "mtp_num_layers": 2, "qk_layernorm": True},
+    "bert": {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True},
+    "own module": {},
+}
+
+
+@dataclass(frozen=True)
+class Any_(Mcore):
+    """A model of some kind of `SETTINGS` on a mesh."""
+
+    kind: str = "dense"
+    plant: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def make_any(setup: Any_, attach: bool = True) -> Engine:
+    """Built, wrapped, with an optimizer, and attached without a family."""
+    models.start(setup.tp, 7, setup.pp, setup.ep, setup.etp, vpp=setup.vpp, deepspeed=False)
+    import megatron_ucp_patches as patches
+
+    for name in ("moe_router_gemm", "moe_dispatch_on_cpu", "uneven_gather_on_cpu"):
+        patches.apply(name)
+    torch.manual_seed(setup.seed)
+    stack = _stack(setup)
+    optimizer, scheduler = make_optimizer(setup, stack)
+    handle = ucp.attach_megatron(stack.chunks, optimizer, scheduler) if attach else None
+    return Engine(setup, stack, optimizer, scheduler, handle)
+
+
+def _stack(setup: Any_) -> Stack:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    config = _config(setup)
+    numbers = range(setup.vpp) if setup.vpp > 1 else [None]
+    bare = [_model(setup, config, number) for number in numbers]
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed
+    )
+    made = [
+        DistributedDataParallel(config, settings, one, disable_bucketing=n > 0)
+        for n, one in enumerate(bare)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    shown: Any = SimpleNamespace(positions=SEQUENCE)
+    return Stack(shown, config, made, bare)
+
+
+def _config(setup: Any_) -> Any:
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    settings = {**SETTINGS[setup.kind], **setup.settings}
+    latent = settings.get("multi_latent_attention")
+    kind: Any = MLATransformerConfig if latent else TransformerConfig
+    drawn = partial(torch.nn.init.normal_, std=0.15)
+    moe = "num_moe_experts" in settings
+    usual = {
+        "num_layers": setup.layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 24,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "init_method": drawn,
+        "output_layer_init_method": drawn,
+        "embedding_init_method": drawn,
+        "tensor_model_parallel_size": setup.tp,
+        "expert_model_parallel_size": setup.ep,
+        "expert_tensor_parallel_size": setup.etp or setup.tp,
+        "sequence_parallel": moe and setup.tp > 1,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    stages = Stages(setup.pp, setup.vpp, setup.layout, setup.first, setup.last)
+    return kind(**{**usual, **settings, **stages.transformer(torch.float32)})
+
+
+def _model(setup: Any_, config: Any, number: int | None) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(**place),
+        "post_process": parallel_state.is_pipeline_last_stage(**place),
+    }
+    if setup.kind == "own module":
+        return _own_module()(config)
+    if setup.kind == "bert":
+        return _bert(config, ends, number)
+    with _on_cpu():
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=number)
+        if config.multi_latent_attention:
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = LatentAttention
+        predicts = None
+        if config.mtp_num_layers and ends["post_process"]:
+            predicts = get_gpt_mtp_block_spec(
+                config, spec, use_transformer_engine=False, vp_stage=number
+            )
+        return GPTModel(
+            config,
+            spec,
+            VOCAB,
+            SEQUENCE,
+            share_embeddings_and_output_weights=setup.tied,
+            position_embedding_type="rope",
+            mtp_block_spec=predicts,
+            vp_stage=number,
+            **ends,
+        )
+
+
+def _bert(config: Any, ends: dict[str, bool], number: int | None) -> Any:
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return BertModel(
+        config,
+        0,
+        bert_layer_local_spec,
+        VOCAB,
+        SEQUENCE,
+        add_binary_head=False,
+        vp_stage=number,
+        **ends,
+    )
+
+
+@contextmanager
+def _on_cpu() -> Any:
+    """Latent attention asks for classes of Transformer Engine by name; torch's norms refuse
+    sequence parallelism, which the norms of models of this package mark for."""
+    import megatron.core.transformer.multi_latent_attention as latent
+    import megatron.core.transformer.torch_norm as norms
+
+    for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
+        if not isinstance(getattr(latent, name, None), type):
+            setattr(latent, name, type(name, (), {}))
+    with mock.patch.object(norms.WrappedTorchNorm, "__new__", models.TaggedNorm.__new__):
+        yield
+
+
+class LatentAttention(torch.nn.Module):
+    """In the place of Transformer Engine's: keys and values of different widths."""
+
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, *_: Any, **__: Any) -> Any:
+        heads = [one.permute(1, 2, 0, 3) for one in (query, key, value)]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _own_module() -> Any:
+    from megatron.core.enums import ModelType
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        vocab_parallel_cross_entropy,
+    )
+    from megatron.core.transformer.module import MegatronModule
+
+    class Mine(MegatronModule):
+        """A user's own: names like no family's."""
+
+        share_embeddings_and_output_weights = False
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model_type = ModelType.encoder_or_decoder
+            own: dict[str, Any] = {"config": config, "init_method": config.init_method}
+            self.words = VocabParallelEmbedding(VOCAB, HIDDEN, **own)
+            self.up = ColumnParallelLinear(HIDDEN, 32, gather_output=False, **own)
+            self.down = RowParallelLinear(
+                32, HIDDEN, bias=True, input_is_parallel=True, skip_bias_add=False, **own
+            )
+            self.scale = torch.nn.Parameter(torch.ones(HIDDEN))
+            self.head = ColumnParallelLinear(HIDDEN, VOCAB, bias=False, gather_output=False, **own)
+
+        def set_input_tensor(self, _: Any) -> None:
+            """There is one stage."""
+
+        def forward(self, tokens: Any, _: Any, __: Any, labels: Any) -> Any:
+            words = self.words(tokens)
+            hidden = words + self.down(torch.tanh(self.up(words)[0]))[0] * self.scale
+            return vocab_parallel_cross_entropy(self.head(hidden)[0].float(), labels)
+
+    return Mine
+
+
+@contextmanager
+def _forward(kind: str) -> Any:
+    """Inside, a batch goes through the model as it asks for."""
+    stock = chunks._forward_step
+
+    def step(data: Any, model: Any) -> Any:
+        tokens, labels = next(data)
+        seen = torch.ones(tokens.shape, dtype=torch.long)
+        out = model(tokens, seen, lm_labels=labels)
+
+        def mean(each: Any) -> Any:
+            loss = (each[0] if isinstance(each, tuple) else each).float().mean()
+            return loss, {"loss": loss.detach().clone()}
+
+        return out, mean
+
+    chunks._forward_step = step if kind == "bert" else stock
+    try:
+        yield
+    finally:
+        chunks._forward_step = stock
+
+
+# ------------------------------------------------ jobs
+
+
+def saved(setup: Any_, folder: str, steps: int = 2, more: int = 3) -> list[float]:
+    """Trains, saves by this package and by stock, goes on; the losses after the save."""
+    engine = make_any(setup)
+    with _forward(setup.kind):
+        train(engine, steps)
+        ucp.save(engine.handle, folder)
+        stock_save(engine, Path(folder) / "stock")
+        found = train(engine, more, first=steps)
+    close(engine)
+    return found
+
+
+def resumed(setup: Any_, folder: str, again: str, steps: int = 2, more: int = 3) -> dict[str, Any]:
+    """Loads into a model that has trained on something else; stock then saves what it holds."""
+    engine = make_any(setup)
+    with _forward(setup.kind):
+        train(engine, 1, first=50)
+        report = ucp.load(engine.handle, folder)
+        if setup.plant:
+            _plant(engine, setup.plant)
+        stock_save(engine, Path(again))
+        losses = train(engine, more, first=steps)
+    close(engine)
+    return {"losses": losses, "notes": list(report.notes)}
+
+
+def _plant(engine: Engine, what: str) -> None:
+    """Swaps the first rows of two parameters, or of one with its last."""
+    named = {n: p for bare in engine.stack.bare for n, p in bare.named_parameters()}
+    one, other = ([p for n, p in named.items() if what in n] * 2)[:2]
+    with torch.no_grad():
+        first, last = one.detach().view(-1)[:4], other.detach().view(-1)[-4:]
+        kept = first.clone()
+        first.copy_(last)
+        last.copy_(kept)
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """The keys under which two of stock's checkpoints hold other values."""
+    from megatron.core import dist_checkpointing
+
+    found = [dist_checkpointing.load_plain_tensors(str(path)) for path in (one, other)]
+    keys = {*found[0], *found[1]}
+    return sorted(
+        key
+        for key in keys
+        if key not in found[0]
+        or key not in found[1]
+        or torch.is_tensor(found[0][key])
+        and not torch.equal(found[0][key], found[1][key])
+    )
+
+
+def compared(folder: str, again: str) -> tuple[int, list[str]]:
+    """How many tensors the first has, and those that differ; on one rank."""
+    from megatron.core import dist_checkpointing
+
+    count = len(dist_checkpointing.load_plain_tensors(folder))
+    return count, differing(Path(folder), Path(again))
