@@ -33,6 +33,7 @@ ShareKey = tuple[str, str, str, Box, tuple[int, Any], int]
 Sums = dict[ShareKey, int]  # what one rank's memory adds to the whole
 # elements [first, last) of a slot, flat: of one parameter, as they lie
 ReadRun = Callable[[Slot, int, int], torch.Tensor]
+Only = Callable[[Slot, str], bool]  # whether a parameter in a slot counts
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def sums_of(
     wants: Iterable[tuple[Slot, str]],
     read: ReadRun,
     within: tuple[int, int] | None = None,
-    only: Callable[[Slot, str], bool] = lambda slot, param: True,
+    only: Only = lambda slot, param: True,
 ) -> Sums:
     """What a rank's memory of some slots adds to the CRC-32s of their parameters; each slot holds
     the state that is named with it. Of each slot the elements `within` alone, and `only` some
@@ -82,17 +83,15 @@ def sums_of(
     out: Sums = {}
     for slot, state in wants:
         dtype = manifest.buffers[slot.buffer].dtype_of(slot.state)
-        for name, share, offset, held in _held(manifest, slot, within):
-            if only(slot, name):
-                steps = held.strides
-                memory = read(slot, offset, offset + span(held.full.shape, steps))
-                key = name, state, dtype, share, (slot.buffer, slot.cut), slot.part
-                out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, held)
+        for name, share, offset, held in _held(manifest, slot, within, only):
+            memory = read(slot, offset, offset + span(held.full.shape, held.strides))
+            key = name, state, dtype, share, (slot.buffer, slot.cut), slot.part
+            out[key] = out.get(key, 0) ^ _sum(manifest.by_name[name], memory, held)
     return out
 
 
 def _held(
-    manifest: Manifest, slot: Slot, within: tuple[int, int] | None
+    manifest: Manifest, slot: Slot, within: tuple[int, int] | None, only: Only
 ) -> Iterator[tuple[str, Box, int, Piece]]:
     """What a slot holds: the parameter, the whole share that it is of, where it begins in the slot,
     and the box. Nothing of padding, of parameters of which every rank has a copy of its own, and
@@ -102,19 +101,25 @@ def _held(
     for fragment in buffer.fragments(slot.part):
         member = buffer.members[fragment.member]
         spec = manifest.by_name[member.param]
-        if isinstance(spec.layout, Partial):
+        # of what several partitions keep whole, the first one's is read
+        is_read = buffer.rule != "uncut" or buffer.owners(member, 0, 1)[0] == slot.part
+        if isinstance(spec.layout, Partial) or not is_read or not only(slot, member.param):
             continue
-        if buffer.rule == "uncut" and buffer.owners(member, 0, 1)[0] != slot.part:
-            continue  # the first partition that has it all is read
         first = fragment.low + max(0, low - fragment.offset)
         last = min(fragment.high, fragment.low + high - fragment.offset)
         for piece in manifest.pieces(member, slot.cut) if first < last else ():
-            true = piece.clip_full(_true_box(spec))
-            for box in flat_boxes(piece.view, first, last) if true else ():
-                held = true.clip_local(box) if true else None
-                if held is not None and held.full.numel:
-                    offset = buffer.offset(member, slot.part, held.flat_start)
-                    yield member.param, piece.full, offset, held
+            for held in _clipped(piece, _true_box(spec), first, last):
+                offset = buffer.offset(member, slot.part, held.flat_start)
+                yield member.param, piece.full, offset, held
+
+
+def _clipped(piece: Piece, true_box: Box, first: int, last: int) -> Iterator[Piece]:
+    """The flat range [first, last) of a piece's memory, as boxes without padding."""
+    true = piece.clip_full(true_box)
+    for box in flat_boxes(piece.view, first, last) if true else ():
+        held = true.clip_local(box) if true else None
+        if held is not None and held.full.numel:
+            yield held
 
 
 def true_shape(spec: ParamSpec) -> Ints:
@@ -229,9 +234,7 @@ def of_memories(held: Holder) -> Fingerprint:
     return Fingerprint(table, settings_of(manifest))
 
 
-def sums_of_rank(
-    held: Holder, only: Callable[[Slot, str], bool] = lambda slot, param: True
-) -> Sums:
+def sums_of_rank(held: Holder, only: Only = lambda slot, param: True) -> Sums:
     """What this rank's memory adds to the fingerprint of all; `only` of some parameters."""
     slots = [
         Slot(*part, state)

@@ -41,8 +41,7 @@ def load_checkpoint(
     `--no-load-rng` and `--exit-on-missing-checkpoint`. Raises a UcpError on every rank.
     """
     args = _arguments()
-    if getattr(args, "save", None):
-        _refuse_format(args)  # before anybody trains
+    _refuse_format(args)  # before anybody trains
     stack = _stack_of(ddp_model, optimizer, opt_param_scheduler)
     wait(stack)  # the folder's newest save may be on its way
     folder, finetune = getattr(args, load_arg), bool(args.finetune)
@@ -144,10 +143,10 @@ def _is_empty(folder: str | None) -> bool:
 
 
 def _refuse_format(args: Any) -> None:
-    """Raises UnsupportedError for another format than the one that is written. A run that is told
-    none has Megatron-LM's default."""
+    """Raises UnsupportedError for another format than the one that is written, of a run that saves.
+    One that is told none has Megatron-LM's default."""
     asked = getattr(args, "ckpt_format", None)
-    if asked not in (None, TORCH_DIST):
+    if getattr(args, "save", None) and asked not in (None, TORCH_DIST):
         raise UnsupportedError(
             "this format of Megatron-LM's is not written, only loaded",
             expected=f"--ckpt-format {TORCH_DIST}",
